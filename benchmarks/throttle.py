@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from eager_offload.tiers.base import Region, Slot, Tier
+from eager_offload.tiers.base import ByteRegion, Slot, Tier
 
 #: Seconds; how much a bucket holds. A sleep takes some tenths of a millisecond longer than it was asked to, and what
 #: comes in meanwhile makes up for that.
@@ -90,7 +90,7 @@ class ThrottledSlot(Slot):
         return self._slot.tier
 
     @property
-    def region(self) -> Region:
+    def region(self) -> ByteRegion:
         return self._slot.region
 
     def write(self, source: Tensor) -> None:

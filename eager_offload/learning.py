@@ -48,7 +48,7 @@ _LOOK_AGAIN = 16
 _MOST_SAVES = 1 << 16
 
 
-class Kind(NamedTuple):
+class SaveKind(NamedTuple):
     """What a save is known by that may be rounded."""
 
     nbytes: int
@@ -92,7 +92,7 @@ class SaveLog:
     #: it was not looked at.
     alive: dict[int, int] = field(default_factory=dict)
     #: What may be rounded, and of that the names of the nodes that asked for it, empty for anything else that did.
-    kinds: dict[int, Kind] = field(default_factory=dict)
+    kinds: dict[int, SaveKind] = field(default_factory=dict)
     readers: dict[int, set[str]] = field(default_factory=dict)
 
 
@@ -340,7 +340,7 @@ class Forward:
         if learned is not None:
             self._expected = islice(zip(learned.sizes, learned.owners, strict=True), number + 1, None)
 
-    def readers(self, number: int, first: int, kind: Kind) -> frozenset[str]:
+    def readers(self, number: int, first: int, kind: SaveKind) -> frozenset[str]:
         """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
 
         Args:
@@ -352,7 +352,7 @@ class Forward:
             return frozenset()
         return frozenset().union(*(learned.readers[first] for learned in self._fitting))
 
-    def expects(self, owner: int, kind: Kind | None) -> bool:
+    def expects(self, owner: int, kind: SaveKind | None) -> bool:
         """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
         number = len(self.log.sizes)
         return bool(self._fitting) and all(

@@ -55,7 +55,7 @@ from eager_offload.errors import ConfigError, OffloadError
 FORMAT = 1
 
 
-class Kind(StrEnum):
+class SliceKind(StrEnum):
     """What a slice stands for; the ``cat`` of the file."""
 
     COMPUTE = "compute"
@@ -70,7 +70,7 @@ class Kind(StrEnum):
 class Slice:
     """Something that took time."""
 
-    kind: Kind
+    kind: SliceKind
     name: str
     device: str
     """Such as ``"cpu"`` or ``"cuda:0"``."""
@@ -227,7 +227,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 _COUNTERS = {"device": "device", "host": "host", "disk": "disk", "without_offload": "without offload"}
 #: The order of the tracks of a device, from the top.
-_TRACKS = {kind: place for place, kind in enumerate(Kind)}
+_TRACKS = {kind: place for place, kind in enumerate(SliceKind)}
 _MEMORY_PID = 1
 #: Fields of a slice that are texts and may be empty, and those of a trace that JSON holds as they are.
 _ARGUMENTS = ("module", "operation", "tier", "error")
@@ -288,7 +288,7 @@ def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
             given = event["args"]
             slices.append(
                 Slice(
-                    kind=Kind(event["cat"]),
+                    kind=SliceKind(event["cat"]),
                     name=event["name"],
                     device=names["process_name", event["pid"], 0],
                     track=names["thread_name", event["pid"], event["tid"]],

@@ -16,7 +16,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
 from tests.hazards.backends import Gate
 from tests.threads import on_threads
@@ -35,8 +35,8 @@ class Memory(Slot):
         self.before: Callable[[], object] = lambda: None
 
     @property
-    def region(self) -> Region:
-        return Region(id(self), 0, self.nbytes)
+    def region(self) -> ByteRegion:
+        return ByteRegion(id(self), 0, self.nbytes)
 
     def write(self, source: Tensor) -> None:
         self.before()

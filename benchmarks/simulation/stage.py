@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from eager_offload import Machine, Offload
 from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
-from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
+from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -54,7 +54,7 @@ class Clock(TorchDispatchMode):
     ) -> Any:
         named = dict(kwargs or {})
         result = func(*args, **named)
-        call = Call(func, args, named, result)
+        call = OperatorCall(func, args, named, result)
         if nbytes := traffic_of(call):
             seconds = self._machine.seconds(flops_of(call), nbytes, single=is_single(call))
             seconds *= 1 + self._random.uniform(-self._jitter, self._jitter)

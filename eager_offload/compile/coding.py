@@ -44,14 +44,14 @@ _UNKNOWN_TO_INDUCTOR = [_aten._to_copy, _aten.arange, _aten.clamp, _aten.rsub, _
 _KEPT = 256
 
 
-class Found(NamedTuple):
+class ChosenCodec(NamedTuple):
     """A codec for a value, and the bytes that travel."""
 
     codec: Codec
     nbytes: int
 
 
-def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ()) -> Found | None:
+def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ()) -> ChosenCodec | None:
     """What packs ``value``; ``None``: nothing does, or not into fewer bytes. See [Note: what cannot refuse].
 
     Args:
@@ -69,7 +69,7 @@ def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ())
     layout = None if codec is None else codec.layout(meta)
     if codec is None or layout is None or layout.nbytes >= value.numel() * value.itemsize:
         return None
-    return Found(codec, layout.nbytes)
+    return ChosenCodec(codec, layout.nbytes)
 
 
 def insert_pack(graph: Graph, base: Node, codec: Codec, seed: Node | None = None) -> Node:

@@ -43,7 +43,7 @@ _SINGLE_FLOPS_PER_CLOCK = 256
 _UNKNOWN_BANDWIDTH = 1e9
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """An operator with what it was given and what it returned. Only shapes, strides and types of tensors are asked."""
 
     target: Any
@@ -63,7 +63,7 @@ def roofline(machine: Machine) -> Estimate:
     return seconds
 
 
-def traffic_of(call: Call | Node) -> int:
+def traffic_of(call: OperatorCall | Node) -> int:
     """Bytes that ``call`` reads and writes: its inputs and its outputs. Views, and transfers, touch none."""
     target, arguments, named, result = _as_call(call)
     if not callable(target) or target in ops.OPERATIONS or target is operator.getitem:
@@ -77,7 +77,7 @@ def traffic_of(call: Call | Node) -> int:
     return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*read.values(), *made])
 
 
-def flops_of(call: Call | Node) -> int:
+def flops_of(call: OperatorCall | Node) -> int:
     """Operations of a product, an attention or a convolution by torch's own count; 0 of all else.
 
     Of a causal attention it is half of that: kernels leave out what is masked.
@@ -97,26 +97,26 @@ def flops_of(call: Call | Node) -> int:
     return count // 2 if _is_causal(call) else count
 
 
-def counts_flops(call: Call | Node) -> bool:
+def counts_flops(call: OperatorCall | Node) -> bool:
     """Whether ``call`` is a product, an attention or a convolution, which compilers leave in one piece."""
     return isinstance(call.target, OpOverload) and _formula(call.target) is not None
 
 
-def is_single(call: Call | Node) -> bool:
+def is_single(call: OperatorCall | Node) -> bool:
     """Whether the numbers that ``call`` multiplies have 32 bits or more; so it is taken where it is given no tensor."""
     call = _as_call(call)
     given = next((one for one in tree_iter((call.arguments, call.named)) if isinstance(one, Tensor)), None)
     return given is None or given.itemsize >= 4
 
 
-def _as_call(call: Call | Node) -> Call:
+def _as_call(call: OperatorCall | Node) -> OperatorCall:
     """What a node stands for, with the values that its tracer has left; of one that calls nothing, the target is no
     function."""
-    if isinstance(call, Call):
+    if isinstance(call, OperatorCall):
         return call
     target = call.target if call.op == "call_function" else None
     arguments, named = map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
-    return Call(target, arguments, named, call.meta.get("val"))
+    return OperatorCall(target, arguments, named, call.meta.get("val"))
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -130,7 +130,7 @@ def _shape(value: Any) -> Any:
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
-def _is_causal(call: Call) -> bool:
+def _is_causal(call: OperatorCall) -> bool:
     arguments = schema_of(call.target).arguments
     place = next((number for number, one in enumerate(arguments) if one.name == "is_causal"), None)
     if place is None:

@@ -29,7 +29,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage, living
-from eager_offload.plan.solve import Decision, Solver
+from eager_offload.plan.solve import Solution, Solver
 from eager_offload.runtime.base import Direction
 
 
@@ -221,7 +221,7 @@ def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
         found = solver.free(aim.slowdown)
     if aim.budget is not None and (found is None or found.prediction.peak_bytes > aim.budget):
         nothing = problem.within_room((False,) * len(names))
-        found = Decision(nothing, problem.predict(nothing))
+        found = Solution(nothing, problem.predict(nothing))
         if found.prediction.peak_bytes > aim.budget:  # else no decision is faster or moves less
             found = solver.within(aim.budget)
     assert found is not None

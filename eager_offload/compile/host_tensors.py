@@ -41,7 +41,7 @@ _OUT_OF_ROOM = (
 )
 
 
-class Coded(NamedTuple):
+class CodedBytes(NamedTuple):
     """What has packed the bytes that move, and how many there were; ``""`` and 0 where they are as they were saved."""
 
     codec: str
@@ -53,7 +53,7 @@ class _Record(BytesRecord["HostBytes"]):
 
     fallback = "a copy of the saved tensor stays in memory"
     __slots__ = ("coded",)
-    coded: Coded
+    coded: CodedBytes
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         if failure is None and self.coded.nbytes:
@@ -94,7 +94,7 @@ class HostBytes:
         slot: Slot | None,
         counters: Counters,
         kept_bytes: int,
-        coded: Coded,
+        coded: CodedBytes,
     ) -> None:
         self.record = _Record(self, offloader.on_death)
         self.record.coded = coded
@@ -135,7 +135,7 @@ class _Arriving:
 # -- forward ------------------------------------------------------------------------------------------------------
 
 
-def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded) -> Tensor:
+def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: CodedBytes) -> Tensor:
     """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
 
     Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep

@@ -97,7 +97,11 @@ def _offload(
         return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
     offloader = active.serving(config).offloader_of(source.device)
     return host_tensors.offload(
-        offloader, host_tensors.resolved(source), wait=wait, region=region, coded=host_tensors.Coded(codec, coded_bytes)
+        offloader,
+        host_tensors.resolved(source),
+        wait=wait,
+        region=region,
+        coded=host_tensors.CodedBytes(codec, coded_bytes),
     )
 
 

@@ -100,7 +100,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedValue:
     """A value that a forward leaves to its backward."""
 
     first: int
@@ -165,7 +165,7 @@ def choose(
 
 def saved_of(
     users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], nodes: Iterable[Node], config: OffloadConfig
-) -> dict[Node, Saved]:
+) -> dict[Node, SavedValue]:
     """What is known of saved values.
 
     Args:
@@ -175,10 +175,10 @@ def saved_of(
     """
     consumers = Consumers(nodes) if config.codec_policy.rounds else None
 
-    def known(users: Collection[Node]) -> Saved:
+    def known(users: Collection[Node]) -> SavedValue:
         first = min((order[user] for user in users), default=len(order))
         readers = frozenset[str]() if consumers is None else consumers.of(users)
-        return Saved(first, any(map(is_in_region, users)), readers)
+        return SavedValue(first, any(map(is_in_region, users)), readers)
 
     return {node: known(some) for node, some in users.items()}
 
@@ -191,7 +191,7 @@ def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
 
 def choose_among(
     graph: Graph,
-    saved: Mapping[Node, Saved],
+    saved: Mapping[Node, SavedValue],
     returned: Iterable[object],
     config: OffloadConfig,
     *,
@@ -382,7 +382,7 @@ def _travels_alone(value: Tensor) -> bool:
     )
 
 
-def _readers(group: Group, saved: Mapping[Node, Saved], maker: Node) -> frozenset[str]:
+def _readers(group: Group, saved: Mapping[Node, SavedValue], maker: Node) -> frozenset[str]:
     """All that read any of ``group``, whose storage ``maker`` has made; empty where it has to be exact."""
     each = [saved[node].readers for node in group.members]
     readers = frozenset[str]().union(*each)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from eager_offload.computed_plan import Adapted, ComputedPlan, Timing
 from eager_offload.config import MIB
-from eager_offload.eager.measuring import Measured
+from eager_offload.eager.measuring import StepMeasurement
 
 #: After so many forwards it is looked at.
 _EVERY = 16
@@ -79,7 +79,7 @@ class Adapting:
         """Whether what was measured is asked for at the next ``note``."""
         return (self._forwards + 1) % _EVERY == 0
 
-    def note(self, peak: int | None, measured: Measured | None = None) -> bool:
+    def note(self, peak: int | None, measured: StepMeasurement | None = None) -> bool:
         """A forward has followed the plan to its end; whether its budget was exceeded, as far as this is looked at.
 
         Args:
@@ -91,7 +91,7 @@ class Adapting:
         self._forwards += 1
         if self._forwards % _EVERY:
             return False
-        plan, measured = self._plan, measured or Measured()
+        plan, measured = self._plan, measured or StepMeasurement()
         peak, self._peak = self._peak, None
         if peak is None and measured.seen_bytes is not None and plan.seen_bytes is not None:
             peak = plan.peak_bytes + measured.seen_bytes - plan.seen_bytes

@@ -26,7 +26,7 @@ from eager_offload._torch import cast_from
 from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, Narrow, TensorMeta
 from eager_offload.codecs.policy import NORMS, text_of
 from eager_offload.errors import ConfigError
-from eager_offload.learning import Kind
+from eager_offload.learning import SaveKind
 from eager_offload.selection import Footprint
 from eager_offload.step_plan import Coded, Fate, StepPlan
 
@@ -50,7 +50,7 @@ class Coding(NamedTuple):
     #: For stochastic rounding.
     seed: int = 0
     #: Of the tensor, if this rounds it.
-    kind: Kind | None = None
+    kind: SaveKind | None = None
 
     @property
     def rounds(self) -> bool:
@@ -99,7 +99,7 @@ def coding_of(
     area: Footprint,
     policy: CodecPolicy,
     readers: Collection[str] = (),
-    kind: Kind | None = None,
+    kind: SaveKind | None = None,
 ) -> Coding | None:
     """How ``area`` of the storage of ``tensor`` is to travel; ``None``: as it is.
 
@@ -113,7 +113,7 @@ def coding_of(
     return exact if rounding is None or (exact is not None and exact.nbytes <= rounding.nbytes) else rounding
 
 
-def kind_of(tensor: Tensor) -> Kind | None:
+def kind_of(tensor: Tensor) -> SaveKind | None:
     """What a save of ``tensor`` is known by; ``None`` for one that nothing may round.
 
     What does not require grad has no maker, and may be the cast of a parameter that is not trained, or a statistic.
@@ -122,7 +122,7 @@ def kind_of(tensor: Tensor) -> Kind | None:
     if dtype not in _ROUNDED or not tensor.requires_grad:
         return None
     maker = tensor.grad_fn
-    return Kind(tensor.nbytes, dtype, "" if maker is None else maker.name())
+    return SaveKind(tensor.nbytes, dtype, "" if maker is None else maker.name())
 
 
 def codings_of(plan: StepPlan, policy: CodecPolicy) -> list[Coding | None]:
@@ -147,7 +147,7 @@ def _planned_coding(save: Coded, storage_nbytes: int, policy: CodecPolicy) -> Co
     coding = _coding(codec, TensorMeta((storage_nbytes // dtype.itemsize,), (1,), dtype))
     if coding is None or coding.nbytes != save.nbytes:
         return None
-    return coding if codec.lossless else coding._replace(kind=Kind(storage_nbytes, save.dtype, save.maker))
+    return coding if codec.lossless else coding._replace(kind=SaveKind(storage_nbytes, save.dtype, save.maker))
 
 
 def check_codecs(plan: StepPlan, policy: CodecPolicy) -> None:
@@ -194,7 +194,7 @@ def exact_codec(tensor: Tensor) -> tuple[Codec | None, bool]:
 
 
 def _rounding_of(
-    tensor: Tensor, area: Footprint, policy: CodecPolicy, readers: Collection[str], kind: Kind
+    tensor: Tensor, area: Footprint, policy: CodecPolicy, readers: Collection[str], kind: SaveKind
 ) -> Coding | None:
     """What rounds, where all of ``readers`` may be given that."""
     if tensor.is_neg():
@@ -209,7 +209,7 @@ def _rounding_of(
     return coding._replace(kind=kind) if coding is not None and coding.nbytes < area.moved else None
 
 
-def rounding_codec(meta: TensorMeta, policy: CodecPolicy, readers: Collection[str], kind: Kind) -> Codec | None:
+def rounding_codec(meta: TensorMeta, policy: CodecPolicy, readers: Collection[str], kind: SaveKind) -> Codec | None:
     """What may round a tensor that all of ``readers`` ask for."""
     if NORMS.intersection(readers) and kind.maker in readers:
         return None  # it may be the statistics of a norm, which that has made

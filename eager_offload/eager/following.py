@@ -35,7 +35,7 @@ from eager_offload.eager.followed import FollowedRecord, FollowedStorage, RunRec
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
 from eager_offload.eager.packing import Packed, let_go, packed, unpacked, unpacked_at_once
 from eager_offload.eager.plans import KnownPlan, Staying, StepPlans, Turn
-from eager_offload.engine.offloader import Found, Lack
+from eager_offload.engine.offloader import FoundSlot, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.learning import Forward, LearnedForwards
@@ -427,7 +427,7 @@ class Run:
             if lack is not None:
                 offloader.go_on(lack, partial(self._start_due, None), waits=waits)
 
-    def _start_due(self, sequence: int | None, found: Found | None = None) -> Lack | None:
+    def _start_due(self, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
         """Starts the copies whose turn it is.
 
         Args:
@@ -461,7 +461,7 @@ class Run:
             due.popleft()
         return None
 
-    def _start(self, storage: FollowedStorage, sequence: int | None, computed: Event, found: Found | None) -> None:
+    def _start(self, storage: FollowedStorage, sequence: int | None, computed: Event, found: FoundSlot | None) -> None:
         """Starts a copy, or finds that the storage stays; ``found``: a slot for what its codec cannot hold.
 
         Raises:

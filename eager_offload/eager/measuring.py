@@ -31,7 +31,7 @@ _MEASURED = 15
 _STRETCHES = 16
 
 
-class Measured(NamedTuple):
+class StepMeasurement(NamedTuple):
     """What was found in steps that were measured closely."""
 
     seen_bytes: int | None = None
@@ -136,7 +136,7 @@ class StepMeasures:
             self.drop()
         return outcome
 
-    def take(self) -> Measured:
+    def take(self) -> StepMeasurement:
         """What was found since the last time."""
         over, self._over = self._over, []
         seen = [one.seen_bytes for one in over if one.seen_bytes is not None]
@@ -151,7 +151,7 @@ class StepMeasures:
             rates = self._offloader.out_rate.value, self._offloader.in_rate.value
             timing = Timing(tuple(stretches), median(waits for _, waits in alike), *rates)
         grown = [one.grown_bytes for one in over if one.grown_bytes is not None]
-        return Measured(max(seen, default=None), int(median(grown)) if grown else None, timing)
+        return StepMeasurement(max(seen, default=None), int(median(grown)) if grown else None, timing)
 
     def restart(self) -> None:
         """Another plan is followed from here on."""

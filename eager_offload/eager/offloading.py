@@ -11,7 +11,7 @@ from eager_offload import marks
 from eager_offload._torch import version_of
 from eager_offload.eager.handles import SavedStorage, StorageRecord
 from eager_offload.eager.packing import Packed, let_go, packed
-from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
+from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
 from eager_offload.engine.transfer import Transfer
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
@@ -32,7 +32,7 @@ class Offloading:
         return [saved for record in records if (saved := record()) is not None]
 
     def start_due(
-        self, queue: ResidentQueue, sequence: int | None, beside: int = 0, found: Found | None = None
+        self, queue: ResidentQueue, sequence: int | None, beside: int = 0, found: FoundSlot | None = None
     ) -> Lack | None:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 

@@ -30,7 +30,7 @@ from eager_offload.errors import reentered
 from eager_offload.tiers.forking import ForkSafeLock
 
 
-class Owner(Protocol):
+class StorageOwner(Protocol):
     """What the handles of one storage share."""
 
     #: What it has given out and owns.
@@ -38,11 +38,11 @@ class Owner(Protocol):
 
 
 #: Those that own something, by the backward that it was given to.
-_owners: dict[int, list[weakref.ref[Owner]]] = {}
+_owners: dict[int, list[weakref.ref[StorageOwner]]] = {}
 _lock = ForkSafeLock()
 
 
-def own_until_taken(owner: Owner, tensor: Tensor) -> None:
+def own_until_taken(owner: StorageOwner, tensor: Tensor) -> None:
     """Makes ``owner`` one of the owners of ``tensor``, if the node that asks for it may return it as a gradient."""
     if not asker_may_return_it():
         return
@@ -59,7 +59,7 @@ def own_until_taken(owner: Owner, tensor: Tensor) -> None:
         _owners.setdefault(backward, []).append(weakref.ref(owner))
 
 
-def pass_on(owner: Owner, heir: Owner) -> None:
+def pass_on(owner: StorageOwner, heir: StorageOwner) -> None:
     """What ``owner`` owns ``heir`` owns as well, which takes its place, until the same backwards are over."""
     heir.given = ()
     if not owner.given:

@@ -18,7 +18,7 @@ from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
-from eager_offload.learning import Kind, SaveLog, readers_of
+from eager_offload.learning import SaveKind, SaveLog, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import whole
@@ -231,11 +231,11 @@ class KnownPlan:
             self.forget()
 
 
-def _kinds(plan: StepPlan) -> Iterator[Kind]:
+def _kinds(plan: StepPlan) -> Iterator[SaveKind]:
     """What it rounds."""
     for save in plan.saves:
         if save.coded is not None:
-            yield Kind(save.nbytes, save.coded.dtype, save.coded.maker)
+            yield SaveKind(save.nbytes, save.coded.dtype, save.coded.maker)
 
 
 class StepPlans:
@@ -356,7 +356,7 @@ class StepPlans:
         self._known = [*others[1 - _MOST_PLANS :], new]
         return new
 
-    def learn(self, recording: Recording, exact: Set[Kind]) -> None:
+    def learn(self, recording: Recording, exact: Set[SaveKind]) -> None:
         """A forward that was recorded is over, and so is its backward.
 
         Args:

@@ -183,7 +183,7 @@ class Reloading:
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
     def _record(self, recorder: StepRecorder, view: SavedView, plan: Prefetch) -> None:
-        """SaveLog an unpack, and of what it sets off all that is the same forward's."""
+        """Notes an unpack, and of what it sets off all that is the same forward's."""
         saved, forward = view.storage, view.forward
         if saved.forward is forward:
             kept = saved.record.kept if saved.record.state is KEPT else None

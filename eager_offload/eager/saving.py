@@ -32,11 +32,11 @@ from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
-from eager_offload.engine.offloader import DeviceOffloader, Found, Lack
+from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS, Workspaces
-from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, Kind, LearnedForwards, Link
+from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, LearnedForwards, Link, SaveKind
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
@@ -82,7 +82,7 @@ class SavedTensors:
         self._learned = LearnedForwards(config.small_step_bytes)
         self._queue_bytes = config.delay_bytes
         #: Kinds of saves that were rounded for one consumer and asked for by another.
-        self._exact_kinds: set[Kind] = set()
+        self._exact_kinds: set[SaveKind] = set()
         self._queues: Living[ResidentQueue] = Living()
         #: Whether what was learnt to leave does so at once.
         self._leaves_early = config.learns_what_stays or limit is not None
@@ -243,7 +243,7 @@ class SavedTensors:
             if lack is not None:
                 offloader.go_on(lack, partial(self._start_due, queue, None), waits=waits)
 
-    def _start_due(self, queue: ResidentQueue, sequence: int | None, found: Found | None = None) -> Lack | None:
+    def _start_due(self, queue: ResidentQueue, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
         beside = 0
         if self.plans.last is not None:
@@ -348,7 +348,7 @@ class SavedTensors:
         coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
         return None if coding is None else self.seeded(coding)
 
-    def _kind(self, tensor: Tensor, forward: Forward, number: int) -> Kind | None:
+    def _kind(self, tensor: Tensor, forward: Forward, number: int) -> SaveKind | None:
         """What is learnt of save ``number``, where anything may be rounded."""
         kind = kind_of(tensor) if self._rounds else None
         if kind is not None:

@@ -81,7 +81,7 @@ class Lack(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class FoundSlot:
     """What came of a search for a slot of ``nbytes`` bytes; nothing else holds the slot."""
 
     nbytes: int
@@ -282,7 +282,7 @@ class DeviceOffloader:
             )
         return slot
 
-    def slot_for(self, nbytes: int, found: Found | None) -> Slot | None:
+    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | None:
         """A slot with the lock held: what was ``found`` for as many bytes, which nothing is found for then; else anew.
 
         What was found for others, which have died meanwhile, say, goes back first.
@@ -298,7 +298,7 @@ class DeviceOffloader:
             del slot
         return self.reserve(nbytes, grows=False)
 
-    def go_on(self, lack: Lack | None, start: Callable[[Found | None], Lack | None], *, waits: bool = True) -> None:
+    def go_on(self, lack: Lack | None, start: Callable[[FoundSlot | None], Lack | None], *, waits: bool = True) -> None:
         """Waits for what copies out lack, and starts them; the lock is not held, and other threads may take the room.
 
         Args:
@@ -308,7 +308,7 @@ class DeviceOffloader:
         while lack is not None:
             found = None
             if lack.nbytes:
-                found = Found(lack.nbytes, self.reserve(lack.nbytes))
+                found = FoundSlot(lack.nbytes, self.reserve(lack.nbytes))
             elif not (waits and self.wait_for_room()):
                 return
             with self.lock:

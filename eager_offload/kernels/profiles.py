@@ -14,7 +14,7 @@ import torch
 
 from eager_offload.config import VERSION
 from eager_offload.errors import KernelError
-from eager_offload.trace_file import Kind, Slice, Trace, write_trace
+from eager_offload.trace_file import Slice, SliceKind, Trace, write_trace
 
 
 class _Launch(NamedTuple):
@@ -50,7 +50,7 @@ class _Profile:
                 base, since = self.bases[one.device]
                 start, seconds = since + base.elapsed_time(one.start) / 1e3, one.start.elapsed_time(one.stop) / 1e3
             track = "kernels" if number == 1 else f"kernels {number}"
-            yield Slice(Kind.COMPUTE, one.name, str(one.device), track, start, seconds)
+            yield Slice(SliceKind.COMPUTE, one.name, str(one.device), track, start, seconds)
 
 
 _running: _Profile | None = None

@@ -78,7 +78,7 @@ class Scalar:
         return f"a number that {self.dtype} holds"
 
 
-class Call(NamedTuple):
+class LaunchArguments(NamedTuple):
     """The arguments of one launch, checked."""
 
     device: torch.device
@@ -145,7 +145,7 @@ class Signature:
     def _refused(self, why: str) -> KernelError:
         return KernelError(f"Signature(aliases={self.aliases}) is not accepted: {why}")
 
-    def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> Call:
+    def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> LaunchArguments:
         """The arguments of a launch, with new outputs where ``out`` is ``None``.
 
         Raises:
@@ -165,9 +165,9 @@ class Signature:
         written = {*range(count, len(tensors) + len(output_names)), *(source for source, _ in self.aliases)}
         everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
         _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
-        return Call(device, [*tensors, *outputs], outputs)
+        return LaunchArguments(device, [*tensors, *outputs], outputs)
 
-    def result(self, call: Call, arguments: tuple[Any, ...]) -> Any:
+    def result(self, call: LaunchArguments, arguments: tuple[Any, ...]) -> Any:
         """What a launch gives: a single result bare, several as a tuple, in the structure of the signature."""
         outputs = unflatten(call.outputs, flatten_with_names(self.outputs)[2])
         results = (*outputs, *arguments[len(self.inputs) :])

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
 from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, Work
 from eager_offload.runtime.base import Stream
-from eager_offload.trace_file import Kind
+from eager_offload.trace_file import SliceKind
 
 #: What torch puts between a module and the one that it compiles.
 _WRAPPED = "_orig_mod."
@@ -125,7 +125,7 @@ class Forwards:
             return
         clock = self._clocks.of(call.device)
         now = clock.at(clock.current_stream)
-        work = Work(Kind.COMPUTE, call.path, call.began, now, "compute forward", call.thread, call.path)
+        work = Work(SliceKind.COMPUTE, call.path, call.began, now, "compute forward", call.thread, call.path)
         self._time_log.add(work)
 
     def _known(self, module: Module) -> str | None:
@@ -223,8 +223,8 @@ class Backwards:
     def _end_step(self, one: _Backward, now: Timestamp) -> None:
         name = one.module or one.operation
         where = (one.thread, one.module, one.operation)
-        self._time_log.add(Work(Kind.COMPUTE, name, one.step, now, "compute backward", *where))
+        self._time_log.add(Work(SliceKind.COMPUTE, name, one.step, now, "compute backward", *where))
 
     def _end(self, one: _Backward, now: Timestamp) -> None:
         self._end_step(one, now)
-        self._time_log.add(Work(Kind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))
+        self._time_log.add(Work(SliceKind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))

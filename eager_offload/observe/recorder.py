@@ -22,14 +22,14 @@ from eager_offload.eager.hooks import Packed
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.observe.advice import advise
 from eager_offload.observe.compute import Backwards, Forwards
-from eager_offload.observe.saves import GraphSave, RecordedHandle, Save, SaveLog, groups_of
+from eager_offload.observe.saves import GraphSave, RecordedHandle, SaveEntries, SaveEntry, groups_of
 from eager_offload.observe.timestamps import Bounded, Clock, Clocks, Copy, TimeLog, Timestamp, Work
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
-from eager_offload.trace_file import Kind, MemorySample, Trace
+from eager_offload.trace_file import MemorySample, SliceKind, Trace
 
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
@@ -47,12 +47,12 @@ class _Wait(NamedTuple):
     def over(self, what: str) -> None:
         track = "stall" if self.stream is not None or isinstance(self.clock.runtime, HostRuntime) else "stall host"
         now, thread = self.clock.at(self.stream), threading.get_ident()
-        self.time_log.add(Work(Kind.STALL, what, self.began, now, track, thread, *self.where))
+        self.time_log.add(Work(SliceKind.STALL, what, self.began, now, track, thread, *self.where))
 
 
 class _Thread(threading.local):
     #: What is being unpacked.
-    asked: Save | None = None
+    asked: SaveEntry | None = None
 
 
 class TraceRecorder:
@@ -73,8 +73,8 @@ class TraceRecorder:
         self._time_log = TimeLog()
         self._forwards = Forwards(self._clocks, self._time_log)
         self._backwards = Backwards(self._time_log)
-        self._saves = Bounded[Save]()
-        self._log = SaveLog(self.unpack, self._saves.add)
+        self._saves = Bounded[SaveEntry]()
+        self._log = SaveEntries(self.unpack, self._saves.add)
         self._memory = Bounded[MemorySample]()
         self._thread = _Thread()
         self._counters = accounts.counters
@@ -125,7 +125,7 @@ class TraceRecorder:
         """In place of the pack hook."""
         began = self._clocks.host.now()
         self._clocks.of(tensor.device)
-        save = Save(self._forwards.path, tensor.device)
+        save = SaveEntry(self._forwards.path, tensor.device)
         handle = self._pack(tensor)
         with self._accounts.lock:
             if self._log.unpack is None:
@@ -152,7 +152,7 @@ class TraceRecorder:
 
     def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
         clock = self._clocks.of(offloader.device)
-        self._time_log.add(Copy(Kind(what), clock, event, slot.nbytes, slot.tier, self._forwards.path, key))
+        self._time_log.add(Copy(SliceKind(what), clock, event, slot.nbytes, slot.tier, self._forwards.path, key))
         self._sample()
 
     def waits(self, offloader: OnDevice, stream: Stream | None) -> _Wait:
@@ -165,7 +165,7 @@ class TraceRecorder:
         self._log.stays(key)
 
     def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
-        save = partial(Save, self._forwards.path, offloader.device)
+        save = partial(SaveEntry, self._forwards.path, offloader.device)
         reason = KeepReason.BUDGET.value if host.slot is None else ""
         host.observed = self._log.add_by_graph(host.record.logical_bytes, reason, save())
         for kept, nbytes in kept_by_graph(region or "").items():
@@ -202,8 +202,8 @@ class TraceRecorder:
         if counters.demotions != self._demotions:
             for kind, count in counters.demotions.items():
                 if count > self._demotions.get(kind, 0):
-                    where = (Kind.DEMOTION.value, threading.get_ident(), self._forwards.path)
-                    self._time_log.add(Work(Kind.DEMOTION, kind, began or now, now, *where))
+                    where = (SliceKind.DEMOTION.value, threading.get_ident(), self._forwards.path)
+                    self._time_log.add(Work(SliceKind.DEMOTION, kind, began or now, now, *where))
             self._demotions = dict(counters.demotions)
 
 

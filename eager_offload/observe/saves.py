@@ -65,7 +65,7 @@ class _StorageBytes:
 
 
 @dataclass(eq=False, slots=True)
-class Save:
+class SaveEntry:
     """A saved tensor, or what a graph saved at once."""
 
     module: str
@@ -81,8 +81,8 @@ class RecordedHandle:
     """What autograd holds while a trace runs, and for as long as it holds it; see the note."""
 
     inner: Packed
-    save: Save
-    log: SaveLog
+    save: SaveEntry
+    log: SaveEntries
 
     def unpack(self) -> Tensor:
         unpack = self.log.unpack
@@ -94,7 +94,7 @@ class GraphSave:
 
     __slots__ = ("__weakref__", "_nbytes", "_save")
 
-    def __init__(self, nbytes: int, reason: str, save: Save) -> None:
+    def __init__(self, nbytes: int, reason: str, save: SaveEntry) -> None:
         self._nbytes = nbytes
         self._save = save
         self.stays(reason)
@@ -108,10 +108,10 @@ class _SaveRecord(FinalizerRecord[RecordedHandle | GraphSave]):
     """A weak reference to what lives as long as a save does."""
 
     __slots__ = ("save",)
-    save: Save
+    save: SaveEntry
 
 
-class SaveLog:
+class SaveEntries:
     """All saves of a trace. The accounts' lock is held in every call.
 
     Args:
@@ -119,7 +119,7 @@ class SaveLog:
         add: takes a save among those that the trace shows; false where they are too many.
     """
 
-    def __init__(self, unpack: Callable[[RecordedHandle], Tensor], add: Callable[[Save], bool]) -> None:
+    def __init__(self, unpack: Callable[[RecordedHandle], Tensor], add: Callable[[SaveEntry], bool]) -> None:
         self.unpack: Callable[[RecordedHandle], Tensor] | None = unpack
         self._add = add
         self._alive: set[_SaveRecord] = set()
@@ -129,9 +129,9 @@ class SaveLog:
         self.without_offload = 0
         self.kept_bytes = 0
         self._storages: dict[Hashable, _StorageBytes] = {}
-        self._by_key: dict[int, Save] = {}
+        self._by_key: dict[int, SaveEntry] = {}
 
-    def add(self, tensor: Tensor, handle: Packed, nbytes: int, save: Save) -> RecordedHandle:
+    def add(self, tensor: Tensor, handle: Packed, nbytes: int, save: SaveEntry) -> RecordedHandle:
         """Takes note of a saved tensor; returns what autograd is to hold in place of ``handle``."""
         recorded, stays = RecordedHandle(handle, save, self), isinstance(handle, KeptTensor)
         self._watch(recorded, save)
@@ -154,7 +154,7 @@ class SaveLog:
                     self._hold(save, one.untyped_storage(), stays=stays)
         return recorded
 
-    def add_by_graph(self, nbytes: int, reason: str, save: Save) -> GraphSave:
+    def add_by_graph(self, nbytes: int, reason: str, save: SaveEntry) -> GraphSave:
         """Takes note of what a graph offloads; returns what its bytes are to own."""
         owned, save.operation = GraphSave(nbytes, reason, save), _BY_GRAPHS
         self._watch(owned, save)
@@ -163,12 +163,12 @@ class SaveLog:
         self.without_offload += nbytes
         return owned
 
-    def add_kept_by_graph(self, reason: str, nbytes: int, save: Save) -> None:
+    def add_kept_by_graph(self, reason: str, nbytes: int, save: SaveEntry) -> None:
         """Takes note of bytes that a graph keeps."""
         save.operation, save.outcomes = _BY_GRAPHS, [partial(_kept_outcome, reason, nbytes)]
         self._add(save)
 
-    def saved_by(self, key: int | None) -> Save | None:
+    def saved_by(self, key: int | None) -> SaveEntry | None:
         """The save that offloaded the storage ``key``."""
         return None if key is None else self._by_key.get(key)
 
@@ -197,12 +197,12 @@ class SaveLog:
         self._storages = {}
         self._alive.clear()
 
-    def _watch(self, owner: RecordedHandle | GraphSave, save: Save) -> None:
+    def _watch(self, owner: RecordedHandle | GraphSave, save: SaveEntry) -> None:
         record = _SaveRecord(owner, self._finalized.append)
         record.save = save
         self._alive.add(record)
 
-    def _hold(self, save: Save, storage: torch.UntypedStorage, *, stays: bool) -> None:
+    def _hold(self, save: SaveEntry, storage: torch.UntypedStorage, *, stays: bool) -> None:
         name = storage_key(storage)
         held = self._storages.get(name)
         if held is None or not held.count or held.origin is None or held.origin() is not storage:
@@ -219,7 +219,7 @@ class SaveLog:
             self.kept_bytes += held.nbytes
 
 
-def groups_of(saves: list[Save]) -> tuple[SavedGroup, ...]:
+def groups_of(saves: list[SaveEntry]) -> tuple[SavedGroup, ...]:
     """Which operation of which module saved what, most bytes first."""
     groups: dict[tuple[str, str, str, str], tuple[int, int]] = {}
     for save in saves:

@@ -12,10 +12,10 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from eager_offload.errors import OffloadError
-from eager_offload.observe.saves import Save
+from eager_offload.observe.saves import SaveEntry
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
-from eager_offload.trace_file import Kind, Slice
+from eager_offload.trace_file import Slice, SliceKind
 
 #: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
 MOST = 1 << 20
@@ -114,7 +114,7 @@ class Clocks:
 class Work(NamedTuple):
     """Something that a thread or a stream did."""
 
-    kind: Kind
+    kind: SliceKind
     name: str
     began: Timestamp
     ended: Timestamp
@@ -127,7 +127,7 @@ class Work(NamedTuple):
 class Copy(NamedTuple):
     """Bytes that travelled."""
 
-    kind: Kind
+    kind: SliceKind
     clock: Clock
     event: Event
     nbytes: int
@@ -140,7 +140,7 @@ class Copy(NamedTuple):
 class TimeLog(Bounded[Work | Copy]):
     """Everything that took time."""
 
-    def slices(self, saved_by: Callable[[int | None], Save | None]) -> tuple[Slice, ...]:
+    def slices(self, saved_by: Callable[[int | None], SaveEntry | None]) -> tuple[Slice, ...]:
         """In the order of their beginning, outer ones first; the host waits for all of them. ``saved_by`` has the
         save that offloaded a storage, by its key."""
         #: A second thread on a track gets one of its own.
@@ -153,7 +153,7 @@ class TimeLog(Bounded[Work | Copy]):
             device = str(entry.began.clock.device)
             start = entry.began.seconds()
             seconds = max(0.0, entry.ended.seconds() - start)
-            if entry.kind is Kind.STALL and seconds < _NO_WAIT:
+            if entry.kind is SliceKind.STALL and seconds < _NO_WAIT:
                 continue
             names = tracks.setdefault((device, entry.track), {})
             track = names.setdefault(entry.thread, entry.track if not names else f"{entry.track} {len(names) + 1}")
@@ -163,7 +163,7 @@ class TimeLog(Bounded[Work | Copy]):
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
 
 
-def _slices_of_copy(copy: Copy, save: Save | None) -> Iterator[Slice]:
+def _slices_of_copy(copy: Copy, save: SaveEntry | None) -> Iterator[Slice]:
     error, runtime = "", copy.clock.runtime
     try:
         runtime.synchronize(copy.event)

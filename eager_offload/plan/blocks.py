@@ -46,7 +46,7 @@ class Block:
     mark: Mark | None = None
     #: Bytes that travel for each view of it that was saved.
     moved: dict[object, int] = field(default_factory=dict)
-    weak_saved: weakref.ref[Saved] | None = None
+    weak_saved: weakref.ref[SavedBlock] | None = None
 
     @property
     def moves(self) -> bool:
@@ -63,7 +63,7 @@ class Use:
     is_asked: bool = False
 
 
-class Saved:
+class SavedBlock:
     """What graphs hold of a block that may move; it lives as long as one of the block's handles does."""
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
@@ -143,11 +143,11 @@ class Blocks:
         first = bisect_left(self.all, begin, key=attrgetter("made"))
         return self.all[first : bisect_left(self.all, end, lo=first, key=attrgetter("made"))]
 
-    def save(self, block: Block, tensor: Tensor, op: int) -> Saved:
+    def save(self, block: Block, tensor: Tensor, op: int) -> SavedBlock:
         """A graph saves ``tensor``, of ``block``, which may move."""
         saved = None if block.weak_saved is None else block.weak_saved()
         if saved is None:
-            saved = Saved(block, tensor)
+            saved = SavedBlock(block, tensor)
             block.weak_saved = self._watch(saved, block)
             if block.saved is None:
                 self.saved.append(block)
@@ -158,7 +158,7 @@ class Blocks:
         block.moved[view] = area.moved
         return saved
 
-    def ask(self, saved: Saved, dtype: torch.dtype, op: int) -> Tensor:
+    def ask(self, saved: SavedBlock, dtype: torch.dtype, op: int) -> Tensor:
         """A graph asks for what it has saved; returns all of the block once more, one-dimensional."""
         block = saved.block
         saved.use.is_asked = True

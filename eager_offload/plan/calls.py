@@ -14,10 +14,10 @@ from weakref import ref
 from torch import Tensor, nn
 
 from eager_offload._torch import schema_of, tensors_in, tree_iter
-from eager_offload.compile.cost import Call
+from eager_offload.compile.cost import OperatorCall
 from eager_offload.plan.blocks import Block, Blocks
 from eager_offload.plan.numbers import state_of_others
-from eager_offload.plan.program import ModuleCall, Storage, living
+from eager_offload.plan.program import RecomputableCall, Storage, living
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -36,7 +36,7 @@ class _Open:
     around: tuple[_Open, ...]
     #: Of the module before, and where Python's random numbers were.
     owner: nn.Module
-    state: State
+    state: ModuleState
     numbers: tuple[object, ...]
     inputs: list[Block]
     end: int = -1
@@ -66,14 +66,14 @@ class Calls:
             return
         given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
         inputs = list(dict.fromkeys(block for block in given if block is not None))
-        call = _Open(module, op, save, tuple(self._open), owner, State(owner), state_of_others(), inputs)
+        call = _Open(module, op, save, tuple(self._open), owner, ModuleState(owner), state_of_others(), inputs)
         self._all.append(call)
         self._open.append(call)
 
     def leave(self, op: int, save: int) -> None:
         """The call that was entered last has returned."""
         call = self._open[-1]
-        if call.numbers != state_of_others() or not call.state.is_like(State(call.owner)):
+        if call.numbers != state_of_others() or not call.state.is_like(ModuleState(call.owner)):
             self.changed()
         self._open.pop()
         call.end, call.last_save = op, save
@@ -81,7 +81,7 @@ class Calls:
         if self._open:
             return
         for call in self._returned:  # what a later call has written to is not as it was, either
-            if not call.has_changed and not call.state.is_like(State(call.owner)):
+            if not call.has_changed and not call.state.is_like(ModuleState(call.owner)):
                 for one in (call, *call.around):
                     one.has_changed = True
         self._returned = []
@@ -100,7 +100,9 @@ class Calls:
         """A mark or a region of the user's says of that save whether it is to move."""
         self._decided.append(save)
 
-    def result(self, numbers: Mapping[Block, int], ops: int) -> tuple[tuple[ModuleCall, ...], tuple[Storage, ...]]:
+    def result(
+        self, numbers: Mapping[Block, int], ops: int
+    ) -> tuple[tuple[RecomputableCall, ...], tuple[Storage, ...]]:
         """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
         calls = [call for call in self._all if self._may_run_again(call)]
         held = dict.fromkeys(
@@ -131,7 +133,9 @@ class Calls:
             for op, block in self._writes
         )
 
-    def _finished(self, call: _Open, numbers: Mapping[Block, int], known: Mapping[Block, int], ops: int) -> ModuleCall:
+    def _finished(
+        self, call: _Open, numbers: Mapping[Block, int], known: Mapping[Block, int], ops: int
+    ) -> RecomputableCall:
         made = [
             (one.nbytes, one.made - call.begin, (ops if one.freed is None else one.freed) - call.begin)
             for one in self._blocks.made_between(call.begin, call.end)
@@ -139,10 +143,10 @@ class Calls:
         ]
         scratch = max(living(call.end - call.begin, made), default=0)
         inputs = tuple(sorted(known[block] for block in call.inputs if block in known))
-        return ModuleCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
+        return RecomputableCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
 
 
-class State:
+class ModuleState:
     """What a module has beside the numbers of its tensors: its attributes, what is in them, and the attributes of plain
     objects among these."""
 
@@ -168,13 +172,13 @@ class State:
             self._add(part, depth - 1)
         self._parts.append(None)  # ends it
 
-    def is_like(self, other: State) -> bool:
+    def is_like(self, other: ModuleState) -> bool:
         """Whether both have the very same parts. They are held, so that none has the address of another; tensors are
         not, which would live longer."""
         return len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
 
 
-def written_by(call: Call) -> Iterator[Tensor]:
+def written_by(call: OperatorCall) -> Iterator[Tensor]:
     """The arguments that an operator writes to."""
     for place, name in _written(call.target):
         yield from tensors_in(call.arguments[place] if place < len(call.arguments) else call.named.get(name))

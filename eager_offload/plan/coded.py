@@ -21,9 +21,9 @@ from torch import Tensor
 from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, storage_key, tensors_in
 from eager_offload.codecs import Codec, CodecPolicy, TensorMeta
 from eager_offload.codecs.policy import is_compiled, text_of
-from eager_offload.compile.cost import Call, traffic_of
+from eager_offload.compile.cost import OperatorCall, traffic_of
 from eager_offload.eager.coding import exact_codec, is_all_of, kind_of, rounding_codec
-from eager_offload.learning import Kind
+from eager_offload.learning import SaveKind
 from eager_offload.plan.program import Packing
 
 #: Elements of the tensor with which it is found out what a codec reads and writes.
@@ -36,7 +36,7 @@ class Known(NamedTuple):
     dtype: torch.dtype
     exact: Codec | None
     """What holds every bit of it."""
-    kind: Kind | None
+    kind: SaveKind | None
     """Where it may be rounded."""
 
 
@@ -131,7 +131,7 @@ class _Costs(TorchDispatchMode):
     ) -> Any:
         named = dict(kwargs or {})
         result = func(*args, **named)
-        self.traffic += traffic_of(Call(func, args, named, result))
+        self.traffic += traffic_of(OperatorCall(func, args, named, result))
         for one in tensors_in(result):
             self._count(one.untyped_storage())
         return result

@@ -16,7 +16,7 @@ from eager_offload.plan.draft import draft
 from eager_offload.plan.predict import Course, Moves, Problem
 from eager_offload.plan.program import kind_of
 from eager_offload.plan.recompute import Candidate
-from eager_offload.plan.solve import Decision, Solver
+from eager_offload.plan.solve import Solution, Solver
 
 #: So many times a decision is made anew that does not keep to its budget in rehearsal.
 _REVISIONS = 4
@@ -112,7 +112,7 @@ class RehearsedSolver:
     def nothing(self) -> Outcome:
         return self.of((False,) * len(self.problem.program.storages))
 
-    def _outcome(self, decision: Decision) -> Outcome:
+    def _outcome(self, decision: Solution) -> Outcome:
         if decision.again:
             return Outcome(self.problem, decision.moves, self._solver.course(decision))
         return self.of(decision.moves[: len(self.problem.program.storages)])
@@ -198,7 +198,7 @@ class TracedSolver:
     def _within(self, names: tuple[str, ...], budget: int) -> Outcome:
         return self._solvers[names].within(budget)._replace(again=names, whole=self._whole)
 
-    def _decide(self, budget: int) -> tuple[Decision, tuple[str, ...]]:
+    def _decide(self, budget: int) -> tuple[Solution, tuple[str, ...]]:
         """The best decision for ``budget`` by numbers, and its modules, which can run again."""
         while True:
             decision = self._solver.within(budget)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from eager_offload.computed_plan import Timing
 from eager_offload.errors import ConfigError
 from eager_offload.plan.predict import Moves, Problem
-from eager_offload.plan.program import Save
+from eager_offload.plan.program import ProgramSave
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, StepPlan
@@ -68,11 +68,11 @@ class _Draft:
         self._ask()
         return self._recorder.plan()
 
-    def _is_followed(self, save: Save) -> bool:
+    def _is_followed(self, save: ProgramSave) -> bool:
         """Whether the storage of a save stays or leaves as the decision says."""
         return save.storage >= 0 and self._program.storages[save.storage].is_whole
 
-    def _save(self, number: int, save: Save) -> None:
+    def _save(self, number: int, save: ProgramSave) -> None:
         recorder = self._recorder
         if not self._is_followed(save):
             if save.storage >= 0:
@@ -122,7 +122,7 @@ class _Draft:
                 asked.append(number)
 
 
-def _reason(save: Save) -> KeepReason | None:
+def _reason(save: ProgramSave) -> KeepReason | None:
     """Why a save stays in each step like this one; ``None`` where that is decided anew in each."""
     if save.is_alive:
         return KeepReason.ALIVE

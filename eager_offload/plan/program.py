@@ -30,7 +30,7 @@ class Op(NamedTuple):
     """Whether the numbers that it multiplies have 32 bits or more."""
 
 
-class Save(NamedTuple):
+class ProgramSave(NamedTuple):
     """One saved tensor, in the order of saving."""
 
     nbytes: int
@@ -49,7 +49,7 @@ class Save(NamedTuple):
     """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
 
 
-class Ask(NamedTuple):
+class ProgramAsk(NamedTuple):
     """One unpack."""
 
     save: int
@@ -105,7 +105,7 @@ class Storage(NamedTuple):
         return self.packing is not None or self.moved_bytes == self.nbytes
 
 
-class ModuleCall(NamedTuple):
+class RecomputableCall(NamedTuple):
     """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes
     to nothing that was there before, and the user has not said of what it saves whether that is to move."""
 
@@ -134,14 +134,14 @@ class Program:
     ops: tuple[Op, ...]
     forward_ops: int
     """How many of them are forward's."""
-    saves: tuple[Save, ...]
-    asks: tuple[Ask, ...]
+    saves: tuple[ProgramSave, ...]
+    asks: tuple[ProgramAsk, ...]
     storages: tuple[Storage, ...]
     """By the first save."""
     other_bytes: tuple[int, ...]
     """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
     is saved and stays in any case."""
-    calls: tuple[ModuleCall, ...] = ()
+    calls: tuple[RecomputableCall, ...] = ()
     """In the order in which they begin; what runs inside of another comes after it."""
     arguments: tuple[Storage, ...] = ()
     """Arguments of theirs that autograd does not save and a checkpoint would; each is a part of ``other_bytes``, and is

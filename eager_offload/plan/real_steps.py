@@ -29,7 +29,7 @@ from eager_offload.plan.trace import run_step
 from eager_offload.skipping import SkippedModules
 
 
-class Measured(NamedTuple):
+class RealSteps(NamedTuple):
     """What real steps have done."""
 
     program: Program
@@ -47,7 +47,7 @@ def record(
     min_bytes: int,
     skip: Sequence[str] = (),
     policy: CodecPolicy = PLAIN,
-) -> Measured:
+) -> RealSteps:
     """Runs ``steps`` training steps without an optimizer, on a CPU; arguments and errors as for ``trace``."""
     inputs = tree_map(_leaf, inputs)
     given = [one for one in tree_iter(inputs) if isinstance(one, Tensor)]
@@ -58,7 +58,7 @@ def record(
                 f"steps={steps!r} is not accepted for a model on {one.device}: real steps are timed on a CPU alone, "
                 "where an operator is over when its call returns. Leave steps out: the step is traced then"
             )
-    found: list[Measured] = []
+    found: list[RealSteps] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), _put_back(parts, given):
             recorder, skipped = Recorder(min_bytes, policy), SkippedModules()
@@ -70,10 +70,10 @@ def record(
                 run_step(recorder, model, inputs, loss)
             finally:
                 skipped.end()
-            found.append(Measured(recorder.program(), tuple(recorder.seconds)))
+            found.append(RealSteps(recorder.program(), tuple(recorder.seconds)))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]
-    return Measured(last.program, tuple(map(min, zip(*alike, strict=True))))
+    return RealSteps(last.program, tuple(map(min, zip(*alike, strict=True))))
 
 
 def _own(parts: Sequence[nn.Module]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from eager_offload.plan.predict import Problem
-from eager_offload.plan.program import ModuleCall, Op, Program, Storage, kind_of
+from eager_offload.plan.program import Op, Program, RecomputableCall, Storage, kind_of
 
 
 class Shape(NamedTuple):
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 class Candidate(NamedTuple):
     """A call that may be computed again."""
 
-    call: ModuleCall
+    call: RecomputableCall
     kind: str
     stop: int
     """The operator before which it stops when it runs again: all of its saves are there."""
@@ -126,7 +126,7 @@ class Recomputing:
         found = (self._candidate(call) for call in self._program.calls)
         return [one for one in found if one is not None and one.freed_bytes > 0]
 
-    def _candidate(self, call: ModuleCall) -> Candidate | None:
+    def _candidate(self, call: RecomputableCall) -> Candidate | None:
         program = self._program
         inside = range(call.first_save, call.last_save)
         asks = [self.first_ask[save] for save in inside if save in self.first_ask]
@@ -156,7 +156,7 @@ class Recomputing:
         calls = [one.call for one in self.candidates if modules[one.call.module] in names]
         return frozenset(number for number in self.saves_of if self._goes(number, calls)) if calls else frozenset()
 
-    def _goes(self, storage: int, calls: Sequence[ModuleCall]) -> bool:
+    def _goes(self, storage: int, calls: Sequence[RecomputableCall]) -> bool:
         """Whether a storage is made in one of ``calls`` and saved in them alone."""
         made = self._program.storages[storage].made
         return any(call.begin <= made < call.end for call in calls) and all(

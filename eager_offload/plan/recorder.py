@@ -28,12 +28,12 @@ from eager_offload._torch import (
     without_dispatch_modes,
 )
 from eager_offload.codecs import CodecPolicy
-from eager_offload.compile.cost import Call, flops_of, is_single, traffic_of
+from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.errors import PlanError
-from eager_offload.plan.blocks import Block, Blocks, Saved, Use
+from eager_offload.plan.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
-from eager_offload.plan.program import Ask, Op, Program, Save, Storage
+from eager_offload.plan.program import Op, Program, ProgramAsk, ProgramSave, Storage
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 
@@ -71,8 +71,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._blocks = Blocks()
         self._ops: list[Op] = []
         self._forward_ops = 0
-        self._saves: list[tuple[Save, Block | None, Use | None]] = []
-        self._asks: list[Ask] = []
+        self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
+        self._asks: list[ProgramAsk] = []
         self._modules = [""]
         self._inside = [0]
         self._calls = Calls(self._blocks)
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             result = self._run(func, args, named)
         if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
             self._calls.changed()  # whose state a checkpoint does not put back
-        self._write_down(Call(func, args, named, result))
+        self._write_down(OperatorCall(func, args, named, result))
         return result
 
     @contextmanager
@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         stale = self._stale.get(storage_key(tensor.untyped_storage()))
         return stale is None or stale() is None
 
-    def _write_down(self, call: Call) -> None:
+    def _write_down(self, call: OperatorCall) -> None:
         op, module = len(self._ops), self._module()
         for one in written_by(call):
             self._calls.write(op, one)
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         whole = tensor.nbytes if block is None and reason is KeepReason.LAYOUT else tensor.untyped_storage().nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        save = Save(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node)
+        save = ProgramSave(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node)
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
@@ -280,12 +280,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         """The saved tensor, or one like it."""
         op = len(self._ops)
         self._blocks.note_deaths(op)
-        self._asks.append(Ask(handle.save, op))
+        self._asks.append(ProgramAsk(handle.save, op))
         if not self._coder.is_idle:
             self._coder.ask(handle.save, asking_node())
         return handle.get()
 
-    def _like(self, saved: Saved, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+    def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         with self._unseen():
             whole = self._blocks.ask(saved, dtype, len(self._ops))
             with _as_it_is(whole):
@@ -308,14 +308,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         ops, asks = tuple(self._ops), tuple(self._asks)
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
 
-    def _pack_storage(self, number: int, storage: Storage, saves: Sequence[Save]) -> Storage:
+    def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:
             return storage
         found = self._coder.packing([at for at, save in enumerate(saves) if save.storage == number], storage.nbytes)
         return storage if found is None else storage._replace(moved_bytes=found.nbytes, packing=found)
 
 
-def _of_block(save: Save, block: Block, number: int, use: Use | None) -> Save:
+def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:
     """A save that may move by its kind; ``number`` is -1 where its storage does not."""
     if number >= 0 and use is not None and not use.is_asked:
         return save  # of a graph that was dropped, before the storage was saved for another one

@@ -69,7 +69,7 @@ _ROUGH_WAYS = (_Way(0.0, 0.0, 0.0), _Way(1.0, 1.0, 1.0))
 _ROUGH_BISECTIONS = 7
 
 
-class Decision(NamedTuple):
+class Solution(NamedTuple):
     """Which storages move, which modules are computed again, and what comes of it."""
 
     moves: Moves
@@ -96,19 +96,19 @@ class Solver:
         #: Arguments of calls are storages too where such a call is computed again.
         self._count = len(problem.program.storages) + (len(problem.program.arguments) if self._calls else 0)
         #: By flags: for each storage whether it moves, then for each call whether it is computed again.
-        self._known: dict[Moves, Decision] = {}
+        self._known: dict[Moves, Solution] = {}
         self._shapes: dict[Moves, Shape] = {}
         self._asked = 0
 
     # -- what a user asks for -----------------------------------------------------------------------------------------
 
-    def within(self, budget: int) -> Decision:
+    def within(self, budget: int) -> Solution:
         """The fastest decision whose peak is at most ``budget``, and of those alike the one that moves least.
 
         Where none is known, the one of the least peak.
         """
 
-        def cost(decision: Decision) -> _Cost:
+        def cost(decision: Solution) -> _Cost:
             found = decision.prediction
             # Times that differ by less than that are the same time.
             seconds = round(found.step_seconds / (self.problem.compute_seconds * EQUAL or 1.0))
@@ -122,7 +122,7 @@ class Solver:
         starts = {self._filled(start, cost) for start in [*sorted(fitting, key=cost)[:_STARTS], self.least]}
         return self._best_of(starts, cost)
 
-    def free(self, slowdown: float = 0.0) -> Decision:
+    def free(self, slowdown: float = 0.0) -> Solution:
         """The decision that moves most of those in which compute never waits, but for what moves whatever is decided.
 
         Args:
@@ -131,14 +131,14 @@ class Solver:
         nothing = self._decision((False,) * (self._count + len(self._calls))).prediction.step_seconds
         most = max(nothing, self.problem.compute_seconds * (1 + slowdown)) * (1 + EQUAL)
 
-        def cost(decision: Decision) -> _Cost:
+        def cost(decision: Solution) -> _Cost:
             found = decision.prediction
             waits = found.step_seconds > most
             return _Cost(int(waits), 0.0, -found.moved_bytes)
 
         return self._best_of(sorted(self._candidates, key=cost)[:_STARTS], cost)
 
-    def all(self) -> Decision:
+    def all(self) -> Solution:
         return self._all(self._none)
 
     @cached_property
@@ -147,17 +147,17 @@ class Solver:
         return [tuple(itertools.compress(self._calls, flags)) for flags in self._chain]
 
     @cached_property
-    def least(self) -> Decision:
+    def least(self) -> Solution:
         """The decision of the least peak that is known: nearly always that in which everything moves."""
 
-        def cost(decision: Decision) -> _Cost:
+        def cost(decision: Solution) -> _Cost:
             found = decision.prediction
             return _Cost(found.peak_bytes, found.step_seconds, found.moved_bytes)
 
         found = [*self._candidates, *(self._all(again) for again in self._agains(0, cost))]
         return self._best_of(sorted(found, key=cost)[:_STARTS], cost)
 
-    def course(self, decision: Decision) -> Course:
+    def course(self, decision: Solution) -> Course:
         """What comes of ``decision``, operator by operator."""
         shape = self._shape(tuple(one in decision.again for one in self._calls))
         return shape.problem.course(tuple(decision.moves[number] for number in shape.numbers))
@@ -168,7 +168,7 @@ class Solver:
     def _none(self) -> Moves:
         return (False,) * len(self._calls)
 
-    def _decision(self, flags: Moves) -> Decision:
+    def _decision(self, flags: Moves) -> Solution:
         found = self._known.get(flags)
         if found is None:
             again = self._outermost(flags[self._count :])
@@ -181,7 +181,7 @@ class Solver:
             if known is None:
                 self._asked += 1
                 calls = tuple(itertools.compress(self._calls, again))
-                known = Decision(tuple(plain), shape.problem.predict(moves), calls)
+                known = Solution(tuple(plain), shape.problem.predict(moves), calls)
                 self._known[(*plain, *again)] = known
             found = self._known[flags] = known
         return found
@@ -205,14 +205,14 @@ class Solver:
             self._shapes[again] = found
         return found
 
-    def _spread(self, again: Moves, moves: Moves) -> Decision:
+    def _spread(self, again: Moves, moves: Moves) -> Solution:
         """The decision of which the step with those calls has ``moves``."""
         flags = [False] * self._count
         for number, one in zip(self._shape(again).numbers, moves, strict=True):
             flags[number] = one
         return self._decision((*flags, *again))
 
-    def _all(self, again: Moves) -> Decision:
+    def _all(self, again: Moves) -> Solution:
         return self._decision((*(True,) * self._count, *again))
 
     @cached_property
@@ -224,14 +224,14 @@ class Solver:
     # -- where to begin -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def _candidates(self) -> list[Decision]:
+    def _candidates(self) -> list[Solution]:
         """Decisions to begin with: nothing, everything, and those of a link of every pace."""
         count = len(self.problem.program.storages)
         paced = (_paced(self.problem, pace, way) for pace, way in itertools.product(_PACES, _WAYS))
         found = [(False,) * count, (True,) * count, *paced]
         return [self._spread(self._none, moves) for moves in dict.fromkeys(found)]
 
-    def _of_least_paces(self, again: Moves, budget: int, ways: Iterable[_Way], **named: int) -> list[Decision]:
+    def _of_least_paces(self, again: Moves, budget: int, ways: Iterable[_Way], **named: int) -> list[Solution]:
         problem = self._shape(again).problem
         found = (_least_pace(problem, budget, way, **named) for way in ways)
         return [self._spread(again, moves) for moves in found if moves is not None]
@@ -248,7 +248,7 @@ class Solver:
                 found.append(again)
         return found
 
-    def _agains(self, budget: int, cost: Callable[[Decision], _Cost]) -> list[Moves]:
+    def _agains(self, budget: int, cost: Callable[[Solution], _Cost]) -> list[Moves]:
         """What to compute again, the best numbers of calls by a rough look, and nothing."""
         known: dict[int, _Cost] = {}
 
@@ -275,7 +275,7 @@ class Solver:
 
     # -- the search ---------------------------------------------------------------------------------------------------
 
-    def _filled(self, start: Decision, cost: Callable[[Decision], _Cost]) -> Decision:
+    def _filled(self, start: Solution, cost: Callable[[Solution], _Cost]) -> Solution:
         """Keeps more of what ``start`` moves, the newest first, as long as that makes it better."""
         best = start
         order = [number for number in self._newest if start.moves[number]]
@@ -291,7 +291,7 @@ class Solver:
                 at, vain = at + 1, vain + 1
         return best
 
-    def _best_of(self, starts: Iterable[Decision], cost: Callable[[Decision], _Cost]) -> Decision:
+    def _best_of(self, starts: Iterable[Solution], cost: Callable[[Solution], _Cost]) -> Solution:
         """What comes of the best of ``starts`` within the work that a search may take; of few decisions the best."""
         count = self._count + len(self._calls)
         work = max(_WORK // max(count, 1) ** 3, _LEAST_WORK)
@@ -308,7 +308,7 @@ class Solver:
             best = min(best, self._refined(kicked, cost, end), key=cost)
         return best
 
-    def _refined(self, start: Decision, cost: Callable[[Decision], _Cost], end: int) -> Decision:
+    def _refined(self, start: Solution, cost: Callable[[Solution], _Cost], end: int) -> Solution:
         """Exchanges single flags and pairs as long as that makes it better and fewer than ``end`` predictions were
         made."""
         best, improved = start, True
@@ -324,7 +324,7 @@ class Solver:
                     break
         return best
 
-    def _flipped(self, decision: Decision, numbers: Iterable[int]) -> Decision:
+    def _flipped(self, decision: Solution, numbers: Iterable[int]) -> Solution:
         flags = [*decision.moves, *(one in decision.again for one in self._calls)]
         for number in numbers:
             flags[number] = not flags[number]

@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeAlias
 
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 
 _Clock: TypeAlias = dict[Stream, int]
 
@@ -67,7 +67,7 @@ class Access:
     kind: AccessKind
     what: str
     #: The bytes, or ``None`` for a wait.
-    region: Region | None
+    region: ByteRegion | None
     #: Its place in the log: the first entry is number 0.
     number: int
 
@@ -184,7 +184,7 @@ class Checker(Log):
     def _race(self, clash: _Clash, later: Access) -> Violation:
         earlier = clash.earlier
         assert later.region is not None
-        shared = Region(later.region.space, clash.start, clash.stop)
+        shared = ByteRegion(later.region.space, clash.start, clash.stop)
         known = self._streams[later.stream].get(earlier.stream)
         seen = (
             f"stream {later.stream} has waited for nothing on stream {earlier.stream}"
@@ -332,7 +332,7 @@ def _merge(cells: Sequence[_Cell]) -> list[_Cell]:
     return merged
 
 
-def _show(region: Region) -> str:
+def _show(region: ByteRegion) -> str:
     return f"{region.space}[{region.start}:{region.stop}]"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class Operation:
     """An operation enqueued on ``stream``, and the bytes that it reads and writes."""
 
     stream: Stream
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
+    reads: tuple[ByteRegion, ...]
+    writes: tuple[ByteRegion, ...]
     what: str
 
 
@@ -25,7 +25,7 @@ class Allocated:
     """``region`` was handed out for use on ``stream``."""
 
     stream: Stream
-    region: Region
+    region: ByteRegion
     what: str
 
 
@@ -34,7 +34,7 @@ class Freed:
     """The host gave ``region`` back to the allocator of ``stream``: its next owner may write it at once."""
 
     stream: Stream
-    region: Region
+    region: ByteRegion
     what: str
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
 from eager_offload.simulation.log import Allocated, Entry, Freed, Log, Operation
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.extents import Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -92,7 +92,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     # -- naming, for the runtime ------------------------------------------------------------------------------------
 
-    def region(self, tensor: Tensor) -> Region:
+    def region(self, tensor: Tensor) -> ByteRegion:
         """The bytes from the first to the last element of ``tensor``."""
         with self._lock:
             self.sweep()
@@ -174,7 +174,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             block = None
         return block
 
-    def _region(self, tensor: Tensor, stream: Stream | None = None) -> Region | None:
+    def _region(self, tensor: Tensor, stream: Stream | None = None) -> ByteRegion | None:
         """The bytes of ``tensor``; a storage that is seen for the first time was there before.
 
         Args:
@@ -191,12 +191,12 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             block = self._place(storage, block.stream if stream is None else stream, "resize")
         first, nbytes = _span(tensor)
         start = block.region.start + first
-        return Region(block.region.space, start, min(start + nbytes, block.region.stop))
+        return ByteRegion(block.region.space, start, min(start + nbytes, block.region.stop))
 
     def _adopt(self, storage: torch.UntypedStorage) -> _Block:
         space = _Addresses(f"input {self._inputs}")
         self._inputs += 1
-        return self._follow(storage, self._home, Region(space, 0, storage.nbytes()), observed=False)
+        return self._follow(storage, self._home, ByteRegion(space, 0, storage.nbytes()), observed=False)
 
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
         pool = self._pools.get(stream)
@@ -204,7 +204,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"), Extents())
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
-        region = Region(pool.space, start, start + nbytes)
+        region = ByteRegion(pool.space, start, start + nbytes)
         block = self._follow(storage, stream, region, observed=True)
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
@@ -212,7 +212,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             self._log.write(Allocated(stream, region, what))
         return block
 
-    def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: Region, *, observed: bool) -> _Block:
+    def _follow(self, storage: torch.UntypedStorage, stream: Stream, region: ByteRegion, *, observed: bool) -> _Block:
         ref = _StorageRecord(storage, self._died.append)
         ref.key = id(storage)
         block = self._blocks[ref.key] = _Block(ref, stream, region, observed)
@@ -241,7 +241,7 @@ class _Block:
     ref: _StorageRecord
     #: Whose allocator it came from.
     stream: Stream
-    region: Region
+    region: ByteRegion
     #: Whether its allocation was seen.
     observed: bool
 
@@ -329,7 +329,7 @@ _STATISTICS = ("running_mean", "running_var")
 _UNMARKED = dict.fromkeys(("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), _STATISTICS)
 
 
-class Signature(NamedTuple):
+class OperatorSignature(NamedTuple):
     """What an operator's schema says about its arguments."""
 
     names: tuple[str, ...]
@@ -351,12 +351,12 @@ class Signature(NamedTuple):
 
 
 @cache
-def signature_of(func: OpOverload[..., Any]) -> Signature:
+def signature_of(func: OpOverload[..., Any]) -> OperatorSignature:
     schema = schema_of(func)
     in_place_view = torch.Tag.inplace_view in func.tags
     name = schema.name.rpartition("::")[2]
     marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return Signature(
+    return OperatorSignature(
         names=tuple(argument.name for argument in schema.arguments),
         written=frozenset() if in_place_view else frozenset(marked),
         written_in_training=_UNMARKED.get(schema.name, ()),

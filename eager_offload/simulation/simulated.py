@@ -32,7 +32,7 @@ from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout,
 from eager_offload.simulation.checker import Access, AccessKind, Checker, Violation
 from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.timeline import Span, Timeline
+from eager_offload.simulation.timeline import StreamSpan, Timeline
 from eager_offload.tiers.base import Slot
 
 #: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
@@ -79,7 +79,7 @@ class SimulatedEvent:
         self.moves = tuple(stream.fresh)
         stream.fresh.clear()
         #: Of the copy that it was recorded behind.
-        self.span: Span | None = None
+        self.span: StreamSpan | None = None
 
     def __repr__(self) -> str:
         return f"event on {self.stream} at {self.time:.9f} s"
@@ -419,9 +419,9 @@ class SimulatedRuntime(Runtime):
         ready = max(stream.tail, self.now)
         start = max(ready, stream.clear_from)
         if start > ready and not stream.is_transfer:
-            self.timeline.spans.append(Span(stream, ready, start, "stall", 0, is_transfer=False))
+            self.timeline.spans.append(StreamSpan(stream, ready, start, "stall", 0, is_transfer=False))
         stream.tail = start + seconds
-        self.timeline.spans.append(Span(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
+        self.timeline.spans.append(StreamSpan(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
 
     def _carry_out(self, stream: SimulatedStream, position: int) -> None:
         """Carries out the first ``position`` steps of ``stream``, and whatever those wait for first."""

@@ -8,7 +8,7 @@ from eager_offload.runtime.base import Stream, covered_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StreamSpan:
     """Something that took time on a stream."""
 
     stream: Stream
@@ -33,7 +33,7 @@ class Span:
 class Timeline:
     """Spans in the order in which the host issued the work."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[StreamSpan] = field(default_factory=list)
     #: How long the host itself waited in ``synchronize``; seconds.
     host_wait_seconds: float = 0.0
 

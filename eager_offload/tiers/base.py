@@ -12,7 +12,7 @@ from torch import Tensor
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 
 
-class Region(NamedTuple):
+class ByteRegion(NamedTuple):
     """A range of bytes, named by identity: never by an address that another owner may get next."""
 
     space: Hashable
@@ -85,7 +85,7 @@ class Slot(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def region(self) -> Region:
+    def region(self) -> ByteRegion:
         """The slot's bytes, for the happens-before log."""
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eager_offload.config import size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError, reentered
-from eager_offload.tiers.base import MustGrow, Region, Shortage, Slot, Tier
+from eager_offload.tiers.base import ByteRegion, MustGrow, Shortage, Slot, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.extents import Extent
 from eager_offload.tiers.finalizers import Living
@@ -66,8 +66,8 @@ class DiskSlot(Slot):
         self._is_mapped = False
 
     @property
-    def region(self) -> Region:
-        return Region(self._space.name, self._extent.start, self._extent.start + self.nbytes)
+    def region(self) -> ByteRegion:
+        return ByteRegion(self._space.name, self._extent.start, self._extent.start + self.nbytes)
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import Fence, Region, Shortage, Slot, SlotRecord
+from eager_offload.tiers.base import ByteRegion, Fence, Shortage, Slot, SlotRecord
 from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
@@ -247,8 +247,8 @@ class HostSlot(Slot):
         return self._slab.tensor[self._start : self._start + self.nbytes]
 
     @property
-    def region(self) -> Region:
-        return Region(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
+    def region(self) -> ByteRegion:
+        return ByteRegion(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
 
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
         assert not isinstance(source, Tensor) or source.numel() == self.nbytes

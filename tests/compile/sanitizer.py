@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.compile import host_tensors
-from eager_offload.compile.host_tensors import Coded, HostBytes, bytes_of, flat_bytes, resolved
+from eager_offload.compile.host_tensors import CodedBytes, HostBytes, bytes_of, flat_bytes, resolved
 from eager_offload.engine.offloader import DeviceOffloader
 
 CHANGED = "a source was written over before the wait of its offload"
@@ -41,7 +41,7 @@ def sanitized() -> Iterator[list[str]]:
     offload, finish = host_tensors.offload, host_tensors._wait_for_offload
 
     def watched_offload(
-        offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: Coded
+        offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: CodedBytes
     ) -> Tensor:
         watched = not wait and source.device.type == "cpu" and source.nbytes <= LARGEST
         before = flat_bytes(resolved(source)).clone() if watched else None

@@ -26,7 +26,7 @@ from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import POISON
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
 
@@ -90,7 +90,7 @@ class TrainingAccelerator(RecordingAccelerator):
         assert self._observer is not None, "nothing is being checked"
         return self._observer.elsewhere()
 
-    def name(self, tensor: Tensor) -> Region:
+    def name(self, tensor: Tensor) -> ByteRegion:
         """The bytes of ``tensor`` as the log names them."""
         assert self._observer is not None, "nothing is being checked"
         return self._observer.region(tensor)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eager_offload import SavedTensorModifiedError
 from eager_offload.runtime.base import Layout
-from eager_offload.trace_file import Kind, read_trace
+from eager_offload.trace_file import SliceKind, read_trace
 from tests.gpu.machine import Machine, Skipped
 from tests.hazards.backends import assert_settled, hooks_are_gone, wait_until_nothing_is_held
 from tests.hazards.programs import (
@@ -504,8 +504,8 @@ def a_trace_tells_the_times_of_the_device(machine: Machine) -> None:
     assert_identical(expected, result)
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
-    out = [one for one in trace.slices if one.kind is Kind.OFFLOAD]
-    back = [one for one in trace.slices if one.kind in (Kind.RELOAD, Kind.PREFETCH)]
+    out = [one for one in trace.slices if one.kind is SliceKind.OFFLOAD]
+    back = [one for one in trace.slices if one.kind in (SliceKind.RELOAD, SliceKind.PREFETCH)]
     assert sum(one.nbytes for one in out) == stats.bytes_out > 0
     assert sum(one.nbytes for one in back) == stats.bytes_in
     for slices in (out, back):  # one transfer stream each: nothing overlaps

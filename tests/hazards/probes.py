@@ -16,7 +16,7 @@ from torch import Tensor
 from eager_offload.eager.handles import SavedStorage
 from eager_offload.runtime.base import Event, Layout, Runtime, Stream
 from eager_offload.runtime.host import HostEvent
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import ByteRegion, Slot
 
 
 class Gone:
@@ -51,7 +51,7 @@ class Moved(NamedTuple):
     """One copy: its end on the device and its end in a tier."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    region: Region
+    region: ByteRegion
     nbytes: int
 
 

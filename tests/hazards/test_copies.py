@@ -16,7 +16,7 @@ from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled, gate_before, saves_of
 from tests.hazards.blocks import Step
@@ -144,7 +144,7 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
 def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(
     disk: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, waiting, log = disk.offload(prefetch_bytes=1 << 20), threading.Event(), list[tuple[str, Region]]()
+    offload, waiting, log = disk.offload(prefetch_bytes=1 << 20), threading.Event(), list[tuple[str, ByteRegion]]()
 
     def noted(name: str) -> None:
         call = getattr(DiskSlot, name)

@@ -13,7 +13,7 @@ import eager_offload as eo
 from eager_offload import Offload, marks
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.saving import SavedTensors
-from eager_offload.engine.offloader import DeviceOffloader, Found
+from eager_offload.engine.offloader import DeviceOffloader, FoundSlot
 from eager_offload.runtime.host import host_runtime
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
@@ -157,7 +157,7 @@ def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks()
     with offloader.lock:
         views = [saves._save(torch.zeros(nbytes // 4), queue, 1, forward, None) for nbytes in (4 << 20, 3 << 20)]
     lack = saves._start_due(queue, None)
-    found = Found(lack.nbytes, offloader.reserve(lack.nbytes))
+    found = FoundSlot(lack.nbytes, offloader.reserve(lack.nbytes))
     del views[0]
     with offloader.lock:
         offloader.poll()

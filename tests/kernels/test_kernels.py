@@ -25,7 +25,7 @@ from eager_offload.kernels import (
     profile,
 )
 from eager_offload.kernels.compiled import kept
-from eager_offload.trace_file import Kind, read_trace
+from eager_offload.trace_file import SliceKind, read_trace
 from tests.kernels.int8 import int8_blocks
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
@@ -238,7 +238,7 @@ def test_a_profile_has_every_launch_and_is_a_trace_like_the_others(tmp_path: Pat
     kernel(BLOCKS)
     trace = read_trace(tmp_path / "k.json")
     assert [one.name for one in trace.slices] == ["int8_blocks"] * 4
-    assert {one.kind for one in trace.slices} == {Kind.COMPUTE}
+    assert {one.kind for one in trace.slices} == {SliceKind.COMPUTE}
     assert [one.track for one in trace.slices] == ["kernels"] * 3 + ["kernels 2"]
     assert all(0 <= one.start <= one.stop <= trace.seconds for one in trace.slices)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k.json"]

@@ -12,7 +12,7 @@ import torch.nn.modules.module as hooked
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.trace_file import Kind, Slice, Trace, read_trace
+from eager_offload.trace_file import Slice, SliceKind, Trace, read_trace
 
 DEPTH = 4
 WIDTH = 64
@@ -96,11 +96,11 @@ def nothing_is_left(offload: eo.Offload) -> bool:
     )
 
 
-def of(trace: Trace, *kinds: Kind) -> list[str]:
+def of(trace: Trace, *kinds: SliceKind) -> list[str]:
     return [one.name for one in trace.slices if one.kind in kinds]
 
 
-def moved(trace: Trace, *kinds: Kind) -> int:
+def moved(trace: Trace, *kinds: SliceKind) -> int:
     return sum(one.nbytes for one in trace.slices if one.kind in kinds and one.track in kinds)
 
 
@@ -116,8 +116,8 @@ def assert_sound(trace: Trace) -> None:
         assert nested(on_it), f"slices of {track} cut each other"
     assert all(-1e-6 <= one.start <= one.stop <= trace.seconds + 1e-6 for one in trace.slices)
     stats = trace.stats
-    assert moved(trace, Kind.OFFLOAD) == stats["bytes_out"]
-    assert moved(trace, Kind.RELOAD, Kind.PREFETCH) == stats["bytes_in"]
+    assert moved(trace, SliceKind.OFFLOAD) == stats["bytes_out"]
+    assert moved(trace, SliceKind.RELOAD, SliceKind.PREFETCH) == stats["bytes_in"]
     assert saved(trace, "offloaded") == stats["offloaded_bytes"]
     assert saved(trace, "shared") == stats["shared_bytes"]
     assert {g.reason for g in trace.saved if g.nbytes} - {""} == set(stats["kept_bytes"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.observe import tracing as module
-from eager_offload.trace_file import Kind, read_trace
+from eager_offload.trace_file import SliceKind, read_trace
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import FIELDS, Net, assert_sound, nothing_is_left, of, step, traced
 
@@ -113,7 +113,7 @@ def test_two_offloads_may_be_traced_at_the_same_time(path: Path, tmp_path: Path,
     assert_sound(read_trace(path))
     other = read_trace(tmp_path / "other.json")
     assert other.stats["saved_bytes"] == 0
-    assert of(other, Kind.OFFLOAD) == []
+    assert of(other, SliceKind.OFFLOAD) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -134,7 +134,7 @@ def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
     assert nothing_is_left(offload)
     trace = read_trace(path)
     assert trace.error == f"{error.__name__}: no"
-    assert "Fails" in of(trace, Kind.COMPUTE)
+    assert "Fails" in of(trace, SliceKind.COMPUTE)
     assert trace.stats["bytes_out"] > 0
     gc.collect()  # the traceback and what it held
 

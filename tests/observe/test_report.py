@@ -16,7 +16,7 @@ from eager_offload.observe.report import figures
 from eager_offload.observe.report.figures import OutcomeBytes, Saver
 from eager_offload.observe.report.page import REASONS, main, render
 from eager_offload.stats import KeepReason
-from eager_offload.trace_file import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
+from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
 from tests.observe.traces import AWKWARD, LAYERS, example
 
 MIB = 1 << 20
@@ -28,15 +28,15 @@ PACKAGE = Path(eo.__file__).parent
 
 def test_time_that_overlaps_counts_once() -> None:
     slices = (
-        Slice(Kind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 4.0),
-        Slice(Kind.COMPUTE, "inner", "cpu", "compute forward", 2.0, 1.0),
-        Slice(Kind.COMPUTE, "beyond", "cpu", "compute forward 2", 4.0, 3.0),
-        Slice(Kind.COMPUTE, "later", "cpu", "compute forward", 10.0, 0.5),
-        Slice(Kind.OFFLOAD, "offload", "cuda:1", "offload", 0.0, 0.5, 100),
-        Slice(Kind.OFFLOAD, "offload", "cuda:1", "offload", 1.0, 1.5, 300),
+        Slice(SliceKind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 4.0),
+        Slice(SliceKind.COMPUTE, "inner", "cpu", "compute forward", 2.0, 1.0),
+        Slice(SliceKind.COMPUTE, "beyond", "cpu", "compute forward 2", 4.0, 3.0),
+        Slice(SliceKind.COMPUTE, "later", "cpu", "compute forward", 10.0, 0.5),
+        Slice(SliceKind.OFFLOAD, "offload", "cuda:1", "offload", 0.0, 0.5, 100),
+        Slice(SliceKind.OFFLOAD, "offload", "cuda:1", "offload", 1.0, 1.5, 300),
     )
     compute, offload = figures.work_totals(Trace(12.0, {}, {}, slices=slices))
-    assert (compute.device, compute.kind, compute.count) == ("cpu", Kind.COMPUTE, 4)
+    assert (compute.device, compute.kind, compute.count) == ("cpu", SliceKind.COMPUTE, 4)
     assert compute.seconds == pytest.approx(6.5)
     assert compute.rate is None
     assert (offload.device, offload.count, offload.nbytes, offload.rate) == ("cuda:1", 2, 400, 200)
@@ -67,12 +67,12 @@ def test_alike_modules_count_as_one() -> None:
 
 def test_what_lies_inside_is_drawn_below() -> None:
     slices = [
-        Slice(Kind.COMPUTE, "inner", "cpu", "compute forward", 1.0, 1.0),
-        Slice(Kind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 3.0),
-        Slice(Kind.COMPUTE, "beside", "cpu", "compute forward", 2.0, 1.0),
-        Slice(Kind.COMPUTE, "innermost", "cpu", "compute forward", 2.5, 0.25),
+        Slice(SliceKind.COMPUTE, "inner", "cpu", "compute forward", 1.0, 1.0),
+        Slice(SliceKind.COMPUTE, "outer", "cpu", "compute forward", 1.0, 3.0),
+        Slice(SliceKind.COMPUTE, "beside", "cpu", "compute forward", 2.0, 1.0),
+        Slice(SliceKind.COMPUTE, "innermost", "cpu", "compute forward", 2.5, 0.25),
         # Rounded: it begins a moment before its neighbour is over.
-        Slice(Kind.COMPUTE, "next", "cpu", "compute forward", 3.9999, 1.0),
+        Slice(SliceKind.COMPUTE, "next", "cpu", "compute forward", 3.9999, 1.0),
     ]
     (track,) = figures.tracks(Trace(5.0, {}, {}, slices=tuple(slices)))
     assert [(one.slice.name, one.depth) for one in track.placed] == [
@@ -146,7 +146,7 @@ def test_every_reason_that_the_stats_have_is_explained() -> None:
 
 
 def test_numbers_are_short_and_exact_beside_it() -> None:
-    slices = (Slice(Kind.OFFLOAD, "offload", "cpu", "offload", 0.0, 0.0125, 3 << 20),)
+    slices = (Slice(SliceKind.OFFLOAD, "offload", "cpu", "offload", 0.0, 0.0125, 3 << 20),)
     page = render(Trace(61.5, {"min_bytes": 1536, "verify": False, "disk_path": ["/a", "/b"]}, {}, slices=slices))
     for text in (
         *(
@@ -184,7 +184,7 @@ def test_the_page_of_a_real_run_has_the_numbers_of_its_stats(tmp_path: Path) -> 
         assert f'<data value="{nbytes}" data-figure="kept.{reason}">' in page
     assert sum(one.nbytes for one in figures.savers(trace.saved, alike=True)) == stats.saved_bytes
     assert "Sequential.*.*" in page
-    assert {one.kind for one in figures.tracks(trace)} >= {Kind.COMPUTE, Kind.OFFLOAD}
+    assert {one.kind for one in figures.tracks(trace)} >= {SliceKind.COMPUTE, SliceKind.OFFLOAD}
     assert figures.peaks(trace).without_offload > figures.peaks(trace).device
 
 

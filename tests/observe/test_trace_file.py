@@ -10,7 +10,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload import trace_file as module
-from eager_offload.trace_file import FORMAT, Kind, MemorySample, SavedGroup, Slice, Trace, read_trace, write_trace
+from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
 
 TRACE = Trace(
     seconds=1.5,
@@ -22,11 +22,11 @@ TRACE = Trace(
         SavedGroup("", "", "kept", "small", 1, 4),
     ),
     slices=(
-        Slice(Kind.COMPUTE, "Net", "cpu", "compute forward", 0.0, 0.5),
-        Slice(Kind.COMPUTE, "Net.layers.0", "cpu", "compute forward", 0.001, 0.25, module="Net.layers.0"),
-        Slice(Kind.OFFLOAD, "offload", "cpu", "offload", 0.125, 0.0625, 8, "Net.layers.0", "MmBackward0", "disk"),
-        Slice(Kind.OFFLOAD, "offload", "cuda:1", "offload", 0.25, 0.0625, 8, tier="host", error="no room"),
-        Slice(Kind.STALL, "reload", "cpu", "stall", 1.0, 0.0),
+        Slice(SliceKind.COMPUTE, "Net", "cpu", "compute forward", 0.0, 0.5),
+        Slice(SliceKind.COMPUTE, "Net.layers.0", "cpu", "compute forward", 0.001, 0.25, module="Net.layers.0"),
+        Slice(SliceKind.OFFLOAD, "offload", "cpu", "offload", 0.125, 0.0625, 8, "Net.layers.0", "MmBackward0", "disk"),
+        Slice(SliceKind.OFFLOAD, "offload", "cuda:1", "offload", 0.25, 0.0625, 8, tier="host", error="no room"),
+        Slice(SliceKind.STALL, "reload", "cpu", "stall", 1.0, 0.0),
     ),
     memory=(MemorySample(0.0, 0, 0, 0, 0), MemorySample(0.25, 8, 0, 4, 12), MemorySample(0.5, 8, 2, 4, 12)),
     versions={"torch": "2.13.0"},

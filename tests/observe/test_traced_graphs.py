@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import eager_offload as eo
-from eager_offload.trace_file import Kind, Trace, read_trace
+from eager_offload.trace_file import SliceKind, Trace, read_trace
 from tests.compile.compiled import fresh_compiler
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import DEPTH, NBYTES, Net, inputs, nested, step
@@ -44,8 +44,8 @@ def graphs() -> int:
 
 
 def assert_shows_graphs(trace: Trace) -> None:
-    transfers = [one for one in trace.slices if one.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.PREFETCH)]
-    out = sum(one.nbytes for one in transfers if one.kind is Kind.OFFLOAD)
+    transfers = [one for one in trace.slices if one.kind in (SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)]
+    out = sum(one.nbytes for one in transfers if one.kind is SliceKind.OFFLOAD)
     assert out == trace.stats["bytes_out"] > 0
     assert sum(one.nbytes for one in transfers) - out == trace.stats["bytes_in"] > 0
     assert {one.tier for one in transfers} == {"disk"}
@@ -104,7 +104,7 @@ def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, disk: DiskBacke
         traced(offload, model, path)
     trace = read_trace(path)
     assert sum(g.nbytes for g in trace.saved if g.reason == "budget") == trace.stats["kept_bytes"]["budget"] > 0
-    assert {one.name for one in trace.slices if one.kind is Kind.DEMOTION} >= {"budget"}
+    assert {one.name for one in trace.slices if one.kind is SliceKind.DEMOTION} >= {"budget"}
 
 
 # -- profiles of torch's own ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import eager_offload as eo
 from eager_offload.observe import timestamps
 from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.tiers.disk import DiskSlot
-from eager_offload.trace_file import Kind
+from eager_offload.trace_file import SliceKind
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two
@@ -28,8 +28,8 @@ def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: P
         assert_sound(trace)
         assert trace.stats["bytes_out"] == trace.stats["offloaded_bytes"] == (1 + 2 * DEPTH) * NBYTES
         assert trace.stats["bytes_in"] > 0
-        assert of(trace, Kind.PREFETCH), "the next ones came early"
-        assert of(trace, Kind.STALL) or kind is DiskBackend
+        assert of(trace, SliceKind.PREFETCH), "the next ones came early"
+        assert of(trace, SliceKind.STALL) or kind is DiskBackend
         assert trace.devices == ("cpu",)
         assert trace.config["max_inflight_bytes"] == WINDOW
         assert trace.versions["torch"] == torch.__version__
@@ -76,7 +76,7 @@ def test_forward_and_backward_are_named_by_module_and_operation(path: Path, net:
     assert all(one.stop <= backward[0].stop + 1e-9 for one in backward)
     groups = {(group.module, group.operation): group for group in trace.saved if group.outcome == "offloaded"}
     assert groups["Net.layers.2", "TanhBackward0"].nbytes == NBYTES
-    assert {one.module for one in trace.slices if one.kind is Kind.OFFLOAD} >= {"Net.layers.0", "Net.layers.3"}
+    assert {one.module for one in trace.slices if one.kind is SliceKind.OFFLOAD} >= {"Net.layers.0", "Net.layers.3"}
 
 
 def test_handles_outlive_a_trace(path: Path, net: Net, offload: eo.Offload, disk: DiskBackend) -> None:
@@ -127,7 +127,7 @@ def test_a_full_tier_is_a_demotion(path: Path, net: Net, disk: DiskBackend) -> N
     with pytest.warns(RuntimeWarning, match="no room"):
         trace = traced_step(offload, path, net)
     assert_sound(trace)
-    assert set(of(trace, Kind.DEMOTION)) == {"budget"}
+    assert set(of(trace, SliceKind.DEMOTION)) == {"budget"}
     assert trace.stats["kept_bytes"]["budget"] > 0
 
 
@@ -141,8 +141,8 @@ def test_a_failed_write_is_shown_with_its_error(
     with pytest.warns(RuntimeWarning, match="offloading failed"):
         trace = traced_step(offload, path, net)
     monkeypatch.undo()
-    assert {one.error for one in trace.slices if one.kind is Kind.OFFLOAD} == {"the disk is broken"}
-    assert "write_failed" in of(trace, Kind.DEMOTION)
+    assert {one.error for one in trace.slices if one.kind is SliceKind.OFFLOAD} == {"the disk is broken"}
+    assert "write_failed" in of(trace, SliceKind.DEMOTION)
     assert trace.stats["bytes_out"] == 0
 
 
@@ -176,9 +176,9 @@ def test_a_wait_is_shown_with_who_waited(
 
     trace = traced(offload, path, work)
     assert_sound(trace)
-    (first, *_) = [one for one in trace.slices if one.kind is Kind.STALL]
+    (first, *_) = [one for one in trace.slices if one.kind is SliceKind.STALL]
     assert (first.name, first.module, first.operation) == ("reload", "Net", "PowBackward0")
-    assert sum(one.seconds for one in trace.slices if one.kind is Kind.STALL) <= trace.stats["stall_seconds"] + 0.1
+    assert sum(one.seconds for one in trace.slices if one.kind is SliceKind.STALL) <= trace.stats["stall_seconds"] + 0.1
 
 
 def test_virtual_times_are_those_of_the_simulated_device(path: Path, net: Net) -> None:
@@ -190,7 +190,9 @@ def test_virtual_times_are_those_of_the_simulated_device(path: Path, net: Net) -
         spans = simulated.runtime.timeline.spans[first:]
     expected = sorted((span.start - base, span.seconds) for span in spans if span.is_transfer)
     found = sorted(
-        (one.start, one.seconds) for one in trace.slices if one.kind in (Kind.OFFLOAD, Kind.RELOAD, Kind.PREFETCH)
+        (one.start, one.seconds)
+        for one in trace.slices
+        if one.kind in (SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)
     )
     assert len(found) == len(expected) > 0
     # The trace begins a few calls of the runtime after `base`, each of which takes a microsecond of its clock.
@@ -232,7 +234,7 @@ def test_several_threads_have_tracks_of_their_own(path: Path, offload: eo.Offloa
 
     trace = traced(offload, path, work)
     assert_sound(trace)
-    tracks = {one.track for one in trace.slices if one.kind is Kind.COMPUTE}
+    tracks = {one.track for one in trace.slices if one.kind is SliceKind.COMPUTE}
     assert tracks == {"compute forward", "compute forward 2", "compute backward", "compute backward 2"}
     assert {one.module.partition(".")[0] for one in trace.slices} >= {"Net", "Net 2"}
 

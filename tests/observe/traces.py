@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
+from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace
 
 MIB = 1 << 20
 LAYERS = 6
@@ -64,28 +64,28 @@ def _saved() -> list[SavedGroup]:
 
 
 def _slices() -> list[Slice]:
-    slices = [Slice(Kind.COMPUTE, "Net", "cpu", "compute forward", 0.0, 0.3)]
-    slices += [Slice(Kind.COMPUTE, "backward", "cpu", "compute backward", 0.3, 0.58)]
+    slices = [Slice(SliceKind.COMPUTE, "Net", "cpu", "compute forward", 0.0, 0.3)]
+    slices += [Slice(SliceKind.COMPUTE, "backward", "cpu", "compute backward", 0.3, 0.58)]
     for layer in range(LAYERS):
         start, name = 0.05 * layer, f"Net.layers.{layer}"
-        slices += [Slice(Kind.COMPUTE, name, "cpu", "compute forward", start, 0.05, module=name)]
+        slices += [Slice(SliceKind.COMPUTE, name, "cpu", "compute forward", start, 0.05, module=name)]
         for half, (part, operation, mib) in enumerate(_PARTS):
             at, module = start + 0.025 * half, f"{name}.{part}"
-            slices += [Slice(Kind.COMPUTE, module, "cpu", "compute forward", at, 0.024, module=module)]
+            slices += [Slice(SliceKind.COMPUTE, module, "cpu", "compute forward", at, 0.024, module=module)]
             back = 0.3 + 0.09 * (LAYERS - 1 - layer) + 0.045 * (1 - half)
-            slices += [Slice(Kind.COMPUTE, operation, "cpu", "compute backward", back, 0.04, operation=operation)]
+            slices += [Slice(SliceKind.COMPUTE, operation, "cpu", "compute backward", back, 0.04, operation=operation)]
             if layer == LAYERS - 1:
                 continue
             where = {"module": module, "operation": operation, "tier": "disk"}
-            slices += [Slice(Kind.OFFLOAD, module, "cpu", "offload", at + 0.025, 0.02, mib * MIB, **where)]
-            kind = Kind.RELOAD if layer == 0 and half else Kind.PREFETCH
+            slices += [Slice(SliceKind.OFFLOAD, module, "cpu", "offload", at + 0.025, 0.02, mib * MIB, **where)]
+            kind = SliceKind.RELOAD if layer == 0 and half else SliceKind.PREFETCH
             slices += [Slice(kind, module, "cpu", kind.value, back - 0.05, 0.03, mib * MIB, **where)]
     slices += [
-        Slice(Kind.STALL, "reload", "cpu", "stall", 0.74, 0.01),
-        Slice(Kind.STALL, AWKWARD, "cpu", "stall", 0.8, 0.005),
+        Slice(SliceKind.STALL, "reload", "cpu", "stall", 0.74, 0.01),
+        Slice(SliceKind.STALL, AWKWARD, "cpu", "stall", 0.8, 0.005),
     ]
-    slices += [Slice(Kind.DEMOTION, "budget", "cpu", "demotion", 0.2, 0.0)] * 2
-    slices += [Slice(Kind.OFFLOAD, "offload", "cuda:0", "offload", 0.1, 0.05, MIB, tier="host", error="no room")]
+    slices += [Slice(SliceKind.DEMOTION, "budget", "cpu", "demotion", 0.2, 0.0)] * 2
+    slices += [Slice(SliceKind.OFFLOAD, "offload", "cuda:0", "offload", 0.1, 0.05, MIB, tier="host", error="no room")]
     return slices
 
 

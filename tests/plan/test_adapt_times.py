@@ -11,7 +11,7 @@ import eager_offload as eo
 from benchmarks.simulation.stage import Stage
 from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.eager.adapting import Adapting
-from eager_offload.eager.measuring import Measured
+from eager_offload.eager.measuring import StepMeasurement
 from eager_offload.machine import Machine
 from eager_offload.plan.draft import timed
 from tests.hazards.programs import assert_identical
@@ -144,5 +144,5 @@ def test_the_rule_of_times(half: eo.Plan) -> None:
         for _ in range(15):
             adapting.note(None)
         assert adapting.is_last
-        assert not adapting.note(None, Measured(timing=timing))
+        assert not adapting.note(None, StepMeasurement(timing=timing))
         assert adapting.is_due == off

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.compile.cost import Call, flops_of
+from eager_offload.compile.cost import OperatorCall, flops_of
 from eager_offload.machine import MACHINES
 from eager_offload.plan import files
 from tests.plan.programs import CONFIG, Stack, forward_flops, planned, slow, wide
@@ -344,8 +344,10 @@ def test_a_product_of_groups_counts_its_operations() -> None:
     ends = torch.tensor([2, 5, 12], dtype=torch.int32, device="meta")
     target = torch.ops.aten._grouped_mm.default
     result = torch.empty(12, 4, device="meta")
-    assert flops_of(Call(target, (rows, weights, ends), {}, result)) == 2 * 12 * 8 * 4
-    columns = Call(target, (rows.t(), torch.empty(12, 4, device="meta"), ends), {}, torch.empty(3, 8, 4, device="meta"))
+    assert flops_of(OperatorCall(target, (rows, weights, ends), {}, result)) == 2 * 12 * 8 * 4
+    columns = OperatorCall(
+        target, (rows.t(), torch.empty(12, 4, device="meta"), ends), {}, torch.empty(3, 8, 4, device="meta")
+    )
     assert flops_of(columns) == 2 * 12 * 8 * 4
 
 

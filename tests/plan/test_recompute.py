@@ -25,7 +25,7 @@ from eager_offload.machine import MACHINES
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.decide import RehearsedSolver
 from eager_offload.plan.predict import Prediction, Problem
-from eager_offload.plan.program import Ask, ModuleCall, Op, Program, Save, Storage
+from eager_offload.plan.program import Op, Program, ProgramAsk, ProgramSave, RecomputableCall, Storage
 from eager_offload.plan.recompute import Recomputing, chain
 from eager_offload.plan.solve import Solver
 from eager_offload.plan.trace import trace
@@ -52,13 +52,13 @@ def modules(draw: st.DrawFn, most: int) -> Problem:
         for _ in range(draw(st.integers(1, 3))):
             ops.append(Op("mul", number + 1, draw(st.integers(0, 1)), 1, True))
             seconds.append(draw(st.integers(1, 50)) / 10)
-        saves.append(Save(1, False, None, number, op=len(ops)))
-        calls.append(ModuleCall(number + 1, begin, len(ops), number, number + 1, (), draw(st.integers(0, 3))))
+        saves.append(ProgramSave(1, False, None, number, op=len(ops)))
+        calls.append(RecomputableCall(number + 1, begin, len(ops), number, number + 1, (), draw(st.integers(0, 3))))
     forward = len(ops)
-    asks: list[Ask] = []
+    asks: list[ProgramAsk] = []
     for number in reversed(range(count)):
         nbytes = draw(st.integers(1, 20))
-        asks.append(Ask(number, len(ops)))
+        asks.append(ProgramAsk(number, len(ops)))
         for _ in range(draw(st.integers(1, 2))):
             ops.append(Op("mul", number + 1, 0, 1, True))
             seconds.append(draw(st.integers(1, 100)) / 10)

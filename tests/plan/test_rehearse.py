@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from benchmarks.simulation.stage import Stage
 from eager_offload.plan.draft import draft
-from eager_offload.plan.program import Ask, Save
+from eager_offload.plan.program import ProgramAsk, ProgramSave
 from eager_offload.plan.rehearse import rehearse
 from eager_offload.step_plan import Fate
 from tests.plan.programs import CONFIG, budget_of, chain, followed, planned, problems, slow, wide
@@ -167,9 +167,10 @@ def saving(nbytes: list[int], link: float = 1e5) -> Any:
     problem = chain(nbytes, link=link)
     storages = problem.program.storages
     saves = tuple(
-        Save(one.nbytes, True, None, number, one.nbytes, one.saved, number) for number, one in enumerate(storages)
+        ProgramSave(one.nbytes, True, None, number, one.nbytes, one.saved, number)
+        for number, one in enumerate(storages)
     )
-    asks = sorted((Ask(number, one.asked) for number, one in enumerate(storages)), key=lambda ask: ask.op)
+    asks = sorted((ProgramAsk(number, one.asked) for number, one in enumerate(storages)), key=lambda ask: ask.op)
     return replace(problem, program=replace(problem.program, saves=saves, asks=tuple(asks)))
 
 

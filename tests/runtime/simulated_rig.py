@@ -11,7 +11,7 @@ from torch import Tensor
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.tiers.base import Region, Slot
+from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
 
 CPU = torch.device("cpu")
@@ -25,10 +25,10 @@ class MemorySlot(Slot):
     def __init__(self, slab: Tensor, start: int, nbytes: int) -> None:
         super().__init__(nbytes, ())
         self.tensor = slab[start : start + nbytes]
-        self.region_ = Region(("slab", id(slab)), start, start + nbytes)
+        self.region_ = ByteRegion(("slab", id(slab)), start, start + nbytes)
 
     @property
-    def region(self) -> Region:
+    def region(self) -> ByteRegion:
         return self.region_
 
     def write(self, source: Tensor) -> None:
@@ -52,8 +52,8 @@ class DistantSlot(Slot):
         self.failing = False
 
     @property
-    def region(self) -> Region:
-        return Region(("distant", id(self)), 0, self.nbytes)
+    def region(self) -> ByteRegion:
+        return ByteRegion(("distant", id(self)), 0, self.nbytes)
 
     def write(self, source: Tensor) -> None:
         self._fail()

@@ -22,11 +22,11 @@ from eager_offload.simulation.log import (
     Waited,
     WrittenLog,
 )
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 
 MAIN, OUT, IN = "main", "out", "in"
-BLOCK = Region("device", 0, 4096)
-SLOT = Region("slab", 0, 4096)
+BLOCK = ByteRegion("device", 0, 4096)
+SLOT = ByteRegion("slab", 0, 4096)
 
 
 class Event:
@@ -39,7 +39,7 @@ STREAMS = ["a", "b", "c"]
 EVENTS = [Event() for _ in range(4)]
 
 regions = st.builds(
-    lambda space, start, length: Region(space, start, start + length),
+    lambda space, start, length: ByteRegion(space, start, start + length),
     st.sampled_from(["x", "y"]),
     st.integers(0, 6),
     st.integers(0, 4),
@@ -106,8 +106,8 @@ class Pair(NamedTuple):
 class Touched(NamedTuple):
     """What an entry does to memory."""
 
-    reads: tuple[Region, ...] = ()
-    writes: tuple[Region, ...] = ()
+    reads: tuple[ByteRegion, ...] = ()
+    writes: tuple[ByteRegion, ...] = ()
 
 
 def touched(entry: Entry) -> Touched:
@@ -122,7 +122,7 @@ def conflict(one: Touched, other: Touched) -> bool:
     return overlap(one.writes, other.reads + other.writes) or overlap(one.reads, other.writes)
 
 
-def overlap(left: tuple[Region, ...], right: tuple[Region, ...]) -> bool:
+def overlap(left: tuple[ByteRegion, ...], right: tuple[ByteRegion, ...]) -> bool:
     return any(a.space == b.space and max(a.start, b.start) < min(a.stop, b.stop) for a in left for b in right)
 
 
@@ -149,10 +149,10 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, log: list[Entr
 
 def test_one_pair_is_reported_once_however_often_it_was_cut() -> None:
     checker = Checker()
-    checker.write(Operation(OUT, (), (Region("slab", 0, 100),), "write"))
+    checker.write(Operation(OUT, (), (ByteRegion("slab", 0, 100),), "write"))
     for start in range(0, 100, 10):
-        checker.write(Operation(OUT, (Region("slab", start, start + 5),), (), "read"))
-    checker.write(Operation(IN, (), (Region("slab", 0, 100),), "late"))
+        checker.write(Operation(OUT, (ByteRegion("slab", start, start + 5),), (), "read"))
+    checker.write(Operation(IN, (), (ByteRegion("slab", 0, 100),), "late"))
     assert sum(race.earlier is not None and race.earlier.what == "write" for race in checker.violations) == 1
 
 
@@ -197,7 +197,7 @@ def test_h25_memory_stays_bounded_over_many_steps() -> None:
     sizes = set()
     for step in range(20_000):
         event = Event()
-        region = Region("device", 64 * (step % 97), 64 * (step % 97) + 64 + step % 13)
+        region = ByteRegion("device", 64 * (step % 97), 64 * (step % 97) + 64 + step % 13)
         checker.write(Operation(MAIN, (), (region,), "produce"))
         checker.write(Recorded(MAIN, event))
         checker.write(Synchronized(event))
@@ -220,7 +220,7 @@ def test_h25_spaces_that_went_are_forgotten() -> None:
     checker = Checker()
     for _ in range(10_000):
         event = Event()
-        checker.write(Operation(MAIN, (), (Region(event, 0, 64),), "produce"))
+        checker.write(Operation(MAIN, (), (ByteRegion(event, 0, 64),), "produce"))
         checker.write(Recorded(MAIN, event))
         checker.write(Synchronized(event))
     assert checker.cells < 6_000

@@ -14,7 +14,7 @@ from eager_offload.runtime.base import Layout
 from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, WrittenLog
 from eager_offload.simulation.observer import OperatorObserver
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class Watch:
         self.log = WrittenLog()
         self.observer = OperatorObserver(self.runtime, self.log, CPU)
 
-    def region(self, tensor: Tensor) -> Region:
+    def region(self, tensor: Tensor) -> ByteRegion:
         return self.observer.region(tensor)
 
     def new(self, since: int = 0) -> list[Entry]:
@@ -72,8 +72,8 @@ def test_a_view_covers_the_bytes_from_its_first_element_to_its_last(watch: Watch
     a = torch.ones(4, 6)
     whole = watch.region(a)
     assert whole.stop - whole.start == 96
-    assert watch.region(a[1]) == Region(whole.space, whole.start + 24, whole.start + 48)
-    assert watch.region(a[:, 1]) == Region(whole.space, whole.start + 4, whole.start + 4 + 4 * (3 * 6 + 1))
+    assert watch.region(a[1]) == ByteRegion(whole.space, whole.start + 24, whole.start + 48)
+    assert watch.region(a[:, 1]) == ByteRegion(whole.space, whole.start + 4, whole.start + 4 + 4 * (3 * 6 + 1))
     assert watch.region(a[2:2]).start == watch.region(a[2:2]).stop
 
 
@@ -209,7 +209,7 @@ def test_h11_a_freed_range_is_handed_out_again_at_once_and_to_its_own_stream_onl
         b = torch.ones(300)
     c = torch.ones(200)
     assert watch.region(b).space != region.space
-    assert watch.region(c) == Region(region.space, region.start, region.start + 800)
+    assert watch.region(c) == ByteRegion(region.space, region.start, region.start + 800)
     assert watch.region(keeper).start >= region.stop
 
 
@@ -260,7 +260,7 @@ def test_targets_that_the_runtime_allocates_are_named_once(watch: Watch) -> None
     (allocated,) = watch.new(begin)
     assert isinstance(allocated, Allocated)
     assert allocated.what == "reload target"
-    assert watch.region(target) == Region(allocated.region.space, allocated.region.start + 4, allocated.region.stop)
+    assert watch.region(target) == ByteRegion(allocated.region.space, allocated.region.start + 4, allocated.region.stop)
 
 
 def test_resident_bytes_count_what_lives(watch: Watch) -> None:

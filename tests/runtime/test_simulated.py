@@ -16,7 +16,7 @@ from eager_offload.runtime.base import Direction, Event, Layout
 from eager_offload.simulation.checker import AccessKind, Checker, OrderingError
 from eager_offload.simulation.log import WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
-from eager_offload.simulation.timeline import Span, Timeline
+from eager_offload.simulation.timeline import StreamSpan, Timeline
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 from tests.threads import on_a_thread
 
@@ -448,10 +448,10 @@ def test_compute_stalls_for_as_long_as_its_work_waits() -> None:
     assert runtime.timeline.stall_seconds == 0.0, "no work waits yet"
     runtime.advance(rig.main, 0.5, "second")
     assert runtime.timeline.spans == [
-        Span(rig.main, 0.0, 0.25, "first", 0, False),
-        Span(rig.inward, 0.0, 1.0, "reload", 1024, True),
-        Span(rig.main, 0.25, 1.0, "stall", 0, False),
-        Span(rig.main, 1.0, 1.5, "second", 0, False),
+        StreamSpan(rig.main, 0.0, 0.25, "first", 0, False),
+        StreamSpan(rig.inward, 0.0, 1.0, "reload", 1024, True),
+        StreamSpan(rig.main, 0.25, 1.0, "stall", 0, False),
+        StreamSpan(rig.main, 1.0, 1.5, "second", 0, False),
     ]
     assert (runtime.timeline.stall_seconds, runtime.timeline.overlap_seconds, runtime.timeline.end) == (0.75, 0.25, 1.5)
 
@@ -507,6 +507,6 @@ intervals = st.tuples(st.integers(0, 20), st.integers(0, 8), st.booleans())
 @settings(max_examples=200, deadline=None)
 @given(st.lists(intervals, max_size=12))
 def test_overlap_is_the_time_in_which_both_kinds_run(drawn: list[tuple[int, int, bool]]) -> None:
-    timeline = Timeline([Span("s", start, start + length, "x", 0, transfer) for start, length, transfer in drawn])
+    timeline = Timeline([StreamSpan("s", start, start + length, "x", 0, transfer) for start, length, transfer in drawn])
     busy = [{kind for start, length, kind in drawn if start <= tick < start + length} for tick in range(30)]
     assert timeline.overlap_seconds == sum(kinds == {True, False} for kinds in busy)

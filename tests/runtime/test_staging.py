@@ -21,7 +21,7 @@ from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.simulation.checker import Checker
 from eager_offload.simulation.log import Operation, Recorded, Synchronized
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import Gate, assert_settled, transfer_threads
@@ -63,7 +63,7 @@ def disk_in_the_log(double: TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
     """What the threads read and write is in the log too, as what the host does: at once, and over when it returns."""
     write, read = DiskSlot.write, DiskSlot.read
 
-    def note(read: Region, written: Region, what: str) -> None:
+    def note(read: ByteRegion, written: ByteRegion, what: str) -> None:
         if double.log is not None:
             over = threading.Event()
             double.log.write(Operation("disk", (read,), (written,), what))

@@ -16,7 +16,7 @@ import torch
 
 from eager_offload.simulation.checker import Checker, Violation
 from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Waited
-from eager_offload.tiers.base import Region
+from eager_offload.tiers.base import ByteRegion
 from tests.virtual_device import NAME
 
 if not hasattr(torch.accelerator, "Graph"):  # whoever imports this is a test of graphs
@@ -36,8 +36,8 @@ class Node:
     what: str
     #: The number of the stream that was captured.
     stream: int
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
+    reads: tuple[ByteRegion, ...]
+    writes: tuple[ByteRegion, ...]
     #: Numbers of the nodes that it waits for.
     after: tuple[int, ...]
 
@@ -70,8 +70,8 @@ def nodes_of(graph: torch.accelerator.Graph) -> list[Node]:
             entry["kind"],
             entry["what"],
             entry["stream"],
-            tuple(Region("memory", *ends) for ends in entry["reads"]),
-            tuple(Region("memory", *ends) for ends in entry["writes"]),
+            tuple(ByteRegion("memory", *ends) for ends in entry["reads"]),
+            tuple(ByteRegion("memory", *ends) for ends in entry["writes"]),
             tuple(entry["after"]),
         )
         for number, entry in enumerate(found)

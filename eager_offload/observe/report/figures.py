@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.runtime.base import covered_seconds
-from eager_offload.trace_file import Kind, MemorySample, SavedGroup, Slice, Trace
+from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace
 
 
 def peaks(trace: Trace) -> MemorySample:
@@ -23,7 +23,7 @@ class WorkTotal:
     """All slices of one kind on one device."""
 
     device: str
-    kind: Kind
+    kind: SliceKind
     count: int
     seconds: float
     """During which at least one of them ran."""
@@ -46,7 +46,7 @@ def work_totals(trace: Trace) -> list[WorkTotal]:
             sum(one.nbytes for one in found),
         )
         for device in trace.devices
-        for kind in Kind
+        for kind in SliceKind
         if (found := [one for one in trace.slices if one.device == device and one.kind is kind])
     ]
 
@@ -113,7 +113,7 @@ class Track:
 
     device: str
     name: str
-    kind: Kind
+    kind: SliceKind
     placed: tuple[Placed, ...]
     """In the order of time; what lies outside comes before what lies inside."""
 
@@ -124,12 +124,12 @@ class Track:
 
 
 def tracks(trace: Trace) -> list[Track]:
-    """All tracks: by device, then in the order of ``Kind``, then by name, forward above backward."""
+    """All tracks: by device, then in the order of ``SliceKind``, then by name, forward above backward."""
     members: dict[tuple[str, str], list[Slice]] = {}
     for one in trace.slices:
         members.setdefault((one.device, one.track), []).append(one)
     found = [Track(device, name, those[0].kind, _placed(those)) for (device, name), those in members.items()]
-    devices, kinds = trace.devices, list(Kind)
+    devices, kinds = trace.devices, list(SliceKind)
     return sorted(
         found,
         key=lambda one: (devices.index(one.device), kinds.index(one.kind), "backward" in one.name, one.name),

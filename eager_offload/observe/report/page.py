@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader
 from eager_offload.config import rate_text, size_text
 from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
-from eager_offload.trace_file import Kind, Trace, read_trace
+from eager_offload.trace_file import SliceKind, Trace, read_trace
 
 #: Why bytes stay on their device, and what would change that.
 REASONS = {
@@ -167,7 +167,7 @@ def _time_text(seconds: float) -> str:
 
 def _shown(track: str) -> str:
     """The name of a track, or the kind of its slices, in the words of users."""
-    return track.replace(Kind.DEMOTION.value, "fallback")
+    return track.replace(SliceKind.DEMOTION.value, "fallback")
 
 
 def _setting_text(value: object) -> str:
