@@ -23,13 +23,15 @@ class LiveBytes:
         self.kept = 0
         self._records: set[_KeptRecord] = set()
         self._finalized: deque[_KeptRecord] = deque()
+        self._on_death = self._finalized.append  # or each record would make another one
         #: How many handles hold each storage that stays.
         self._holders: dict[Hashable, int] = {}
 
     def keep(self, handle: object, tensor: Tensor, nbytes: int) -> None:
         """``handle``, of autograd, holds ``tensor`` on the device; of a storage, the first that does counts."""
-        self.poll()
-        record = _KeptRecord(handle, self._finalized.append)
+        if self._finalized:
+            self.poll()
+        record = _KeptRecord(handle, self._on_death)
         try:
             record.name = storage_key(tensor.untyped_storage())
         except (NotImplementedError, RuntimeError):  # of a wrapper, or inside a transform

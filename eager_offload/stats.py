@@ -326,7 +326,8 @@ class Counters:
 
     def note_live(self) -> None:
         """More saved tensors are alive."""
-        self.without_offload_bytes_peak = max(self.without_offload_bytes_peak, self.live.without_offload)
+        if self.live.without_offload > self.without_offload_bytes_peak:
+            self.without_offload_bytes_peak = self.live.without_offload
 
     def note_resident(self, resident_bytes: int) -> None:
         """The library holds ``resident_bytes`` bytes on the device, which are more than before."""
