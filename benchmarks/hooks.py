@@ -265,6 +265,14 @@ def check_followed(offload: eo.Offload) -> None:
         raise SystemExit(f"benchmarks.hooks: not all was followed: {stats.followed_forwards}, {stats.plan_misses}")
 
 
+def check_offloaded(offload: eo.Offload) -> None:
+    """What was to leave has left."""
+    stats = offload.stats(synchronize=True)
+    eligible = stats.saved_bytes - stats.kept_bytes.get("small", 0)
+    if stats.offloaded_bytes < 0.99 * eligible or stats.demotions:
+        raise SystemExit(f"benchmarks.hooks: not everything was offloaded, so there is nothing to measure\n{stats}")
+
+
 def fresh_tensors(nbytes: int, live: int) -> list[Tensor]:
     """Tensors with a storage each, such as operators make them."""
     leaf = torch.zeros(nbytes // 4).requires_grad_()
@@ -292,10 +300,7 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
     recording.close()
     operator = replace(anew, name=OPERATOR)
     costs += repeat(run_operator(nbytes, options), min(calls, options.calls // 4), options, operator, WITHOUT)
-    stats = offload.stats(synchronize=True)
-    eligible = stats.saved_bytes - stats.kept_bytes.get("small", 0)
-    if stats.offloaded_bytes < 0.99 * eligible or stats.demotions:
-        raise SystemExit(f"benchmarks.hooks: not everything was offloaded, so there is nothing to measure\n{stats}")
+    check_offloaded(offload)
     offload.close()
     report.at_most(f"offloaded, {tier}, {size}: us", spread(costs, "offloaded").median, OFFLOADED)
     report.at_most(f"followed, {tier}, {size}: us", spread(costs, "followed").median, FOLLOWED)
@@ -305,9 +310,34 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
     return costs
 
 
+def measure_shared(report: Report, options: argparse.Namespace) -> list[Cost]:
+    """What a save costs of few and of many parts of one storage, which leaves once for all of them."""
+    costs, most = [], options.alive // 5
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=False)
+    for number, parts in itertools.product(range(-1, options.repeats), (FEW // 5, most)):
+        leaf = torch.zeros(parts, 64).requires_grad_()
+
+        def make(leaf: Tensor = leaf) -> list[Tensor]:
+            whole = leaf * 1
+            return [whole, *whole.unbind()[1:]]
+
+        batch = call_directly(make, argparse.Namespace(live=parts, chunk=options.chunk))
+        candidate = ours("shared", offload, moves=True)
+        cost = once(batch, candidate, most if number >= 0 else parts, parts, f"{parts} parts", number)
+        costs += [cost] if number >= 0 else []
+    if not offload.stats(synchronize=True).shared_bytes:
+        raise SystemExit("benchmarks.hooks: no storage was shared, so there is nothing to measure")
+    offload.close()
+    shares = Spread.of(ratios(costs, "total", f"{most} parts", f"{FEW // 5} parts"))
+    report.at_most(f"a save of {most} parts of one storage, of what it is with {FEW // 5}", shares.median, ALIVE_SHARE)
+    return costs
+
+
 def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     """What a save costs with few and with many alive, without the garbage collector: it goes through all there is."""
-    costs, nbytes, most = [], 4096, max(FEW, options.alive)
+    costs, nbytes, most = [], 4096, options.alive
+    if most <= FEW:
+        raise SystemExit(f"benchmarks.hooks: --alive {most} is not more than the {FEW} that it is compared with")
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": nbytes * most}
     for name, follows in (("offloaded", False), ("followed", True)):
         offloads = {live: eo.Offload(fields, step_plans=follows) for live in (FEW, most)}
@@ -321,6 +351,9 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
             costs += [cost] if number >= 0 else []
         gc.enable()
         for offload in offloads.values():
+            check_offloaded(offload)
+            if follows:
+                check_followed(offload)
             offload.close()
         shares = Spread.of(ratios(costs, "total", f"{name}, {most} alive", f"{name}, {FEW} alive"))
         report.at_most(f"{name}, {most} alive, of what it is with {FEW}", shares.median, ALIVE_SHARE)
@@ -330,17 +363,19 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
 def measure_collector(options: argparse.Namespace) -> list[Cost]:
     """What the garbage collector adds to a save where a step has thousands of them, and where the rest is frozen."""
     live, costs = max(options.alive // 10, 1), []
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, max_inflight_bytes=4096 * live)
+    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": 4096 * live}
+    offload = eo.Offload(fields, step_plans=False)
     candidate = ours("offloaded", offload, moves=True)
     batch = call_directly(partial(fresh_tensors, 4096, live), argparse.Namespace(live=live, chunk=options.chunk))
     ways = {"collected": (gc.enable, gc.unfreeze), "frozen": (gc.enable, gc.freeze), "not collected": (gc.disable,)}
-    for number, (name, prepare) in itertools.product(range(-4, options.repeats), ways.items()):
+    for number, (name, prepare) in itertools.product(range(-1, options.repeats), ways.items()):
         for call in prepare:
             call()
         cost = once(batch, candidate, 4 * live, live, name, number)
         costs += [cost] if number >= 0 else []
     gc.enable()
     gc.unfreeze()
+    check_offloaded(offload)
     offload.close()
     return costs
 
@@ -372,7 +407,11 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    rest = {"alive": measure_alive(report, options), "collector": measure_collector(options)}
+    rest = {
+        "alive": measure_alive(report, options),
+        "one storage": measure_shared(report, options),
+        "collector": measure_collector(options),
+    }
     rows = (
         {"": f"{what}: {name}", "both": spread(costs, name), "pack": spread(costs, name, what="pack").median}
         for what, costs in rest.items()

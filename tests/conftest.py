@@ -20,6 +20,7 @@ from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
 from tests.processes import ROOT
 from tests.sampling import announce, draw_seed, leave_out
+from tests.threads import collect
 
 # Tensors of tests are small: a second thread of an operator would only spin, and a compiler's would import torch again.
 for _threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
@@ -99,7 +100,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # After -k and -m: what they leave is what is sampled.
     config.hook.pytest_deselected(items=leave_out(items, config.args, config.option.markexpr))
-    # The longest first, which one worker has: begun last, the other worker would have nothing to do beside them.
+    # The longest in front of what xdist takes in this order, which is all but groups of several tests: begun last, it
+    # would run beside a worker that has nothing left to do.
     items.sort(key=lambda item: "/virtual_device/" not in item.nodeid)
 
 
@@ -118,7 +120,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def _what_lives_on_is_not_looked_through() -> None:
     """Tests collect garbage thousands of times, and each time takes a second while all that was imported is looked
     through: a million objects of frameworks and compilers, none of which ever goes."""
-    gc.collect()
+    collect()
     gc.freeze()
 
 

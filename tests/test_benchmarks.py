@@ -34,7 +34,7 @@ RUNS = [
     "gpu_frameworks --device cpu --variants 'Lightning;Lightning, ours'",
     "gpu_frameworks --device cpu --variants 'Transformers;Transformers, ours'",
     "gpu_train --device cpu --variants 'none;ours'",
-    "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB --alive 1000",
+    "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB --alive 2000",
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
     "planning --cpu-layers 1 --cpu-width 64 --cpu-heads 2 --sequence 64 --min-bytes 4KiB --window 128KiB --parts cpu",

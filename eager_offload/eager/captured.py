@@ -79,7 +79,7 @@ class CapturedStorage(SavedStorage):
         self.footprint = whole(storage.nbytes())
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
-        self.aliases, self.reload, self.returned, self.given = (), None, None, ()
+        self.aliases, self.reload, self.returned, self.given = [], None, None, ()
         self.coding, self.packed = coding, None
         self.state = WAITING
         #: The thread's autograd sequence number, at the last save before the copy started and when that was, then with
@@ -226,7 +226,7 @@ class CapturedRun:
         if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
-            storage.aliases = (*storage.aliases, view.alias)
+            storage.aliases.append(view.alias)
         return view
 
     def _shared(self, tensor: Tensor, number: int, save: Save) -> CapturedStorage:

@@ -46,7 +46,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         self.origin = weak_storage(storage)
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.coding, self.packed = coding, None
-        self.aliases = ()
+        self.aliases = []
         self.started = None
         self.slot = None
         self.reload = None
@@ -125,9 +125,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         for counted in COUNTED:
             setattr(record, counted, getattr(self, counted))
         record.key, record.name, record.queue, record.saves = key, name, None, weakref.ref(self.saves)
-        if (leaving := self.saves.offloader.copy_out_of(self)) is not None:
-            leaving.record = record
-        record.leaving = leaving
+        record.leaving = self.saves.offloader.hand_on(self, record)
         record.reload = None if self.reload is None else self.reload.transfer
         self.forget()
         self.adopted = saved  # last: where an interrupt came before, it is made anew

@@ -406,7 +406,7 @@ class Run:
         if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
-            storage.aliases = (*storage.aliases, view.alias)
+            storage.aliases.append(view.alias)
         return view
 
     def leave(self, *, waits: bool, is_outermost: bool) -> None:

@@ -237,7 +237,7 @@ class SavedStorage:
         self.stream = stream
         #: While the source is held: an alias of it for each view. Once released they hold no bytes, only the counters
         #: of the source's versions, and only the views have them.
-        self.aliases: tuple[Tensor, ...] = ()
+        self.aliases: list[Tensor] = []
         #: The tensor whose version counter the views share, to recognise further views of it.
         self.root: Callable[[], Tensor | None] = weakref.ref(root_of(tensor))
         self.started: Started | None = None
@@ -289,7 +289,7 @@ class SavedStorage:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
         for alias in self.aliases:
             alias.data = _empty_like(alias)
-        self.aliases = ()
+        self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""

@@ -444,7 +444,7 @@ class SavedTensors:
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
-            saved.aliases = (*saved.aliases, view.alias)
+            saved.aliases.append(view.alias)
         return view
 
     # -- backward ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -149,6 +149,8 @@ class DeviceOffloader:
         # What is on its way, each with its keepalive; the one that started first in front.
         self._out: OrderedDict[Transfer, object] = OrderedDict()
         self._in: OrderedDict[Transfer, object] = OrderedDict()
+        #: Copies out that are not over, by what counts their bytes.
+        self._leaving: dict[CountedBytes, Transfer] = {}
         self._warns_later = False
         self._deferred: deque[str] = deque()
         runtime.outlive(self, self._out)
@@ -190,6 +192,7 @@ class DeviceOffloader:
         """An exception that is not the library's own has come in the midst of a call: see the note."""
         self.is_crashed = self.accounts.counters.is_approximate = True
         self.accounts.counters.live = LiveBytes()  # what dies from here on is not counted
+        self._leaving = {}  # one may be in here that has not started, and would hold its source
 
     @contextmanager
     def crashing(self) -> Iterator[None]:
@@ -344,6 +347,7 @@ class DeviceOffloader:
         if keepalive is not None and not self.runtime.query(computed):
             self.runtime.keep_until(computed, keepalive)
         record.leave()
+        self._leaving[record] = transfer
         counters.bytes_out += transfer.moved
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
@@ -360,15 +364,21 @@ class DeviceOffloader:
 
     def copy_out_of(self, record: CountedBytes) -> Transfer | None:
         """The copy out that is on its way of what ``record`` counts."""
-        for transfer in (*self._held_back, *self._out):
-            if transfer.record is record:
-                return transfer
-        return None
+        return self._leaving.get(record)
+
+    def hand_on(self, record: CountedBytes, heir: CountedBytes) -> Transfer | None:
+        """The same; from here on ``heir`` counts its bytes."""
+        transfer = self._leaving.pop(record, None)
+        if transfer is not None:
+            transfer.record = heir
+            self._leaving[heir] = transfer
+        return transfer
 
     def cancel(self, transfer: Transfer) -> bool:
         """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
         if self._held_back.pop(transfer, None) is None:
             return False
+        self._leaving.pop(cast(CountedBytes, transfer.record), None)
         self.inflight_bytes -= transfer.moved
         transfer.counters.bytes_out -= transfer.moved
         self.release(transfer)
@@ -690,6 +700,7 @@ class DeviceOffloader:
         failure = replaced(transfer) or failure
         counters, carried, record = transfer.counters, transfer.slot.carried, transfer.record
         assert record is not None
+        self._leaving.pop(record, None)
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
         if failure is None and transfer.holds is not None and not transfer.holds:

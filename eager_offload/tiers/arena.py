@@ -132,7 +132,7 @@ class Arena:
         self._ended: deque[FinalizerRecord[Slot]] = deque()
         self._ready: dict[tuple[Quota | None, int], list[FinalizerRecord[Slot]]] = {}
         self._ready_bytes = 0
-        #: Those of the deques; each record would make another one.
+        #: Their ``append``s, for the records: each would make another one.
         self._on_return, self._on_end = self.returned.append, self._ended.append
         self._new_slabs()
         #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
@@ -250,7 +250,8 @@ class Arena:
             start = extent.start - slab.start
             view: Any = slab.buffer[start : start + nbytes]
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            record = HostSlotRecord(view, self._on_return if slab.kind == "whole" else self._on_end)
+            on_death = self._on_return if slab.kind == "whole" else self._on_end
+            record = HostSlotRecord(view, on_death)
             record.nbytes, record.fences = nbytes, ()
             if former is None:
                 self._register(record, slab, extent, None)
@@ -526,13 +527,14 @@ class Arena:
         """See [Note: interrupted changes]."""
         found = sorted([cast(HostSlotRecord, one) for one in self._records], key=lambda one: one() is not None)
         records = [*{(one.slab, one.extent.start): one for one in found if one() is not None or one.fences}.values()]
+        quotas = {*self._quotas, *[record.quota for record in found if record.quota is not None]}
         self.returned.extend([one for one in records if one() is None])  # what was ready and no stream uses is free
         self._records, self._ready, self._ready_bytes = set(records), {}, 0
         slabs = {record.slab for record in records}
         for kind, all_of_kind in self._slabs.items():
             taken = [record.extent for record in records if record.slab.kind == kind and not record.slab.is_left]
             slabs.update(all_of_kind.free_but_for(taken))
-        for quota in {*self._quotas, *[record.quota for record in records if record.quota is not None]}:
+        for quota in quotas:
             quota.reset()
         self._held, self._used, self._slack = sum(slab.nbytes for slab in slabs), 0, 0
         self._idle, self._idle_now = {}, 0

@@ -75,7 +75,8 @@ class Slot(abc.ABC):
     def fences(self) -> tuple[Fence, ...]:
         """Uses of these bytes that have to be over before they are written again.
 
-        A new slot carries those of the range's last owner; each transfer that touches the slot adds its own.
+        A new slot carries those of the range's last owner; each transfer that touches the slot adds its own. That of a
+        write goes once the host knows that it is over.
         """
         return self.record.fences
 

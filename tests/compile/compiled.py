@@ -6,7 +6,6 @@ eager code runs, so there the results have to be those of eager code too. Induct
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +21,7 @@ import eager_offload as eo
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
+from tests.threads import collect
 
 #: Compiles a function; takes what ``torch.compile`` takes, but not the backend.
 Compile = Callable[..., Any]
@@ -118,7 +118,7 @@ def compare(
         offload = eo.Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
         for results in expected:
             assert same_results(results_of(step, compiler(backend), offload), results), "the results are others"
-    gc.collect()  # what was compiled is full of cycles
+    collect()  # what was compiled is full of cycles
     stats = assert_settled(offload)
     offload.close()
     assert hooks_are_gone(), "saved-tensor hooks were left behind"

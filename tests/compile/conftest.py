@@ -12,6 +12,7 @@ import eager_offload as eo
 from eager_offload import active
 from tests.compile.sanitizer import sanitized
 from tests.hazards.backends import DiskBackend
+from tests.threads import collect
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,7 +20,7 @@ def _nothing_stays_open() -> Iterator[None]:
     """What compiled code was served by outside of every context lives as long as the process; its threads need not."""
     yield
     torch._dynamo.reset()
-    gc.collect()
+    collect()
     # The collector does not name what was frozen with the modules, and those that stand live for ever.
     for one in [*active._standing.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
         one.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import logging
 import os
@@ -24,7 +23,7 @@ from eager_offload.compile import aot_hooks
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, Partitioner, with_passes
 from tests.processes import ROOT, printed_by
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 
 pytestmark = pytest.mark.xdist_group("backend")
 
@@ -42,7 +41,7 @@ def _fresh() -> Iterator[None]:
 def offload(tmp_path: Path) -> Iterator[eo.Offload]:
     one = eo.Offload(**SMALL, disk_path=tmp_path)
     yield one
-    gc.collect()
+    collect()
     assert one.stats(synchronize=True).offloaded_bytes > 0, "something moved"
     lane = one._offloaders.of(torch.device("cpu"))
     assert not any(lane.census())
@@ -384,5 +383,5 @@ def test_no_graph_outlives_its_compilation(offload: eo.Offload) -> None:
         step(offload.compile(inner), list(inner.parameters()))
     del inner
     torch._dynamo.reset()
-    gc.collect()
+    collect()
     assert not list(_torch._updaters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -29,6 +28,7 @@ from tests.compile.split import Split, assert_moves_exactly, config_of, split, w
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled, leaf
 from tests.proof.bits import same_bits
+from tests.threads import collect
 
 
 def masked(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ def compiled_gradients(
         run = compiler(backend)(program)
         found = [gradients_of(run, offload, *inputs) for _ in range(count)]
         del run
-    gc.collect()
+    collect()
     stats = assert_settled(offload)
     offload.close()
     assert stats.bytes_out > 0
@@ -226,7 +226,7 @@ def eager_gradients(program: Callable[..., Tensor], *inputs: Tensor, codec: eo.C
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, codec=codec)
     for _ in range(2):
         found = gradients_of(program, Settled(offload), *inputs)
-        gc.collect()
+        collect()
     assert assert_settled(offload).coded_bytes
     offload.close()
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 import threading
@@ -24,7 +23,7 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
 from tests.test_errors import Make
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -39,7 +38,7 @@ def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[eo.Offlo
         one.offloader_of(CPU)
     with one:
         yield one
-    gc.collect()
+    collect()
     assert census(one) == NOTHING
     one.close()
 
@@ -118,7 +117,7 @@ def test_a_view_of_a_host_tensor_brings_back_a_view_of_the_whole(offload: eo.Off
 
 def test_what_is_never_asked_for_counts_as_released(offload: eo.Offload) -> None:
     ops.offload(torch.randn(64, 64), config=offload.config_key)
-    gc.collect()
+    collect()
     assert offload.stats(synchronize=True).released_bytes == 64 * 64 * 4
 
 
@@ -196,7 +195,7 @@ def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypat
     assert torch.equal(ops.reload(host, CPU), source)
     assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
     del host
-    gc.collect()
+    collect()
     assert one.stats(synchronize=True).released_bytes == 0
     assert census(one) == NOTHING
     one.close()
@@ -314,7 +313,7 @@ def test_without_room_anywhere_an_error_says_so_and_the_next_call_goes_on(wait: 
         host = moved(source[:64], one.config_key, wait)
         assert torch.equal(ops.reload(host, CPU), source[:64])
         del host
-        gc.collect()
+        collect()
     assert census(one) == NOTHING
 
 
@@ -360,7 +359,7 @@ def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
     with pytest.raises(eo.TransferError, match=f"could not read {64 * 64 * 4} bytes"):
         ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
     del host
-    gc.collect()
+    collect()
     assert census(one) == NOTHING
 
 

@@ -18,6 +18,7 @@ import eager_offload as eo
 from tests.compile.compiled import BOTH, compare, step_of
 from tests.hazards.backends import offloader_of
 from tests.proof.bits import same_bits
+from tests.threads import collect
 
 WIDTH = 64
 MUST, PREFER = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
@@ -152,7 +153,7 @@ def test_a_dropped_graph_gives_everything_back(x: Tensor, offload: eo.Offload) -
     """Without the garbage collector: lifetime belongs to the graph."""
     model = Blocks(MUST)
     step(model, x, offload)
-    gc.collect()
+    collect()
     gc.disable()
     try:
         for _ in range(3):

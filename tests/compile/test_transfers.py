@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 
@@ -18,6 +17,7 @@ from eager_offload.simulation.log import Recorded, Waited, WrittenLog
 from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
+from tests.threads import collect
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def offload(backend: Backend) -> Iterator[eo.Offload]:
     one = backend.offload()
     with one:
         yield one
-    gc.collect()
+    collect()
 
 
 class Program:
@@ -177,7 +177,7 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
         program.come_back(host, late=True)
     nbytes = x.nbytes
     del x, host
-    gc.collect()
+    collect()
     if isinstance(backend, SimulatedBackend):  # where nothing is carried out before the host waits for it
         assert offloader_of(offload).census().used_bytes == nbytes, (
             "what is written or read is not free to be used again"
@@ -185,7 +185,7 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
     program.make(2).zero_()  # what is freed too early is written here
     offload.stats(synchronize=True)
     assert offloader_of(offload).census().in_flight == 0
-    gc.collect()
+    collect()
     assert not any(offloader_of(offload).census())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from eager_offload.graphs import (
     StaticInputs,
 )
 from tests.processes import printed_by
+from tests.threads import collect
 
 ERRORS = [name for name in graphs.__all__ if name.endswith("Error")]
 
@@ -201,7 +201,7 @@ def test_a_pool_keeps_anything_in_order_until_it_is_cleared() -> None:
     assert pool.record_buffer("text") == 4
     assert pool.buffer_count == 5
     del buffer
-    gc.collect()
+    collect()
     assert gone == []
     pool.clear_buffers()
     assert (gone, pool.buffer_count) == ([0, 1, 2], 0)
@@ -236,7 +236,7 @@ def test_what_is_in_use_is_cleared_by_force_only() -> None:
     pool.clear_buffers(force=True)
     assert pool.buffer_count == 0
     del graph
-    gc.collect()
+    collect()
     pool.clear_buffers()
 
 
@@ -263,7 +263,7 @@ def test_handles_name_pools_until_they_are_released() -> None:
     assert pool.buffer_count == 1, "the test holds it"
     there = weakref.ref(pool)
     del pool
-    gc.collect()
+    collect()
     assert there() is None
     graphs.release_graph_pool_handle(other)
 

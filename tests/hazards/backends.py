@@ -305,6 +305,7 @@ def assert_settled(offload: Offload) -> OffloadStats:
     for offloader in offload._offloaders.all():
         assert offloader.census() == Census(0, 0, 0, 0), "something is still held"
         assert offloader.is_crashed or offloader.inflight_bytes == 0
+        assert not offloader._leaving
         for tier in offloader.tiers:
             assert tier.used_bytes == 0, f"{tier.used_bytes} bytes are used in the {tier.name} tier"
     for saves in offload._hooks._saves.values():

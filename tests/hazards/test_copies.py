@@ -88,7 +88,7 @@ def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
     with Transfers(backend.runtime) as transfers:
         step.forward(offload)
         for saved in saves_of(offload).storages():
-            assert (saved.record.state is State.AWAY) == (saved.aliases == ())
+            assert (saved.record.state is State.AWAY) == (saved.aliases == [])
             if saved.record.state is State.AWAY:
                 assert all(fence.passed() for fence in saved.slot.fences)
         del saved

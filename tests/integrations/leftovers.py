@@ -13,6 +13,7 @@ import pytest
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import transfer_threads
+from tests.threads import collect
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +22,7 @@ def nothing_outlives_a_file() -> Iterator[None]:
     yield
     for error in [one for one in gc.get_objects() if issubclass(type(one), BaseException)]:  # isinstance asks proxies
         error.__traceback__ = None
-    gc.collect()
+    collect()
     for offload in [one for one in gc.get_objects() if issubclass(type(one), Offload)]:
         offload.close()
     host_runtime().close()  # who let go of an Offload and closed none left its threads idle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import re
 import warnings
@@ -28,6 +27,7 @@ from eager_offload.integrations.accelerate import OffloadPlugin
 from tests.integrations.accelerate_training import Model, Trained, new_accelerator, new_plugin, prepared, train
 from tests.integrations.leftovers import spill_files
 from tests.integrations.moving import fields
+from tests.threads import collect
 
 OptionsMaker = Callable[[], dict[str, Any]]
 
@@ -193,7 +193,7 @@ def test_free_memory_and_the_end_of_training_leave_nothing(
     accelerator, alive = trained.accelerator, weakref.ref(trained.model)
     trained.model = accelerator.free_memory(trained.model)[0]
     assert trained.model is None
-    gc.collect()
+    collect()
     assert alive() is None
     accelerator.end_training()
     assert plugin.metrics()["offload/moved_mib"] > 0

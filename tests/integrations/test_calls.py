@@ -15,6 +15,7 @@ import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.integrations.calls import OffloadedCalls
 from tests.integrations.moving import moved
+from tests.threads import collect
 
 
 class Model(nn.Module):
@@ -130,7 +131,7 @@ def test_keeping_the_calls_does_not_keep_the_module(offload: eo.Offload, is_comp
     calls = OffloadedCalls(model, offload)
     alive = weakref.ref(model)
     del model
-    gc.collect()
+    collect()
     assert alive() is None
     calls.remove()
 

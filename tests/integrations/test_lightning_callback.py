@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import gc
 import importlib
 import importlib.metadata
 import pickle
@@ -39,6 +38,7 @@ from tests.integrations.lightning_training import (
     trainer_of,
 )
 from tests.integrations.moving import fields, moved
+from tests.threads import collect
 
 MAIN = PACKAGES[0]
 
@@ -83,7 +83,7 @@ def test_a_fit_that_fails_leaves_nothing_and_the_next_one_is_exact(
     assert top_pack_hook() is None
     assert "training_step" not in vars(trainer.strategy)
     traceback.clear_frames(error.__traceback__)  # which hold a loss
-    gc.collect()
+    collect()
     assert spill_files(tmp_path) == []
     callback.offload.reset_stats()
     again = module_of(MAIN, Steps)

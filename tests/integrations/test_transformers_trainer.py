@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.integrations.tiny_transformers import (
     same,
     trained,
 )
+from tests.threads import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,7 +176,7 @@ def test_the_trackers_of_the_arguments_get_three_figures_a_step_is_traced_and_a_
 def forgets(error: BaseException) -> None:
     """What was saved is held by the frames that an error came through."""
     error.__traceback__ = None
-    gc.collect()
+    collect()
 
 
 class Fails(TrainerCallback):
@@ -361,7 +361,7 @@ def test_the_model_is_as_it_was_once_a_failed_callback_is_gone(tmp_path: Path) -
     assert module_call(model) is not None
     trainer.remove_callback(callback)
     del callback
-    gc.collect()
+    collect()
     assert module_call(model) is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from eager_offload.kernels import (
 from eager_offload.kernels.compiled import kept
 from eager_offload.trace_file import SliceKind, read_trace
 from tests.kernels.int8 import int8_blocks
+from tests.threads import collect
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
 #: Magnitudes far apart, zeros, denormals, halves that are rounded to even.
@@ -46,7 +46,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a test compiles goes with it; the process keeps those of its codecs."""
     monkeypatch.setattr(compiled, "_kept", {})
     yield
-    gc.collect()
+    collect()
     assert kept_count() == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from eager_offload.kernels import (
 )
 from tests.kernels.int8 import int8_blocks
 from tests.kernels.test_kernels import BLOCKS, kept_count
+from tests.threads import collect
 
 jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make pallas")
 
@@ -40,7 +40,7 @@ def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) 
     launch(normal)
     assert kept_count() == 1
     del launch
-    gc.collect()
+    collect()
     assert kept_count() == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Hashable
 
 import pytest
@@ -17,6 +16,7 @@ from tests.codecs.tensors import FLOATS, same_bits, strided
 from tests.codecs.test_saved_tensors import program
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical
+from tests.threads import collect
 
 CODEC = BitMask()
 
@@ -85,7 +85,7 @@ def test_a_step_has_one_for_its_stream_which_goes_with_its_graph(users_backend: 
     for _ in range(4):
         torch.manual_seed(0)
         found.append(program(Settled(offload)))
-        gc.collect()
+        collect()
         stats = assert_settled(offload)
         (saves,) = offload._hooks._saves.values()
         assert held_by(saves.scratch) == 0
@@ -100,7 +100,7 @@ def test_a_step_has_one_for_its_stream_which_goes_with_its_graph(users_backend: 
     assert held_by(saves.scratch) == (64 * 64 if is_held else 0)
     loss.backward()
     del loss
-    gc.collect()
+    collect()
     assert_settled(offload)
     assert held_by(saves.scratch) == 0
     offload.close()

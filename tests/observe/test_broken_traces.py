@@ -19,6 +19,7 @@ from eager_offload.observe import tracing as module
 from eager_offload.trace_file import SliceKind, read_trace
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import FIELDS, Net, assert_sound, nothing_is_left, of, step, traced
+from tests.threads import collect
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
     assert trace.error == f"{error.__name__}: no"
     assert "Fails" in of(trace, SliceKind.COMPUTE)
     assert trace.stats["bytes_out"] > 0
-    gc.collect()  # the traceback and what it held
+    collect()  # the traceback and what it held
 
 
 def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path, disk: DiskBackend) -> None:
@@ -195,7 +196,7 @@ def test_h28_a_forked_child_leaves_the_file_to_its_parent(path: Path, net: Net, 
 
 def test_nothing_keeps_an_offload_that_was_traced(path: Path, net: Net) -> None:
     eo.Offload(tier="disk", **FIELDS)  # the first of a configuration makes the pair of hooks
-    gc.collect()
+    collect()
     gc.disable()
     try:
         offload = eo.Offload(tier="disk", **FIELDS)

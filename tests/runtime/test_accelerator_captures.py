@@ -5,7 +5,6 @@ A call that is refused makes the capture void, so none may be made; ``refused`` 
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,7 +33,7 @@ from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical, leaf
 from tests.runtime.accelerator_double import DEVICE, NBYTES, host_slot, selection
 from tests.runtime.test_beside_an_accelerator import EVERYTHING, forward
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 
 if not hasattr(torch.Stream, "is_capturing"):
     pytest.skip("this torch does not say of a stream whether it is being captured", allow_module_level=True)
@@ -88,7 +87,7 @@ class Beside:
 
     def drop_slab(self) -> None:
         self.slab = None
-        gc.collect()
+        collect()
         self.runtime.poll()
 
 
@@ -405,7 +404,7 @@ def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
             captured = forward(*of)
             assert_identical(expected, torch.autograd.grad(captured, of))
             del losses[0], dropped, captured
-            gc.collect()
+            collect()
             runtime.poll()
             stats = offload.stats(synchronize=True)
             assert stats.bytes_out == moved > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
@@ -16,7 +15,7 @@ from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 from tests.tiers.rig import System
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -59,7 +58,7 @@ def test_a_slab_is_unregistered_before_its_pages_go_and_not_in_its_finalizer(
     assert address in double.registered, "a view keeps the slab"
     with runtime._pinned._lock:  # a finalizer that took it would stand still here
         del part
-        gc.collect()
+        collect()
     assert address in double.registered, "the driver is not called by a finalizer"
     runtime.poll()
     assert double.registered == {}
@@ -124,7 +123,7 @@ def test_a_slab_that_could_not_be_registered_is_not_unregistered(
     double.calls.clear()
     with pytest.warns(RuntimeWarning, match="could not be pinned"):
         runtime.host_buffer(MIB)
-    gc.collect()
+    collect()
     assert kept[0]() is None
     runtime.poll()
     assert double.calls == []
@@ -173,7 +172,7 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
         try:
             del slot, slab, event
             tier.close()
-            gc.collect()
+            collect()
             runtime.poll()
             runtime._pinned.poll()
             status = 0 if double.calls == before else 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from tests.runtime.test_accelerator_step import (
     half_of_each_graph,
     on_one_stream,
 )
+from tests.threads import collect
 
 CPU = torch.device("cpu")
 
@@ -412,7 +412,7 @@ def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
             runtime.synchronize_kept()
             gate.open()
             runtime._staging._reader.record().wait()
-        gc.collect()
+        collect()
         _ = torch.zeros(1)  # whatever went is in the log by now
         step.forward(Settled(offload))
         step.backward()
@@ -444,7 +444,7 @@ def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
             with pytest.raises(OffloadError, match="forked"):
                 _ = step.loss.grad_fn.next_functions[0][0]._saved_self  # type: ignore[union-attr]  # it has one
             del step
-            gc.collect()
+            collect()
             offload.stats()
             double.runtime.poll()
             status = 0 if double.calls == [] else 2

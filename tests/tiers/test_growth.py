@@ -16,6 +16,7 @@ from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.forking import ForkSafeLock, ReentrantLock
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.slabs import Quota
 from eager_offload.tiers.space import Space
 from eager_offload.tiers.spill import SpillFile
 from tests.threads import on_a_thread
@@ -225,6 +226,21 @@ def test_a_slot_that_was_never_registered_may_die_late(system: Slow, monkeypatch
     held.clear()
     assert arena.allocate(4096) is not None
     assert arena.used_bytes == 0
+
+
+def test_a_quota_that_has_left_counts_nothing_after_an_interrupt(
+    system: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, quota = Arena(system, slab_bytes=MIB, idle_bytes=MIB), Quota(MIB, pooled=False)
+    arena.join(quota)
+    slot = arena.allocate(8192, quota=quota)
+    assert slot is not None
+    arena.leave(quota)
+    arena.join(Quota(MIB, pooled=False))  # else the arena is closed
+    interrupted_in(arena, monkeypatch, 4096)
+    del slot
+    assert arena.used_bytes == 0
+    assert (quota.used_bytes, quota.held_bytes) == (0, 0)
 
 
 # -- of a spill file --------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ _CHECKED = (
 _VERDICT = "fits"
 #: Queues in which records of what has died land.
 _QUEUES = {"_ended", "_kept", "_orphans", "finalized", "leases", "returned", "slots"}
+#: What such a queue's ``append`` is called where all records share it.
+_FINALIZERS = {"_note_end", "_on_death", "_on_end", "on_death"}
 #: What else has a method of such a name, and is about threads rather than bytes.
 _OTHERS = ("_lock", "_permits")
 
@@ -213,11 +215,15 @@ class _Finder(ast.NodeVisitor):
 
     def _visit_argument(self, call: ast.Call, argument: ast.expr) -> None:
         """What is handed on: a wait or a release to be called later, and fences."""
+        if isinstance(argument, ast.Name) and argument.id in _FINALIZERS:
+            self._take_out("release", call, argument, _NOTHING)
         if not isinstance(argument, ast.Attribute):
             return
         if argument.attr in _WAITS:
             self._take_out("wait", call, argument, _NOTHING)
-        elif argument.attr == "append" and self._is_queue(self._text(argument.value)):
+        elif argument.attr in _FINALIZERS or (
+            argument.attr == "append" and self._is_queue(self._text(argument.value))
+        ):
             self._take_out("release", call, argument, _NOTHING)
         elif argument.attr == "fences":
             self._take_out("fence", call, argument, "()")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload.graphs import make_graphed_callable
 from eager_offload.runtime.accelerator import accelerator_runtime
+from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import capturing
 
@@ -45,10 +45,10 @@ def assert_captures() -> None:
 
 def graphs_alive(virtual: VirtualDevice) -> int:
     """Those that are held; one that has gone while it ran is let go of at the next launch, pack or unpack."""
-    gc.collect()
+    collect()
     torch.accelerator.synchronize()
     accelerator_runtime().poll()
-    gc.collect()
+    collect()
     return virtual.graphs_alive
 
 

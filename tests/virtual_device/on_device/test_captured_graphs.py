@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import weakref
@@ -40,7 +39,7 @@ from eager_offload.graphs import (
     release_graph_pool_handle,
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import BATCH, TOKENS, WIDTH, Step, assert_captures, graphs_alive, inputs
@@ -134,7 +133,7 @@ def test_a_function_is_captured_with_what_it_refers_to() -> None:
         return make_graphed_callable(lambda: static.values["x"] * weight * scale.tensor), static, scale
 
     graph, static, scale = make()
-    gc.collect()
+    collect()
     torch.full((1 << 12,), 7.0, device=NAME)
     for x, number in ((1.0, 2.0), (5.0, 0.5)):
         static.update({"x": torch.full((1 << 12,), x, device=NAME)})
@@ -210,7 +209,7 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
     with pytest.raises(CaptureInputError, match="names no pool"):
         GraphCaptureGuard(pool=GraphPoolHandle(-1))
     del first, second
-    gc.collect()
+    collect()
     pool.clear_buffers()
     pool.unseal()
     third = make_graphed_callable(lambda: work(1), pool=pool)  # in new memory: that of the others has gone
@@ -233,7 +232,7 @@ def test_a_graph_that_goes_while_it_runs_keeps_what_it_uses(virtual: VirtualDevi
     with other, virtual.held():
         graph.launch()
         del graph
-        gc.collect()
+        collect()
         with stream:
             overwrite()
         with default:
@@ -280,7 +279,7 @@ def test_a_graph_goes_with_the_object_that_has_it_and_is_captured_in_it(virtual:
         trainer.graph.launch()
         gone, x = weakref.ref(trainer.graph), trainer.x
         del trainer
-        gc.collect()
+        collect()
     assert x.tolist() == [1.0] * 4
     assert graphs_alive(virtual) == alive
     assert gone() is None
@@ -295,7 +294,7 @@ def test_a_graph_that_goes_in_a_capture_of_another_program_does_not_spoil_it(vir
             foreign.capture_begin()
             x += 1
             del graph
-            gc.collect()
+            collect()
             foreign.capture_end()
     foreign.replay()
     assert x.tolist() == [1.0] * 4

@@ -37,7 +37,7 @@ from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
-from tests.threads import on_a_thread
+from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import Block, Resumable, assert_captures, graphs_alive, inputs, same
@@ -516,7 +516,7 @@ def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, 
         pool.clear_buffers()
     first.close()
     second.close()
-    gc.collect()
+    collect()
     pool.clear_buffers()
 
 
@@ -567,7 +567,7 @@ def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(offlo
         return torch.stack([gradient.sum() for gradient in gradients])
 
     def taken(offload: Offload | None) -> tuple[int, CapturedStep]:
-        gc.collect()
+        collect()
         torch.accelerator.empty_cache()
         before = torch.accelerator.memory_reserved()
         captured = capture_step(step, offload=offload, debug=True)
@@ -611,7 +611,7 @@ def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothi
     with other, virtual.held():
         step.launch()
         del step
-        gc.collect()
+        collect()
         with torch.Stream(device=NAME):
             for _ in range(8):
                 torch.full((8, 8), 9.0, device=NAME)
@@ -652,7 +652,7 @@ def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice, offloads:
         capture(number)
         pool.unseal()
         if number % 10 == 9:
-            gc.collect()
+            collect()
             pool.clear_buffers()
     assert held() == before
 
