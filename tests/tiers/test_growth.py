@@ -228,9 +228,7 @@ def test_a_slot_that_was_never_registered_may_die_late(system: Slow, monkeypatch
     assert arena.used_bytes == 0
 
 
-def test_a_quota_that_has_left_counts_nothing_after_an_interrupt(
-    system: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quota_that_has_left_counts_nothing_after_an_interrupt(system: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     arena, quota = Arena(system, slab_bytes=MIB, idle_bytes=MIB), Quota(MIB, pooled=False)
     arena.join(quota)
     slot = arena.allocate(8192, quota=quota)

@@ -221,9 +221,7 @@ class _Finder(ast.NodeVisitor):
             return
         if argument.attr in _WAITS:
             self._take_out("wait", call, argument, _NOTHING)
-        elif argument.attr in _FINALIZERS or (
-            argument.attr == "append" and self._is_queue(self._text(argument.value))
-        ):
+        elif argument.attr in _FINALIZERS or (argument.attr == "append" and self._is_queue(self._text(argument.value))):
             self._take_out("release", call, argument, _NOTHING)
         elif argument.attr == "fences":
             self._take_out("fence", call, argument, "()")
