@@ -7,7 +7,6 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +152,6 @@ def own_bytes(tensor: Tensor) -> int:
     return min(count, _span(tensor)) * tensor.itemsize
 
 
-@lru_cache(256)
 def whole(nbytes: int) -> Footprint:
     """That of a storage of ``nbytes`` bytes, all of which travel."""
     return Footprint(True, 0, nbytes, nbytes, False)
