@@ -154,7 +154,7 @@ class Report:
             "command": _command(self.name),
             "started": self._started.isoformat(timespec="seconds"),
             "seconds": round(time.perf_counter() - self._clock, 1),
-            "commit": _commit(),
+            "commit": commit(),
             "environment": self.environment,
             "options": _plain_options(self.options),
             "limits": self.limits,
@@ -373,7 +373,7 @@ def _command(name: str) -> str:
     return " ".join(["python", "-m", f"benchmarks.{name}", *words])
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
     """The revision that was measured, and whether anything but results differed from it."""
 
     def git(*words: str) -> str:
