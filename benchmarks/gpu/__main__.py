@@ -88,7 +88,9 @@ class Program:
 
     @property
     def left(self) -> float:
-        return self.options.seconds - DRAWING - (time.monotonic() - self.began)
+        """Seconds."""
+        seconds: float = self.options.seconds - DRAWING - (time.monotonic() - self.began)
+        return seconds
 
     def run(self, stage: Stage) -> None:
         job, began = Job(stage.name, self.folder, self.options.small), time.monotonic()
@@ -136,11 +138,10 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
-    names = listed(str, [stage.name for stage in STAGES].__contains__, ";")
+    known = [stage.name for stage in STAGES]
+    names = listed(str, known.__contains__, ";")
     parser.add_argument("--seconds", type=float, default=560, help="until everything has ended (%(default)s)")
-    parser.add_argument(
-        "--only", type=names, help=f"stages, with semicolons between: {';'.join(s.name for s in STAGES)}"
-    )
+    parser.add_argument("--only", type=names, help="stages, with semicolons between: " + ";".join(known))
     parser.add_argument("--skip", type=names, default=[], help="stages that are left out")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to see that everything runs")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history")
@@ -168,17 +169,15 @@ def main(arguments: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first, *others = _stages(options)
-    chosen = [
-        stage for stage in others if stage.name in (options.only or [stage.name]) and stage.name not in options.skip
-    ]
+    chosen = [stage for stage in others if not options.only or stage.name in options.only]
+    chosen = [stage for stage in chosen if stage.name not in options.skip]
     with tempfile.TemporaryDirectory() as scratch:
         program = Program(options, scratch)
         for stage in [first, *chosen]:
             program.run(stage)
         program.draw()
-    print(
-        f"{len(chosen)} stages in {time.monotonic() - program.began:.0f} s; failed: {', '.join(program.failed) or 'none'}"
-    )
+    seconds, failed = time.monotonic() - program.began, ", ".join(program.failed) or "none"
+    print(f"{len(chosen)} stages in {seconds:.0f} s; failed: {failed}")
     return int(bool(program.failed))
 
 

@@ -1,4 +1,4 @@
-"""What the machine is, and what of it the library depends on: the link, pinning, forking, memory that grows with use."""
+"""What the machine is: its card, the link, what pinning and forking take, whether its memory grows with use."""
 
 from __future__ import annotations
 

@@ -62,6 +62,8 @@ def _read(events: list[dict[str, Any]]) -> dict[str, Any]:
     copies = [event for event in events if "memcpy" in event.get("cat", "")]
     kernels = _union(_span(event) for event in events if event.get("cat") == "kernel")
     on_device = [_span(event) for event in copies] + kernels
+    if not copies or not kernels:
+        raise SystemExit("the profiler has recorded no copies, or no kernels")
     found: dict[str, Any] = {
         "step_ms": (max(span.stop for span in on_device) - min(span.start for span in on_device)) / 1e3,
         "kernels_ms": _length(kernels) / 1e3,

@@ -18,21 +18,23 @@ FIELDS = {
     "max_inflight_bytes": "8MiB",
     "prefetch_bytes": "8MiB",
 }
+#: More fields, and how many side streams.
+WAYS: dict[str, tuple[dict[str, str], int]] = {
+    "one stream": ({}, 0),
+    "lossless": ({"codec": "lossless"}, 0),
+    "two streams": ({}, 2),
+}
 
 
 def sanitizer(job: Job) -> None:
     """Trains in several ways; says of each whether it is clean, and how many copies the sanitizer has seen."""
     seen = _count_copies()
     wrong = []
-    for name, fields, streams in (
-        ("one stream", {}, 0),
-        ("lossless", {"codec": "lossless"}, 0),
-        ("two streams", {}, 2),
-    ):
+    for name, (fields, count) in WAYS.items():
         seen.clear()
         offload = eo.Offload(**FIELDS, **fields)
         try:
-            _train(offload, [torch.cuda.Stream() for _ in range(streams)] or [torch.cuda.current_stream()])
+            _train(offload, [torch.cuda.Stream() for _ in range(count)] or [torch.cuda.current_stream()])
             verdict = "clean"
         except Exception as error:  # the sanitizer's, which says what is not ordered
             verdict = f"{type(error).__name__}: {error}"[:1500]
