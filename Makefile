@@ -13,9 +13,6 @@ BIN := $(VENV)/bin
 # What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.installed-for-demo
-# Those alone are imported where nothing else is installed; strict options would not go without pytest-timeout.
-GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=gpu)
-GPU_OPTIONS := -o addopts=-ra
 
 # Tests start hundreds of processes: without bytecode each of them would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,15 +37,9 @@ test: $(STAMP) ## the tests, about 5 minutes on 2 cores; TESTS_SEED=N samples as
 test-full: $(STAMP) ## the long ones too, under 30 minutes; TESTS_WHOLE=1 leaves no sampled case out
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not short" $(ARGS)
 
-gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
-	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \
-	  run $(PYTHON) -m tests.gpu; \
-	  if $(PYTHON) -c 'import pytest' 2> /dev/null; then run $(PYTHON) -m pytest $(GPU_OPTIONS) -m gpu $(GPU_TESTS); \
-	  else echo "pytest is not installed for $(PYTHON): left out: $(GPU_TESTS)"; fi; \
-	  run $(PYTHON) -m benchmarks.gpu_train $(ARGS); \
-	  run $(PYTHON) -m benchmarks.capture; \
-	  run $(PYTHON) -m benchmarks.gpu_frameworks; \
-	  exit $$failed  # whatever has failed, the rest has run
+gpu: ## the tests and benchmarks that need a GPU, under 10 minutes, with PYTHON's own torch and nothing installed
+	@$(PYTHON) -c 'import torch, psutil' || { echo "skipped: $(PYTHON) has no torch or no psutil"; exit 0; }; \
+	  exec $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 pallas: $(STAMP) ## the tests of kernels by JAX's Pallas, which it installs (350 MB)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[pallas]'

@@ -167,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         work(options)
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the stage that runs ends too
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first, *others = _stages(options)
     chosen = [stage for stage in others if not options.only or stage.name in options.only]

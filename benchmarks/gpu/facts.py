@@ -79,7 +79,7 @@ def facts(job: Job) -> None:
 def grow(job: Job) -> None:
     """Touches most of the host's memory once, so that a virtual machine whose memory grows with use has grown."""
     before = memory()
-    nbytes = GIB // 4 if job.small else int(before["MemAvailable"] * 0.8 * GIB)
+    nbytes = GIB // 4 if job.small else int(before["MemAvailable"] * 0.75 * GIB)
     block, seconds = _timed(lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(1))  # by all cores
     touched = memory()
     del block

@@ -132,11 +132,11 @@ def _draw(points: dict[str, Row], title: str, path: Path) -> None:
         axes.annotate(
             f"{name}: {gib:.1f} GiB, {seconds:.2f} s",
             (seconds, gib),
-            (1.03, height),
+            (1.06, height),
             textcoords="axes fraction",
             verticalalignment="center",
             fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.8},
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.8, "relpos": (0, 0.5)},
         )
     figure.savefig(path, dpi=130)
     plt.close(figure)
