@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         for stage in [first, *chosen]:
             program.run(stage)
         program.draw()
-    seconds, failed = time.monotonic() - program.began, ", ".join(program.failed) or "none"
+    seconds, failed = time.monotonic() - program.began, "; ".join(program.failed) or "no stage"
     print(f"{len(chosen)} stages in {seconds:.0f} s; failed: {failed}")
     return int(bool(program.failed))
 
