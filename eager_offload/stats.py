@@ -165,7 +165,8 @@ class OffloadStats:
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay), ``over_budget``
-    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th) and others."""
+    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th), ``uncompiled_codec``
+    (sizes of tensors for which a codec could not be compiled: torch's own operators round them) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
     followed_forwards: int = 0

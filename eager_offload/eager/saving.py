@@ -148,10 +148,12 @@ class SavedTensors:
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
-        if not self.offloader.is_capturing():
-            CODECS.compile_due()
+        failures = [] if self.offloader.is_capturing() else CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
+            told = [reason for reason in failures if self._accounts.counters.demote("uncompiled_codec")]
+        for reason in told:
+            self.offloader.warn(reason)
         self.begin_forward(queue)
 
     def storages(self) -> list[SavedStorage]:

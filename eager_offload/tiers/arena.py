@@ -149,7 +149,7 @@ class Arena:
         self._idle_now = 0
 
     def after_fork(self) -> None:
-        """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
+        """The child starts with an empty arena; it has slots from before the fork as copies, but for pinned ones."""
         LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs])
         self._reset()
         for quota in self._quotas:
