@@ -157,7 +157,9 @@ def test_training_loops_are_exact_and_take_less_of_the_device(
         assert peak < limit, tell
     elif case.loop != "three_threads":  # whose peak without offload depends on how they meet
         limit = expected.peak * (1 + 1 / 32) + 3 * expected.largest
-        assert peak <= limit, f"{tell}: more than two copies, one target and the part that a stream is given ahead above"
+        assert peak <= limit, (
+            f"{tell}: more than two copies, one target and the part that a stream is given ahead above"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits for each of its transfers:RuntimeWarning")
