@@ -44,7 +44,7 @@ from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
-from eager_offload.schedule import Rate
+from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
@@ -119,7 +119,7 @@ class DeviceOffloader:
         tiers: Sequence[Tier],
         accounts: Accounts,
         *,
-        max_inflight_bytes: int,
+        windows: Windows,
     ) -> None:
         self.device = device
         self.runtime = runtime
@@ -131,7 +131,8 @@ class DeviceOffloader:
         self.can_capture = runtime.can_capture
         #: That of the accounts.
         self.lock = accounts.lock
-        self.max_inflight_bytes = max_inflight_bytes
+        #: How much may be on its way, each way.
+        self.windows = windows
         #: Bytes on their way out.
         self.inflight_bytes = 0
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
@@ -221,7 +222,7 @@ class DeviceOffloader:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
-        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
+        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.windows.inflight
 
     def room(self, nbytes: int, *, grows: bool = True) -> Slot | None:
         """Room in the first tier that has it; ``None`` where none has.
