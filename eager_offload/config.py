@@ -146,13 +146,16 @@ class OffloadConfig:
     min_bytes: Size = 1 * MIB
     """A saved tensor smaller than this many bytes stays where it is."""
 
-    max_inflight_bytes: Size = 256 * MIB
+    max_inflight_bytes: Size = "auto"
     """Bytes on their way out whose source is still held. Bounds the extra device memory in forward. A single storage
-    that is larger travels alone."""
+    that is larger travels alone. ``"auto"`` is the largest of three: an 8th of what the last step could have moved, but
+    at most 256 MiB; a 64th of it; and 4 times the largest tensor in it that may move. It is at most a quarter of what
+    that step could have moved, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the largest
+    tensor saved so far. The stats say what is in force."""
 
-    prefetch_bytes: Size = 256 * MIB
+    prefetch_bytes: Size = "auto"
     """Bytes brought back before they are asked for. Bounds the extra device memory in backward. A single storage that
-    is larger comes back early alone; with 0 nothing does."""
+    is larger comes back early alone; with 0 nothing does. ``"auto"`` as for ``max_inflight_bytes``."""
 
     keep_last_bytes: Size = "auto"
     """The newest saved bytes, which stay resident because backward asks for them at once: a queue of that many bytes
@@ -220,8 +223,9 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
-        for field in ("min_bytes", "max_inflight_bytes", "prefetch_bytes"):
-            self._store(field, parse_size(getattr(self, field), field))
+        self._store("min_bytes", parse_size(self.min_bytes, "min_bytes"))
+        for field in ("max_inflight_bytes", "prefetch_bytes"):
+            self._store(field, _size_or_auto(getattr(self, field), field))
         if self.max_inflight_bytes == 0:
             raise _refuse("max_inflight_bytes", 0, "more than 0 bytes: with no window nothing could ever leave")
         for field in ("keep_last_bytes", "host_budget", "disk_budget"):
@@ -369,15 +373,17 @@ class OffloadConfig:
 
     # What the rest of the library reads: the same values, in one type each.
 
-    @property
-    def delay_bytes(self) -> int:
-        """``keep_last_bytes`` in bytes, with ``"auto"`` worked out."""
-        return cast(int, self.prefetch_bytes if self.keep_last_bytes == "auto" else self.keep_last_bytes)
+    def newest_bytes(self, prefetch_bytes: int) -> int:
+        """``keep_last_bytes`` in bytes, where the prefetch window that is in force has so many."""
+        return prefetch_bytes if self.keep_last_bytes == "auto" else cast(int, self.keep_last_bytes)
 
-    @property
-    def small_step_bytes(self) -> int:
-        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays."""
-        return self.delay_bytes * 5 // 4 if self.learns_what_stays else 0
+    def small_step_bytes(self, prefetch_bytes: int) -> int:
+        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays.
+
+        Args:
+            prefetch_bytes: as for ``newest_bytes``.
+        """
+        return self.newest_bytes(prefetch_bytes) * 5 // 4 if self.learns_what_stays else 0
 
     @property
     def learns_what_stays(self) -> bool:
@@ -403,6 +409,10 @@ class OffloadConfig:
     def disk_paths(self) -> tuple[Path, ...] | None:
         """``disk_path`` as a tuple of directories, or ``None``."""
         return cast("tuple[Path, ...] | None", self.disk_path)
+
+    def given_bytes(self, field: str) -> int | None:
+        """The bytes of a field that holds a size, ``None`` where it is ``"auto"``."""
+        return None if getattr(self, field) == "auto" else self.size(field)
 
     def size(self, field: str) -> int:
         """The bytes of a field that holds a size and not ``"auto"``."""

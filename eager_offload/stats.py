@@ -184,6 +184,11 @@ class OffloadStats:
     ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
     """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
+    max_inflight_bytes: int = 0
+    """The window in force, the field of that name or what ``"auto"`` came to; 0 where nothing was saved yet. This and
+    ``prefetch_bytes`` are of the device, or the compiled graph, that was used last."""
+    prefetch_bytes: int = 0
+    """The window of what comes back, likewise."""
     keep_last_bytes: int = 0
     """How many of the newest saved bytes it leaves room for, or ``policy="free"`` or ``max_slowdown`` lets stay."""
     slowdown: float = 0.0
@@ -252,7 +257,7 @@ class Counters:
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
         self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0
         self.without_offload_bytes_peak = self.live.without_offload
-        self.device_budget = self.keep_last_bytes = 0
+        self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.out_seconds = self.in_seconds = self.slowdown = 0.0
         self.keeps_freed_memory = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)

@@ -333,6 +333,9 @@ class AcceleratorRuntime(Runtime):
             return DeviceMemory(*self._api.memory(self._indexed(device)))
         return None
 
+    def total_memory(self, device: torch.device) -> int | None:
+        return self._api.total_memory(self._indexed(device))
+
     def free_memory(self, device: torch.device) -> int:
         return self._api.free_memory(self._indexed(device))
 
