@@ -21,7 +21,7 @@ CLEAN = ("train", "without plans", "lossless", "beside another mode", "on side s
 
 
 @pytest.mark.parametrize("program", CLEAN)
-def test_it_sees_every_copy_and_finds_no_race(program: str) -> None:
+def test_h44_it_sees_every_copy_and_finds_no_race(program: str) -> None:
     found = run(program)
     assert found["races"] == []
     assert found["seen"] == found["moved"]
