@@ -176,6 +176,7 @@ PRIVATE_NAMES = {
         "torch.random.default_generator",
     ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
     "graphs of one stream work in one memory, which goes with the first of them": (
@@ -217,6 +218,8 @@ OTHER_VERSIONS = {
 }
 #: Only builds for CUDA have them, and only there are they missed.
 OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
+#: To import them is to have torch report every event and allocation, so nothing here does.
+IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``plan/numbers.py``.
@@ -436,11 +439,39 @@ def allowing_changes() -> Any | None:
 
 def without_caller_modes() -> AbstractContextManager[object]:
     """Runs operators out of sight of the modes that the caller has active: a count of operations, a tracer, a default
-    device. Those with a true attribute ``sees_offloading`` stay.
+    device. Torch's CUDA sanitizer stays, and those with a true attribute ``sees_offloading``.
+
+    [Note: who sees the library] A mode that counts, traces or replaces operators asks what the *program* computes, of
+    which the library is no part. The sanitizer asks in which order *streams* access memory. The library's streams,
+    events and allocations are reported to it whatever modes are off; without the accesses in between it can find no
+    race of a copy with the program's kernels.
     """
     modes = [_mode_at(number) for number in range(dispatch_modes())]
-    seeing = [mode for mode in modes if getattr(mode, "sees_offloading", False)]
+    checker = sanitizer() if modes else None
+    seeing = [mode for mode in modes if mode is checker or getattr(mode, "sees_offloading", False)]
     return nullcontext() if len(seeing) == len(modes) and not function_modes() else _only(seeing)
+
+
+def sanitizer() -> TorchDispatchMode | None:
+    """Returns the mode of ``torch.cuda._sanitizer``, or ``None`` where the user has not enabled it."""
+    found = _if_imported("torch.cuda._sanitizer", "cuda_sanitizer")
+    return found.dispatch if found is not None and found.enabled else None
+
+
+def with_sanitizer() -> AbstractContextManager[object]:
+    """Lets the sanitizer see what a thread of the library's own runs, since a mode is of the thread that entered it."""
+    checker = sanitizer()
+    return nullcontext() if checker is None else _only([checker])
+
+
+def set_over(
+    tensor: Tensor, storage: torch.UntypedStorage, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """Calls ``tensor.set_``, unseen by the sanitizer, which would take it for a kernel that writes to ``storage``."""
+    if dispatch_modes() and sanitizer() is not None:
+        with _disable_current_modes():
+            return tensor.set_(storage, offset, size, stride)
+    return tensor.set_(storage, offset, size, stride)
 
 
 @contextmanager
