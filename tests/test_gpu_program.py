@@ -109,7 +109,7 @@ def test_a_figure_shows_the_last_card_and_the_last_result_of_a_way(
     path.write_text("\n".join(map(json.dumps, rows)) + '\n{"stage": "cut of')
     assert main(["--figure", str(path)]) == 0
     text = (tmp_path / TABLE).read_text()
-    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    lines = {line.split("  ")[0]: line for line in reversed(text.splitlines())}  # of several tables, the first
     assert text.startswith("a new one")
     assert "60.00" in lines["none"]
     assert "12.00" in lines["ours"]

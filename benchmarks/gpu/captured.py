@@ -22,6 +22,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from benchmarks.common import MIB
+from benchmarks.gpu.bits import be_deterministic
 from benchmarks.gpu.results import Job
 from benchmarks.gpu.train import SMALL, SMALL_WINDOWS, decoder, random_tokens
 from benchmarks.models import Shape
@@ -65,6 +66,7 @@ class Turns:
 
 
 def capture(job: Job) -> None:
+    be_deterministic()
     shape = SMALL if job.small else GPT2
     batches = list(random_tokens(shape, 16, 128 if job.small else 512).split(4))
     fields = {**SMALL_WINDOWS, "keep_last_bytes": 0} if job.small else {}
