@@ -31,9 +31,9 @@ from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_a
 from eager_offload.tiers.slabs import SlabSizes
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
-#: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make streams
-#: of priority 0, and FSDP and NCCL some of -1. That these come first takes nothing from compute: copies run on engines of
-#: their own, and no kernel is enqueued on these streams.
+#: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make those
+#: of priority 0, and FSDP and NCCL some of -1. That these come first takes nothing from compute: copies run on engines
+#: of their own, and no kernel is enqueued on these streams.
 _PRIORITY = -2
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
 _TIMED = 16
