@@ -168,9 +168,10 @@ class OffloadConfig:
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
-    """Most bytes held in host memory; ``"auto"`` is half of what this process could take when it is first needed, by
-    the limits of its control groups, its own and the machine's, divided by the ranks on the node. Whichever it is,
-    memory is only taken while enough is left for others."""
+    """Most bytes held in host memory. ``"auto"`` is half of what this process could take when it is first needed, by
+    the limits of its control groups, its own and the machine's, divided by the ranks on the node; once that is used up,
+    of what it could take then, if that is more. It takes memory only while enough is left for others. What is given in
+    bytes is taken whatever the machine says it has, with one warning where that is too little."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first

@@ -262,6 +262,8 @@ class DeviceOffloader:
             slot = tier.reserve(nbytes)
         with self.lock:
             self.accounts.counters.stall_seconds += time.perf_counter() - started
+        if message := tier.warning():
+            self.warn(message)
         return slot
 
     def _demote(self, what: str) -> bool:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig
@@ -227,15 +226,11 @@ def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
         # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
 
-    def take(nbytes: int) -> Tensor:
-        guard.admit(nbytes)
-        return allocate(nbytes)
-
     def given_back() -> None:
         runtime.poll()  # what is pinned has to be unpinned before it is back
         guard.forget()
 
-    return Arena(take, given_back=given_back, **more)
+    return Arena(allocate, admit=guard.admit, given_back=given_back, **more)
 
 
 def _bytes(budget: int | str) -> int | None:
