@@ -72,6 +72,9 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> object:
+        from eager_offload.compile.lowering import install_lowerings
+
+        install_lowerings()  # what the compiler finds by it in a cache may have to be warned of
         theirs = None
         if self.inner is not None:
             theirs = self.inner.uuid()

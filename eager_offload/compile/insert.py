@@ -141,7 +141,7 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
     """
     order = positions(graph)
     for node in list(graph.nodes):
-        if node.target not in (ops.offload, ops.reload) or not node.kwargs.get("wait", True):
+        if node.target not in (ops.offload, ops.reload) or not node.kwargs.get("wait", True) or is_report(node):
             continue
         node.kwargs = {**node.kwargs, "wait": False}
         user = first_use(node, order) if node.target is ops.reload else None
@@ -262,6 +262,12 @@ def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
         settings: dict[str, Argument] = {"config": config.to_text(), "region": region_of(choice)}
         host = graph.call_function(ops.offload, (source,), settings)
     source.meta["val"] = host.meta["val"] = empty
+
+
+def is_report(node: Node) -> bool:
+    """Whether an offload moves nothing, as that of :func:`insert_report`."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and is_static(value) and value.numel() == 0
 
 
 def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: Node) -> Node:
