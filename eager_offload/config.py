@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
+from eager_offload.schedule import Windows
 
 MIB = 1 << 20
 #: Of this library.
@@ -374,9 +375,22 @@ class OffloadConfig:
 
     # What the rest of the library reads: the same values, in one type each.
 
+    def windows(self, device_bytes: Callable[[], int | None]) -> Windows:
+        """The windows of a device, or of a graph, before anything is known of its steps.
+
+        Args:
+            device_bytes: memory of the device, as of ``auto_window``; asked where it counts.
+        """
+        inflight, prefetch = (
+            None if one == "auto" else cast(int, one) for one in (self.max_inflight_bytes, self.prefetch_bytes)
+        )
+        return Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
+
     def newest_bytes(self, prefetch_bytes: int) -> int:
-        """``keep_last_bytes`` in bytes, where the prefetch window that is in force has so many."""
-        return prefetch_bytes if self.keep_last_bytes == "auto" else cast(int, self.keep_last_bytes)
+        """``keep_last_bytes`` in bytes; ``prefetch_bytes``: what that window comes to where it is ``"auto"``."""
+        if self.keep_last_bytes != "auto":
+            return cast(int, self.keep_last_bytes)
+        return prefetch_bytes if self.prefetch_bytes == "auto" else cast(int, self.prefetch_bytes)
 
     def small_step_bytes(self, prefetch_bytes: int) -> int:
         """What a forward may save that stays as a whole once it is known; 0 where the user says what stays.
@@ -410,10 +424,6 @@ class OffloadConfig:
     def disk_paths(self) -> tuple[Path, ...] | None:
         """``disk_path`` as a tuple of directories, or ``None``."""
         return cast("tuple[Path, ...] | None", self.disk_path)
-
-    def given_bytes(self, field: str) -> int | None:
-        """The bytes of a field that holds a size, ``None`` where it is ``"auto"``."""
-        return None if getattr(self, field) == "auto" else self.size(field)
 
     def size(self, field: str) -> int:
         """The bytes of a field that holds a size and not ``"auto"``."""

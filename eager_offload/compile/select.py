@@ -271,10 +271,9 @@ def choose_among(
 
 def _windows(groups: Sequence[Group], config: OffloadConfig) -> Windows:
     """The windows of a graph of which ``groups`` may move: ``"auto"`` is of its own bytes."""
-    given, sizes = (config.given_bytes("max_inflight_bytes"), config.given_bytes("prefetch_bytes")), [0]
-    sizes += (group.nbytes for group in groups)
-    windows = Windows(*given, memory_of(groups[0].base.meta["val"].device) if groups and None in given else None)
-    windows.begin(sum(sizes), max(sizes))
+    sizes = [group.nbytes for group in groups]
+    windows = config.windows(lambda: memory_of(groups[0].base.meta["val"].device) if groups else None)
+    windows.begin(sum(sizes), max(sizes, default=0))
     return windows
 
 

@@ -88,6 +88,8 @@ class SavedTensors:
         #: Kinds of saves that were rounded for one consumer and asked for by another.
         self._exact_kinds: set[SaveKind] = set()
         self._queues: Living[ResidentQueue] = Living()
+        #: Whether an automatic window says how many of the newest bytes stay.
+        self._window_says_what_stays = config.learns_what_stays and config.prefetch_bytes == "auto"
         #: Whether what was learnt to leave does so at once.
         self._leaves_early = config.learns_what_stays or limit is not None
         self._use_windows()
@@ -119,6 +121,8 @@ class SavedTensors:
             record = ForwardRecord(forward, self.offloader.on_death)
             record.log, record.saves = forward.log, self._weak
             forward.recorder = record.recorder = recorder
+            if recorder is not None and self._window_says_what_stays and not self._windows.is_known:
+                recorder.is_early = True  # the next one of its kind keeps less
             self._forwards.add(record)
             if self.exposure is not None:
                 self.exposure.note_forward()

@@ -19,7 +19,6 @@ from eager_offload.malloc import keeps_freed_memory
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
-from eager_offload.schedule import Windows
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import Accounts, Counters, KeepReason
 from eager_offload.tiers.arena import Arena
@@ -175,8 +174,7 @@ class Offloaders:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
         if runtime.can_capture and runtime.is_capturing(device):
             return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
-        given = self._config.given_bytes("max_inflight_bytes"), self._config.given_bytes("prefetch_bytes")
-        windows = Windows(*given, runtime.total_memory(device) if None in given else None)
+        windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
         offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)
         return offloader

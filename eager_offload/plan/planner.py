@@ -158,8 +158,7 @@ def _make(
 
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
     """The windows of a step that goes like ``program``."""
-    given = settings.given_bytes("max_inflight_bytes"), settings.given_bytes("prefetch_bytes")
-    windows = Windows(*given, machine.memory_bytes or None)
+    windows = settings.windows(lambda: machine.memory_bytes or None)
     windows.begin(program.movable_bytes, max((storage.nbytes for storage in program.storages), default=0))
     return windows
 
