@@ -230,12 +230,19 @@ class Rate:
         self._timed = 0
         self._seconds = 0.0
 
-    def add(self, nbytes: int, seconds: float | None) -> None:
-        """A transfer that is over; ``None`` where it is not known how long it took."""
+    def add(self, nbytes: int, seconds: float | None) -> float:
+        """A transfer that is over; ``None`` where it is not known how long it took.
+
+        Returns:
+            Seconds: those, or what it has taken at the rate of the others; 0 where that is not known either.
+        """
         self.nbytes += nbytes
-        if seconds is not None:
-            self._timed += nbytes
-            self._seconds += seconds
+        if seconds is None:
+            rate = self.value
+            return 0.0 if rate is None else nbytes / rate
+        self._timed += nbytes
+        self._seconds += seconds
+        return seconds
 
     @property
     def value(self) -> float | None:

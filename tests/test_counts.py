@@ -333,6 +333,7 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     assert stats.inflight_bytes_peak == allowed
     assert stats.resident_bytes_peak == allowed + 2 * NBYTES, "and the one that waits to leave, and the newest"
     assert 0 < stats.window_stall_seconds <= stats.stall_seconds, "the file's growth is no part of the window's"
+    assert stats.host_wait_seconds == stats.stall_seconds, "a CPU device computes on the host"
     exact_backward(loss, x)
     assert stats.offloaded_bytes == ALL
 

@@ -86,6 +86,9 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
     yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+    if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
+        waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
+        yield f"{'host waited':<11}{waited}"
 
 
 def _codecs_text(stats: OffloadStats) -> str:

@@ -53,6 +53,27 @@ def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(
     assert max(peaks) <= max(plain) + 3 * MIB, "two copies and one target"
 
 
+def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevice, offloads: Any) -> None:
+    offload = offloads(max_inflight_bytes="1GiB", prefetch_bytes=1)
+    x, expected = (torch.linspace(0, 1, 512 * 512).view(512, 512).to(NAME).requires_grad_() for _ in range(2))
+    expected.sin().cos().exp().sum().backward()
+    with offload:
+        loss = x.sin().cos().exp().sum()
+    offload.stats(synchronize=True)
+    offload.reset_stats()
+    runtime = accelerator_runtime()
+    with ExitStack() as stack:
+        with runtime.enter(runtime.transfer_stream(x.device, Direction.IN)):
+            stack.enter_context(virtual.held(0))
+        loss.backward()
+        assert offload.stats().stall_seconds == 0, "compute has not come to the end of a wait"
+    stats = offload.stats(synchronize=True)
+    assert torch.equal(x.grad, expected.grad)
+    assert stats.bytes_in > 0
+    assert stats.stall_seconds > 0 == stats.host_wait_seconds
+    assert stats.window_stall_seconds == 0
+
+
 def test_a_stream_has_two_copies_and_those_that_have_not_started_when_their_graph_is_dropped_are_not_made(
     virtual: VirtualDevice, offloads: Any
 ) -> None:
