@@ -5,13 +5,14 @@
     .venv-cuda/bin/python -m tests.fake_cuda [--big] program.py | -m module | -c code
 
 One preloaded library (``runtime/``) answers for CUDA's runtime and driver, cuBLAS, cuSOLVER and NCCL. Everything above
-it is the unmodified wheel: the caching allocator, the allocator of pinned memory, CUDA graphs, autograd's threads of the
-device, the sanitizer, Inductor with Triton and ptxas.
+it is the unmodified wheel: the caching allocator, the allocator of pinned memory, CUDA graphs, autograd's threads of
+the device, the sanitizer, Inductor with Triton and ptxas.
 
     streams     a time line: one engine computes and one copies each way, events are points in it, and the host waits in
                 real time
-    kernels     take the time that the environment gives them and compute nothing, but ``torch.cuda._sleep``, which
-                takes what it says. So what tensors hold is garbage, and nothing here can compare it
+    kernels     take the time that the environment gives them and compute nothing. So what tensors hold is garbage, and
+                nothing here can compare it. ``torch.cuda._sleep`` takes the time that it says, and ``fill_`` fills:
+                the host acts on a learning rate or a counter
     copies      move bytes when they end; memory that is not pinned makes the host wait
     captures    the rules of modes, isolation, joining, captured events and waiting; a graph's nodes run one behind the
                 other when it is launched
@@ -21,9 +22,9 @@ What it does not model: cuDNN, cuSPARSE and cuFFT (their real libraries fail on 
 (``expandable_segments``), ``cudaMallocAsync``, streams that synchronize with the default one, access from one device to
 the other's memory, and faults of kernels.
 
-Variables that it reads once: ``FAKE_CUDA_KERNEL_US`` (20), ``FAKE_CUDA_GEMM_US`` (100), ``FAKE_CUDA_GBPS`` each way (50),
-``FAKE_CUDA_PIN_S_PER_GIB`` (0.3), ``FAKE_CUDA_DEVICE_GIB`` (80), ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_VERBOSE``, and
-``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time).
+Variables that it reads once: ``FAKE_CUDA_KERNEL_US`` (20), ``FAKE_CUDA_GEMM_US`` (100), ``FAKE_CUDA_GBPS`` each way
+(50), ``FAKE_CUDA_PIN_S_PER_GIB`` (0.3), ``FAKE_CUDA_DEVICE_GIB`` (80), ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_VERBOSE``,
+and ``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time).
 """
 
 from __future__ import annotations

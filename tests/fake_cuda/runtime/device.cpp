@@ -1,9 +1,10 @@
-// What a device says of itself (an H100), errors, and kernels, which take time and compute nothing.
+// What a device says of itself (an H100), errors, and kernels, which take time. Two kinds do what they are for, since
+// the host acts on it: torch.cuda._sleep, and fills (a learning rate on the device, a counter). No other computes.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <set>
+#include <utility>
 
 #include "fake.h"
 
@@ -34,17 +35,58 @@ struct LaunchConfiguration {
 };
 thread_local LaunchConfiguration pushed;
 
-// Kernels that keep a stream busy for as many cycles as their argument says: torch.cuda._sleep.
-std::set<const void*>& sleeping_kernels() {
-  static auto& one = *new std::set<const void*>;
+struct Known {
+  bool sleeps = false;       // for as many cycles as its argument says
+  size_t filled_bytes = 0;   // of each element; 0 where it fills nothing
+};
+
+std::map<const void*, Known>& known_kernels() {
+  static auto& one = *new std::map<const void*, Known>;
   return one;
 }
 
-double seconds_of(const void* function, void** arguments) {
-  if (sleeping_kernels().count(function) == 0 || kernel_seconds() == 0) {
-    return kernel_seconds();
+// How large an element is that a kernel of this mangled name fills contiguous memory with; 0 for other kernels.
+size_t filled_bytes(const std::string& name) {
+  static const std::string functor = "FillFunctorI";
+  static const std::pair<const char*, size_t> types[] = {
+      {"b", 1}, {"h", 1}, {"a", 1}, {"s", 2}, {"i", 4}, {"f", 4}, {"l", 8}, {"d", 8},
+      {"N3c108BFloat16E", 2}, {"N3c104HalfE", 2},
+  };
+  const size_t found = name.find(functor);
+  if (found == std::string::npos || name.find("vectorized_elementwise_kernel") == std::string::npos) {
+    return 0;
   }
-  return *static_cast<int64_t*>(arguments[0]) / (CLOCK_KHZ * 1e3);
+  for (const auto& [type, nbytes] : types) {
+    if (name.compare(found + functor.size(), std::strlen(type), type) == 0) {
+      return nbytes;
+    }
+  }
+  return 0;
+}
+
+// Arguments of a fill: how many elements, the value, and where.
+std::function<void()> fill(void** arguments, size_t element) {
+  const auto count = static_cast<size_t>(*static_cast<int*>(arguments[0]));
+  const auto* value = static_cast<const char*>(arguments[1]);
+  char* target = *static_cast<char**>(arguments[2]);
+  if (!moves_bytes(count * element)) {
+    return nullptr;
+  }
+  return [target, count, pattern = std::string(value, element)] {
+    for (size_t index = 0; index < count; ++index) {
+      std::memcpy(target + index * pattern.size(), pattern.data(), pattern.size());
+    }
+  };
+}
+
+cudaError_t launch(const void* function, void** arguments, cudaStream_t on) {
+  auto found = known_kernels().find(function);
+  const Known known = found == known_kernels().end() ? Known{} : found->second;
+  double seconds = kernel_seconds();
+  if (known.sleeps && seconds > 0) {
+    seconds = *static_cast<int64_t*>(arguments[0]) / (CLOCK_KHZ * 1e3);
+  }
+  return enqueue_kernel(on, seconds, known.filled_bytes == 0 ? nullptr : fill(arguments, known.filled_bytes));
 }
 
 }  // namespace
@@ -91,12 +133,13 @@ cudaError_t answer(cudaError_t error) {
   return error;
 }
 
-cudaError_t enqueue_kernel(cudaStream_t on, double seconds) {
+cudaError_t enqueue_kernel(cudaStream_t on, double seconds, std::function<void()> effect) {
   Locked locked(world().lock);
   world().counts["kernels"] += 1;
   Operation kernel;
   kernel.engine = COMPUTE;
   kernel.seconds = seconds;
+  kernel.effect = std::move(effect);
   return answer(enqueue(locked, stream_of(on), std::move(kernel)));
 }
 
@@ -119,8 +162,10 @@ void __cudaUnregisterFatBinary(void**) {}
 
 void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
-  if (std::strstr(name, "spin_kernel") != nullptr) {
-    sleeping_kernels().insert(function);
+  const bool sleeps = std::strstr(name, "spin_kernel") != nullptr;
+  const size_t nbytes = filled_bytes(name);
+  if (sleeps || nbytes > 0) {
+    known_kernels()[function] = {sleeps, nbytes};
   }
 }
 
@@ -149,19 +194,19 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t, cudaStream_t on) {
-  return enqueue_kernel(on, seconds_of(kernel, arguments));
+  return launch(kernel, arguments, on);
 }
 
 cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t on) {
-  return enqueue_kernel(on, seconds_of(function, arguments));
+  return launch(function, arguments, on);
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function, void** arguments) {
-  return enqueue_kernel(configuration->stream, seconds_of(function, arguments));
+  return launch(function, arguments, configuration->stream);
 }
 
 cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void** arguments, size_t, cudaStream_t on) {
-  return enqueue_kernel(on, seconds_of(function, arguments));
+  return launch(function, arguments, on);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

@@ -5,9 +5,17 @@
 
 namespace fake {
 
-EventHandle& event_of(cudaEvent_t handle) {
-  return *reinterpret_cast<EventHandle*>(handle);
+Event& event_of(cudaEvent_t handle) {
+  return *reinterpret_cast<Event*>(handle);
 }
+
+namespace {
+
+bool is_reached(const Event& event) {
+  return event.record == nullptr || event.record->is_done;
+}
+
+}  // namespace
 
 }  // namespace fake
 
@@ -16,8 +24,8 @@ using namespace fake;
 extern "C" {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
-  auto* event = new EventHandle(std::make_shared<Event>());
-  (*event)->timed = (flags & cudaEventDisableTiming) == 0;
+  auto* event = new Event;
+  event->is_timed = (flags & cudaEventDisableTiming) == 0;
   *handle = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
 }
@@ -26,8 +34,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* handle) {
   return cudaEventCreateWithFlags(handle, cudaEventDefault);
 }
 
-// What has been recorded and waited for stays: "the function returns immediately, resources are released when the
-// event is complete" (CUDA Runtime API, cudaEventDestroy).
+// CUDA Runtime API, cudaEventDestroy: it may be called before the event is reached, and who waits for it still does.
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   Locked locked(world().lock);
   delete &event_of(handle);
@@ -37,7 +44,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
   Locked locked(world().lock);
   world().counts["cudaEventRecord"] += 1;
-  EventHandle& event = event_of(handle);
+  Event& event = event_of(handle);
   Stream* stream = stream_of(on);
   // CUDA Programming Guide, "Stream capture", "Cross-stream dependencies and events": recorded in a capture, an event
   // stands for the nodes that the stream has captured last, and for nothing that runs.
@@ -45,15 +52,15 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
     if (capture->is_invalid) {
       return answer(cudaErrorStreamCaptureInvalidated);
     }
-    event->captured_by = capture->id;
-    event->behind = stream->behind;
+    event.captured_by = capture->id;
+    event.behind = stream->behind;
     return cudaSuccess;
   }
-  event->captured_by = 0;
+  event.captured_by = 0;
+  event.record = std::make_shared<Record>();
   Operation operation;
   operation.kind = Kind::RECORD;
-  operation.event = event;
-  operation.record = ++event->records_issued;
+  operation.record = event.record;
   return answer(enqueue(locked, stream, std::move(operation)));
 }
 
@@ -64,23 +71,22 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t on) {
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Locked locked(world().lock);
   world().counts[__func__] += 1;
-  const Event& event = *event_of(handle);
+  const Event& event = event_of(handle);
   if (cudaError_t error = refuse_captured(event, __func__)) {
     return answer(error);
   }
   advance(locked);
-  return answer(event.records_done == event.records_issued ? cudaSuccess : cudaErrorNotReady);
+  return answer(is_reached(event) ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Locked locked(world().lock);
   world().counts[__func__] += 1;
-  const EventHandle event = event_of(handle);
-  if (cudaError_t error = refuse_captured(*event, __func__)) {
+  const Event event = event_of(handle);  // as it is now: another thread may record it anew meanwhile
+  if (cudaError_t error = refuse_captured(event, __func__)) {
     return answer(error);
   }
-  const long record = event->records_issued;
-  wait_until(locked, [&] { return event->records_done >= record; });
+  wait_until(locked, [&event] { return is_reached(event); });
   return cudaSuccess;
 }
 
@@ -88,17 +94,17 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   Locked locked(world().lock);
   advance(locked);
-  const Event& first = *event_of(from);
-  const Event& last = *event_of(to);
+  const Event& first = event_of(from);
+  const Event& last = event_of(to);
   for (const Event* event : {&first, &last}) {
-    if (!event->timed || event->captured_by != 0 || event->records_issued == 0) {
+    if (!event->is_timed || event->captured_by != 0 || event->record == nullptr) {
       return answer(cudaErrorInvalidResourceHandle);
     }
-    if (event->records_done < event->records_issued) {
+    if (!event->record->is_done) {
       return answer(cudaErrorNotReady);
     }
   }
-  *milliseconds = static_cast<float>((last.time - first.time) * 1e3);
+  *milliseconds = static_cast<float>((last.record->time - first.record->time) * 1e3);
   return cudaSuccess;
 }
 
@@ -106,11 +112,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t for_what, unsig
   Locked locked(world().lock);
   world().counts[__func__] += 1;
   Stream* stream = stream_of(handle);
-  const EventHandle& event = event_of(for_what);
+  const Event& event = event_of(for_what);
   if (stream->capture != nullptr && stream->capture->is_invalid) {
     return answer(cudaErrorStreamCaptureInvalidated);
   }
-  if (Capture* capture = capture_of(*event)) {
+  if (Capture* capture = capture_of(event)) {
     if (capture->is_invalid) {
       return answer(cudaErrorStreamCaptureInvalidated);
     }
@@ -130,18 +136,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t for_what, unsig
       stream->behind.clear();
       capture->streams.insert(stream);
     }
-    for (const auto& [other, count] : event->behind) {
+    for (const auto& [other, count] : event.behind) {
       long& reached = stream->behind[other];
       reached = std::max(reached, count);
     }
     return cudaSuccess;
   }
-  if (event->captured_by != 0) {
+  if (event.captured_by != 0) {
     complain("a wait for an event of a capture that has ended");
     return answer(cudaErrorCapturedEvent);
   }
   if (stream->capture != nullptr) {
-    if (event->records_issued == 0) {
+    if (event.record == nullptr) {
       return cudaSuccess;  // never recorded: there is nothing to wait for
     }
     // CUDA Runtime API, cudaErrorStreamCaptureIsolation: a captured stream depends on nothing outside of its capture,
@@ -149,13 +155,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t for_what, unsig
     invalidate(*stream->capture, "a wait for an event from outside of the capture");
     return answer(cudaErrorStreamCaptureIsolation);
   }
-  if (event->records_done == event->records_issued) {
+  if (is_reached(event)) {
     return cudaSuccess;
   }
   Operation operation;
   operation.kind = Kind::WAIT;
-  operation.event = event;
-  operation.record = event->records_issued;
+  operation.record = event.record;
   return answer(enqueue(locked, stream, std::move(operation)));
 }
 

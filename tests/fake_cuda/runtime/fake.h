@@ -30,18 +30,19 @@ struct Stream;
 // Points in streams, as how many operations of each have been captured.
 using Reached = std::map<Stream*, long>;
 
-// The handle of an event. Records count up: a wait is for the record that was the newest when it was called.
+// A point in a stream. It lives on where its event is recorded anew, or destroyed: who waits has waited for this one.
+struct Record {
+  bool is_done = false;
+  double time = 0;
+};
+
 struct Event {
-  bool timed = true;
-  long records_issued = 0;
-  long records_done = 0;
-  double time = 0;  // of the last record that is done
+  bool is_timed = true;
+  std::shared_ptr<Record> record;  // the newest; none before there is one
   // Where it was last recorded in a stream that was being captured: by which capture, and behind what.
   uint64_t captured_by = 0;
   Reached behind;
 };
-
-using EventHandle = std::shared_ptr<Event>;
 
 enum class Kind { WORK, RECORD, WAIT };
 
@@ -50,8 +51,7 @@ struct Operation {
   Engine engine = NO_ENGINE;
   double seconds = 0;
   std::function<void()> effect;  // happens when the operation ends
-  EventHandle event;
-  long record = 0;
+  std::shared_ptr<Record> record;
   double enqueued = 0;
   bool has_started = false;
   double end = 0;
@@ -149,15 +149,18 @@ cudaError_t refuse_captured(const Event& event, const char* call);
 
 // ---- events.cpp
 
-EventHandle& event_of(cudaEvent_t handle);
+Event& event_of(cudaEvent_t handle);
 
 // ---- memory.cpp
 
 bool lies_in(const Ranges& ranges, const void* address, size_t nbytes = 1);
 
+// Whether what writes so many bytes does write them.
+bool moves_bytes(size_t nbytes);
+
 // ---- device.cpp
 
-cudaError_t enqueue_kernel(cudaStream_t stream, double seconds);
+cudaError_t enqueue_kernel(cudaStream_t stream, double seconds, std::function<void()> effect = nullptr);
 double kernel_seconds();
 double product_seconds();
 

@@ -18,7 +18,7 @@ constexpr double DEVICE_BANDWIDTH = 1e12;
 // Copies this small carry what the host reads (counters, seeds), also where no bytes are to move.
 constexpr size_t SMALL = 1 << 16;
 
-// No kernel computes and no copy moves anything large; no operation takes time.
+// No copy moves anything large, and none takes time.
 bool without_bytes() {
   static const bool value = setting("FAKE_CUDA_NO_BYTES", 0) != 0;
   return value;
@@ -90,11 +90,11 @@ double seconds_of(Engine engine, size_t nbytes) {
   return COPY_LATENCY + nbytes / (engine == COMPUTE ? DEVICE_BANDWIDTH : bytes_per_second());
 }
 
-bool is_to_happen(size_t nbytes) {
+}  // namespace
+
+bool moves_bytes(size_t nbytes) {
   return !without_bytes() || nbytes <= SMALL;
 }
-
-}  // namespace
 
 bool lies_in(const Ranges& ranges, const void* address, size_t nbytes) {
   const Ranges::value_type* range = range_of(ranges, address);
@@ -255,7 +255,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t nbytes, cud
   Operation copy;
   copy.engine = engine_of(target, source, nbytes, kind);
   copy.seconds = seconds_of(copy.engine, nbytes);
-  if (is_to_happen(nbytes)) {
+  if (moves_bytes(nbytes)) {
     copy.effect = [=] { std::memmove(target, source, nbytes); };
   }
   bool is_pageable = false;
@@ -319,7 +319,7 @@ cudaError_t cudaMemsetAsync(void* address, int value, size_t nbytes, cudaStream_
   Operation set;
   set.engine = COMPUTE;
   set.seconds = seconds_of(COMPUTE, nbytes);
-  if (is_to_happen(nbytes)) {
+  if (moves_bytes(nbytes)) {
     set.effect = [=] { std::memset(address, value, nbytes); };
   }
   return answer(enqueue(locked, stream_of(on), std::move(set)));

@@ -60,10 +60,10 @@ Due next_in(Stream* stream) {
   }
   double ready = std::max(stream->free_at, first.enqueued);
   if (first.kind == Kind::WAIT) {
-    if (first.event->records_done < first.record) {
+    if (!first.record->is_done) {
       return {};  // it is the other stream's turn
     }
-    return {std::max(ready, first.event->time), ready, stream};
+    return {std::max(ready, first.record->time), ready, stream};
   }
   double start = ready;
   if (first.engine != NO_ENGINE) {
@@ -95,8 +95,8 @@ void happen(const Due& due) {
     return;
   }
   if (first.kind == Kind::RECORD) {
-    first.event->records_done = first.record;
-    first.event->time = due.time;
+    first.record->is_done = true;
+    first.record->time = due.time;
   }
   if (first.effect) {
     first.effect();
