@@ -41,7 +41,7 @@ LAST_WORDS, DRAWING = 3, 15
 HEAD, TAIL = 8 << 10, 120 << 10
 
 
-def run(command: Sequence[str], limit: float, environment: dict[str, str]) -> tuple[str, str]:
+def run(command: Sequence[str], limit: float, variables: dict[str, str]) -> tuple[str, str]:
     """Runs a process, which is killed after ``limit`` seconds with all that it started.
 
     Returns:
@@ -51,7 +51,7 @@ def run(command: Sequence[str], limit: float, environment: dict[str, str]) -> tu
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -93,6 +93,7 @@ class Program:
         return seconds
 
     def run(self, stage: Stage) -> None:
+        """Runs a stage if what it needs is there, time included; its end is a result too."""
         job, began = Job(stage.name, self.folder, self.options.small), time.monotonic()
         missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
         if missing or self.left < min(stage.expected, stage.limit):

@@ -42,9 +42,10 @@ def _text(rows: list[Row]) -> str:
     ]
     ways = latest(rows, "train")
     for setting in dict.fromkeys(map(_setting, ways.values())):
-        several = {name: row for name, row in ways.items() if _setting(row) == setting}
-        base = next((row for name, row in several.items() if not row["failure"]), None)
-        parts.append(_block(setting, [_cells(name, row, base) for name, row in several.items()]))
+        several = [(name, row) for name, row in ways.items() if _setting(row) == setting]
+        several.sort(key=lambda one: bool(one[1]["failure"]))
+        base = None if several[0][1]["failure"] else several[0][1]
+        parts.append(_block(setting, [_cells(name, row, base) for name, row in several]))
     for title, what, columns in (
         ("Bits", "bits", ("same", "moved_bytes", "packed_bytes", "failure")),
         ("Copies under kernels", "overlap", ("step_ms", "kernels_ms", "DtoH", "HtoD", "pageable")),

@@ -62,7 +62,7 @@ def random_tokens(shape: Shape, sequences: int, length: int) -> Tensor:
 
 
 def train(job: Job, way: Way) -> None:
-    """Takes warm-up steps and measured ones; adds what was found, also of a way that ends in an error."""
+    """Takes warm-up steps and measured ones, and adds what was found, also of a way that ends in an error."""
     began = time.perf_counter()
     if job.small:
         way = replace(way, shape=SMALL, tokens=2048, length=1024, warm_up=min(way.warm_up, 4), steps=2)
@@ -70,7 +70,7 @@ def train(job: Job, way: Way) -> None:
     offload = None if fields is None else eo.Offload(**fields)
     rows: list[dict[str, float]] = []
     losses: list[float] = []
-    first_peak, failure = 0, None
+    first_peak, failure, fault = 0, None, None
     try:
         step = Step(way, offload)
         for number in range(way.warm_up + way.steps):
@@ -85,8 +85,10 @@ def train(job: Job, way: Way) -> None:
             rows += [row] if number >= way.warm_up else []
     except NotHereError as reason:
         failure = str(reason)
-    except Exception as error:  # no memory, or a fault of torch's, a peer's or ours
-        failure = f"{type(error).__name__}: {error}"[:500]
+    except torch.OutOfMemoryError as error:  # it is what ways differ in
+        failure = str(error)[:500]
+    except Exception as error:  # of torch, a peer or ours
+        failure, fault = f"{type(error).__name__}: {error}"[:500], error
     job.add(
         what="train",
         parameters=sum(parameter.numel() for parameter in step.model.parameters()) if losses else None,
@@ -103,6 +105,8 @@ def train(job: Job, way: Way) -> None:
         seconds=time.perf_counter() - began,
         **_of(offload, max(len(rows), 1)),
     )
+    if fault is not None:
+        raise fault
 
 
 class Step:
