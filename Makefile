@@ -54,7 +54,7 @@ gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, wit
 	  exit $$failed  # whatever has failed, the rest has run
 
 fake-gpu: $(CUDA_STAMP) ## torch's CUDA build (5 GB, installed once) over a stand-in for CUDA: what needs no values, 4 minutes
-	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -p no:cacheprovider tests/fake_cuda/on_cuda $(ARGS)
+	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -n $(JOBS) tests/fake_cuda/on_cuda $(ARGS)
 
 fake-gpu-environment: $(CUDA_STAMP)
 

@@ -276,7 +276,7 @@ MODELS = {
     "GPT 350M": Model(GPT, lambda: (words(16, 1025),), ("ours, 16GiB",)),
     "mixture of experts": Model(mixture, lambda: (words(4, 4097),), CHECKPOINTING, is_mixed=False),
     "ViT-L/16": Model(ViT, lambda: (images(128, 224), words(128)), CHECKPOINTING),
-    "translator": Model(Translator, lambda: (words(16, 512), words(16, 513)), CHECKPOINTING),
+    "translator": Model(Translator, lambda: (words(16, 512), words(16, 513))),
     "ResNet-50": Model(ResNet, lambda: (images(128, 224), words(128)), ("ours, 4GiB",)),
     "U-Net": Model(UNet, lambda: (images(8, 512), images(8, 512)), CHECKPOINTING),
 }
