@@ -187,9 +187,7 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         sizes = ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(a, b, size, by, size // 2, bias=False) for a, b, size, by in sizes
-        )
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, size, by, size // 2, bias=False) for a, b, size, by in sizes)
         self.norms = nn.ModuleList(nn.BatchNorm2d(size[1]) for size in sizes)
         self.short = nn.Identity()
         if stride > 1 or inputs != 4 * width:
