@@ -9,13 +9,13 @@ TORCH ?=
 ARGS ?=
 JOBS ?= 2
 CUDA_VENV ?= .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.installed
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 # What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.installed-for-demo
-CUDA_STAMP := $(CUDA_VENV)/.installed
 # Those alone are imported where nothing else is installed; strict options would not go without pytest-timeout.
 GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=gpu)
 GPU_OPTIONS := -o addopts=-ra
