@@ -9,13 +9,13 @@ TORCH ?=
 ARGS ?=
 JOBS ?= 2
 CUDA_VENV ?= .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.installed
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 # What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.installed-for-demo
-CUDA_STAMP := $(CUDA_VENV)/.installed
 
 # Tests start hundreds of processes: without bytecode each of them would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,7 +45,7 @@ gpu: ## the tests and benchmarks that need a GPU, under 10 minutes, with PYTHON'
 	  exec $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 fake-gpu: $(CUDA_STAMP) ## torch's CUDA build (5 GB, installed once) over a stand-in for CUDA: what needs no values, 4 minutes
-	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -p no:cacheprovider tests/fake_cuda/on_cuda $(ARGS)
+	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -n $(JOBS) tests/fake_cuda/on_cuda $(ARGS)
 
 fake-gpu-environment: $(CUDA_STAMP)
 

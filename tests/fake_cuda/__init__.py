@@ -22,9 +22,9 @@ What it does not model: cuDNN, cuSPARSE and cuFFT (their real libraries fail on 
 (``expandable_segments``), ``cudaMallocAsync``, streams that synchronize with the default one, access from one device to
 the other's memory, and faults of kernels.
 
-Variables that it reads once: ``FAKE_CUDA_KERNEL_US`` (20), ``FAKE_CUDA_GEMM_US`` (100), ``FAKE_CUDA_GBPS`` each way
-(50), ``FAKE_CUDA_PIN_S_PER_GIB`` (0.3), ``FAKE_CUDA_DEVICE_GIB`` (80), ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_VERBOSE``,
-and ``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time).
+Variables, each read once: ``FAKE_CUDA_KERNEL_US`` (20), ``FAKE_CUDA_GEMM_US`` (100), ``FAKE_CUDA_GBPS`` each way (50),
+``FAKE_CUDA_PIN_S_PER_GIB`` (0.3), ``FAKE_CUDA_DEVICE_GIB`` (80), ``FAKE_CUDA_DEVICES`` (1), ``FAKE_CUDA_VERBOSE``,
+``FAKE_CUDA_NO_BYTES`` (copies above 64 KiB move nothing, and no copy takes time).
 """
 
 from __future__ import annotations

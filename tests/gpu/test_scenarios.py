@@ -74,6 +74,15 @@ def run(scenario: Scenario, machine: Machine) -> None:
         pytest.skip(str(reason))
 
 
+def run_on_the_device(scenario: Scenario) -> None:
+    machine = DeviceMachine()
+    try:
+        run(scenario, machine)
+    finally:
+        machine.finish()
+        machine.close()
+
+
 @pytest.mark.parametrize("scenario", ON_THE_DOUBLE)
 def test_on_the_double(scenario: Scenario) -> None:
     with on_the_double() as (machine, checker):
@@ -86,9 +95,4 @@ def test_on_the_double(scenario: Scenario) -> None:
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
 @pytest.mark.parametrize("scenario", [*SCENARIOS, *CODEC_SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS])
 def test_on_the_device(scenario: Scenario) -> None:
-    machine = DeviceMachine()
-    try:
-        run(scenario, machine)
-    finally:
-        machine.finish()
-        machine.close()
+    run_on_the_device(scenario)

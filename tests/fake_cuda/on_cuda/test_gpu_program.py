@@ -1,0 +1,55 @@
+"""The GPU program over the stand-in, from its first stage to its last, one of which is killed in its midst."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("benchmarks.gpu.stages", exc_type=ImportError)
+
+from benchmarks.gpu.results import RESULTS, latest, read
+from benchmarks.gpu.stages import STAGES
+
+from tests.building import ROOT
+
+SECONDS = 540
+KILLED = "checkpointing"
+#: What compares values, or profiles the device itself: it runs to its end here, and cannot end well.
+NEEDS_A_GPU = {"bits", "overlap", "pytest"}
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_every_stage_leaves_its_result_also_where_one_is_killed(tmp_path: Path) -> None:
+    command = ["-m", "benchmarks.gpu", "--small", "--seconds", str(SECONDS), "--output", str(tmp_path)]
+    with (tmp_path / "printed").open("w") as printed:
+        program = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=printed, stderr=printed)
+        kill_stage(program, KILLED)
+        program.wait()
+    rows = read(tmp_path / RESULTS)
+    ended = {name: row["ended"] for name, row in latest(rows, "ran").items()}
+    assert list(ended) == ["machine", *(stage.name for stage in STAGES)]
+    assert ended.pop(KILLED) == "killed by signal 9"
+    bad = {
+        name: how
+        for name, how in ended.items()
+        if how != "ok" and not how.endswith("is not installed") and name not in NEEDS_A_GPU
+    }
+    assert not bad, (tmp_path / "printed").read_text()[-8000:]
+    found = {row["stage"] for row in rows if row["what"] != "ran"}
+    functions = {stage.name for stage in STAGES if not isinstance(stage.run, tuple)}
+    assert functions & {name for name, how in ended.items() if how == "ok"} <= found
+
+
+def kill_stage(program: subprocess.Popen[bytes], name: str) -> None:
+    """Kills the process of a stage once it is there."""
+    while program.poll() is None:
+        for child in psutil.Process(program.pid).children():
+            if name in child.cmdline():
+                child.kill()
+                return
+        time.sleep(0.1)
