@@ -452,14 +452,14 @@ class Offload:
 
         Afterwards the host tier has at least ``nbytes``: what it has already counts, so a second call changes nothing.
         A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
-        pins nothing more. The memory is of the accelerator that is selected, stays until :meth:`close`, and counts
-        against ``host_budget``. ``python -m eager_offload.doctor`` says how long pinning takes.
+        pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
+        against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken. ``python -m eager_offload.doctor`` says how long pinning takes.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"20GiB"``.
 
         Raises:
-            ConfigError: ``nbytes`` is no size, or what is saved does not rest in host memory.
+            ConfigError: ``nbytes`` is no size, or ``tier="disk"``: nothing rests in host memory.
             CapacityError: ``host_budget``, or the machine, has no room for so much. What could be taken stays.
             OffloadError: the current stream is being captured into a graph, or a signal handler, or the like, calls it
                 in the midst of a call of the library.

@@ -64,22 +64,26 @@ class Offloaders:
             self._open_tiers(self.given_runtime or host_runtime())
 
     def reserve(self, nbytes: int) -> None:
-        """Has the host tier of this process's accelerator, or of its CPU where it has none, take ``nbytes``.
+        """Has the host tier take ``nbytes`` for this process's accelerator, or for its CPU where it has none.
+
+        Where ``"auto"`` comes to no host tier there is nothing to take.
 
         Raises:
-            ConfigError: there is no such tier.
-            CapacityError: it has less room.
+            ConfigError: the only tier is the disk, as the configuration says.
+            CapacityError: the host tier has less room.
         """
+        if self._config.tier == "disk":
+            raise ConfigError(
+                'reserve takes host memory, and with tier="disk" nothing rests there: give tier="auto" or "host", or '
+                "do not call reserve"
+            )
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         runtime = self.given_runtime or self.runtime_of(device)
         with self._accounts.lock:
             tiers = [] if runtime is None else self._open_tiers(runtime)
         tier = next((tier for tier in tiers if tier.name == "host"), None)
         if tier is None:
-            raise ConfigError(
-                f"reserve takes host memory, and with tier={self._config.tier!r} what is saved on {device.type} devices"
-                ' does not rest there: give tier="host", or do not call reserve'
-            )
+            return
         shortage = tier.take(nbytes)
         if shortage is not None:
             raise CapacityError(

@@ -102,6 +102,6 @@ def test_a_step_after_reserve_pins_nothing() -> None:
 def test_what_cannot_be_reserved_is_an_error_that_says_why() -> None:
     with pytest.raises(ConfigError, match="nbytes='much' is not accepted"):
         Offload().reserve("much")
-    with pytest.raises(ConfigError, match=r"reserve takes host memory, and with tier='disk'"):
+    with pytest.raises(ConfigError, match='reserve takes host memory, and with tier="disk"'):
         Offload(tier="disk").reserve("1MiB")
     Offload(tier="disk", enabled=False).reserve("1MiB")
