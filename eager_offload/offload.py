@@ -122,6 +122,8 @@ class Offload:
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
         self._serves_compiled_code = self._has_passes = False
+        #: The codecs by which it may round.
+        self._rounding = frozenset(self.config.codec_policy.rules.values())
         #: What was warned of.
         self._warned: set[str] = set()
         self._skipped = SkippedModules()
