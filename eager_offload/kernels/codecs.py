@@ -140,7 +140,7 @@ class CodecKernels:
                 except Exception as error:  # a compiler fails in many ways, and what it is for is done without it
                     if is_out_of_memory(error):  # there is none for the numbers that it is tried with
                         continue
-                    self._without[size.device] = str(error)
+                    self._without[size.device] = str(error).partition("\n")[0]
             failures.append(
                 f"{self._without[size.device]}. Saved tensors are packed by torch's own operators in its place, which "
                 "is slower"
