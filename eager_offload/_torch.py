@@ -126,6 +126,7 @@ PRIVATE_NAMES = {
         "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
+        "torch._inductor.graph.GraphLowering.codegen",
         "torch._inductor.ir",
         "torch._inductor.virtualized.V",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
@@ -142,6 +143,9 @@ PRIVATE_NAMES = {
     ),
     "compiling takes longer: the values of graphs are computed anew": (
         "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
+    ),
+    "nobody is told that a graph with transfers has no CUDA graph": (
+        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
@@ -176,6 +180,7 @@ PRIVATE_NAMES = {
         "torch.random.default_generator",
     ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
     "graphs of one stream work in one memory, which goes with the first of them": (
@@ -201,6 +206,8 @@ PATCHED = {
         "torch._inductor.config.custom_partitioner_fn",
     ),
     "for good, since other threads may be compiling; in graphs that move something": (
+        "torch._inductor.graph.GraphLowering.codegen",
+        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
         "torch._inductor.memory.get_freeable_input_buf",
@@ -217,6 +224,8 @@ OTHER_VERSIONS = {
 }
 #: Only builds for CUDA have them, and only there are they missed.
 OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
+#: To import them is to have torch report every event and allocation, so nothing here does.
+IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``plan/numbers.py``.
@@ -436,11 +445,39 @@ def allowing_changes() -> Any | None:
 
 def without_caller_modes() -> AbstractContextManager[object]:
     """Runs operators out of sight of the modes that the caller has active: a count of operations, a tracer, a default
-    device. Those with a true attribute ``sees_offloading`` stay.
+    device. Torch's CUDA sanitizer stays, and those with a true attribute ``sees_offloading``.
+
+    [Note: who sees the library] A mode that counts, traces or replaces operators asks what the *program* computes, of
+    which the library is no part. The sanitizer asks in which order *streams* access memory. The library's streams,
+    events and allocations are reported to it whatever modes are off; without the accesses in between it can find no
+    race of a copy with the program's kernels.
     """
     modes = [_mode_at(number) for number in range(dispatch_modes())]
-    seeing = [mode for mode in modes if getattr(mode, "sees_offloading", False)]
+    checker = sanitizer() if modes else None
+    seeing = [mode for mode in modes if mode is checker or getattr(mode, "sees_offloading", False)]
     return nullcontext() if len(seeing) == len(modes) and not function_modes() else _only(seeing)
+
+
+def sanitizer() -> TorchDispatchMode | None:
+    """Returns the mode of ``torch.cuda._sanitizer``, or ``None`` where the user has not enabled it."""
+    found = _if_imported("torch.cuda._sanitizer", "cuda_sanitizer")
+    return found.dispatch if found is not None and found.enabled else None
+
+
+def with_sanitizer() -> AbstractContextManager[object]:
+    """Lets the sanitizer see what a thread of the library's own runs, since a mode is of the thread that entered it."""
+    checker = sanitizer()
+    return nullcontext() if checker is None else _only([checker])
+
+
+def set_over(
+    tensor: Tensor, storage: torch.UntypedStorage, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """Calls ``tensor.set_``, unseen by the sanitizer, which would take it for a kernel that writes to ``storage``."""
+    if dispatch_modes() and sanitizer() is not None:
+        with _disable_current_modes():
+            return tensor.set_(storage, offset, size, stride)
+    return tensor.set_(storage, offset, size, stride)
 
 
 @contextmanager
@@ -1000,6 +1037,49 @@ def leave_out_of_peak(
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
+
+
+def leave_out_of_cuda_graphs(reason: str, is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
+    """Has Inductor compile graphs as without cudagraphs, whatever its options say; see :func:`refuse_cuda_graphs`.
+
+    Options are read once more where code is generated: with cudagraphs a graph is split there at each operator that
+    none may hold, and nodes are reordered for fewer parts.
+
+    Args:
+        reason: what ``refuse_cuda_graphs`` was given for those graphs.
+        is_ours: whether a graph, as Inductor has lowered it, is one of those.
+        tell: called when such a graph is compiled, or found in a cache, for which cudagraphs were asked for.
+    """
+    lowered: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    config = importlib.import_module("torch._inductor.config")
+    original = lowered.codegen
+
+    @functools.wraps(original)
+    def codegen(self: Any, *args: Any, **named: Any) -> Any:
+        if not (is_ours(self) and config.triton.cudagraphs):
+            return original(self, *args, **named)
+        with config.patch({"triton.cudagraphs": False}):
+            return original(self, *args, **named)
+
+    lowered.codegen = codegen
+
+    output: Any = importlib.import_module("torch._inductor.output_code")
+    log = getattr(output, "log_cudagraph_skip_and_bump_counter", None)
+    if log is None:
+        return  # what the table says
+
+    @functools.wraps(log)
+    def log_cudagraph_skip_and_bump_counter(message: str, *args: Any, **named: Any) -> Any:
+        if reason in message:
+            tell()
+        return log(message, *args, **named)
+
+    output.log_cudagraph_skip_and_bump_counter = log_cudagraph_skip_and_bump_counter
+
+
+def refuse_cuda_graphs(lowered: Any, reason: str) -> None:
+    """Has a graph that Inductor lowers, its backward, and what its caches keep of both, run without cudagraphs."""
+    lowered.disable_cudagraphs_reason = reason
 
 
 #: What Inductor recomputes the values of a graph with. It holds the graph, so nothing here holds either.

@@ -139,14 +139,19 @@ class OffloadStats:
     bytes_in: int = 0
     """Bytes that came back, in reality."""
     stall_seconds: float = 0.0
-    """Time that the host has waited for transfers, and for the system to give memory to a tier; on a CPU device that is
-    all that compute has waited."""
+    """Time that compute has waited for transfers, and for the system to give memory to a tier. On an accelerator it is
+    told by events of the stream that computes, for waits that the device has passed: ``stats(synchronize=True)`` counts
+    all. What a graph waits that was captured is not in it; it is 0 where a device's events do not tell the time."""
     window_stall_seconds: float = 0.0
     """The part of it that was for room in the in-flight window."""
+    host_wait_seconds: float = 0.0
+    """Time that the host has waited for the same. On a CPU, which computes itself, that is ``stall_seconds``. On an
+    accelerator it costs nothing as long as compute, which the host runs ahead of, has work."""
     out_seconds: float = 0.0
-    """For how long bytes travelled out, where that is known: on a CPU device, and to a disk."""
+    """For how long bytes travelled out. On an accelerator some copies are timed, and the others counted at their rate;
+    0 where a device does not tell the time."""
     in_seconds: float = 0.0
-    """For how long bytes travelled back, where that is known."""
+    """For how long bytes travelled back, likewise."""
     inflight_bytes_peak: int = 0
     """Most bytes that were on their way out at one time."""
     resident_bytes_peak: int = 0
@@ -184,6 +189,11 @@ class OffloadStats:
     ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
     """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
+    max_inflight_bytes: int = 0
+    """The window in force, the field of that name or what ``"auto"`` came to; 0 where nothing was saved yet. This and
+    ``prefetch_bytes`` are of the device, or the compiled graph, that was used last."""
+    prefetch_bytes: int = 0
+    """The window of what comes back, likewise."""
     keep_last_bytes: int = 0
     """How many of the newest saved bytes it leaves room for, or ``policy="free"`` or ``max_slowdown`` lets stay."""
     slowdown: float = 0.0
@@ -252,8 +262,9 @@ class Counters:
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
         self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0
         self.without_offload_bytes_peak = self.live.without_offload
-        self.device_budget = self.keep_last_bytes = 0
-        self.stall_seconds = self.window_stall_seconds = self.out_seconds = self.in_seconds = self.slowdown = 0.0
+        self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
+        self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
+        self.out_seconds = self.in_seconds = self.slowdown = 0.0
         self.keeps_freed_memory = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.coded_bytes: dict[str, int] = {}
@@ -340,6 +351,11 @@ class Counters:
         """Counts a demotion; true the first time, when the user is to be warned."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
         return self.demotions[kind] == 1
+
+    def stall(self, seconds: float, *, fills_window: bool) -> None:
+        """Compute has waited."""
+        self.stall_seconds += seconds
+        self.window_stall_seconds += seconds if fills_window else 0.0
 
     def packed(self, codec: str, nbytes: int, packed_nbytes: int) -> None:
         """What ``codec`` packed has left."""

@@ -66,6 +66,10 @@ class SliceKind(StrEnum):
     DEMOTION = "demotion"
 
 
+#: The track of what the host of an accelerator waits, and what the tracks of further threads begin with.
+HOST_STALLS = "stall host"
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Something that took time."""

@@ -276,6 +276,8 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
             device_bytes_peak=ALL,
             without_offload_bytes_peak=ALL,
             disk_bytes_peak=stats.disk_bytes_peak,
+            max_inflight_bytes=stats.max_inflight_bytes,
+            prefetch_bytes=stats.prefetch_bytes,
             keeps_freed_memory=stats.keeps_freed_memory,
         )
         assert stats == held, "the peaks start at what is held now"
@@ -331,6 +333,7 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     assert stats.inflight_bytes_peak == allowed
     assert stats.resident_bytes_peak == allowed + 2 * NBYTES, "and the one that waits to leave, and the newest"
     assert 0 < stats.window_stall_seconds <= stats.stall_seconds, "the file's growth is no part of the window's"
+    assert stats.host_wait_seconds == stats.stall_seconds, "a CPU device computes on the host"
     exact_backward(loss, x)
     assert stats.offloaded_bytes == ALL
 

@@ -23,6 +23,7 @@ def test_the_fields_are_those_of_the_contract() -> None:
     assert names >= {
         *("saved_tensors", "saved_bytes", "offloaded_tensors", "offloaded_bytes", "shared_bytes", "kept_bytes"),
         *("reloaded_bytes", "forwarded_bytes", "released_bytes", "bytes_out", "bytes_in", "stall_seconds"),
+        *("host_wait_seconds",),
         *("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak", "demotions"),
     }
     assert {reason.value for reason in KeepReason} == {
@@ -89,6 +90,7 @@ kept            31.9 MiB      127.5 MiB  parameter 100.0 MiB, newest 27.5 MiB
 moved out      384.0 GiB        1.5 TiB  more than offloaded: of a view, all that it spans travels
 moved in         250 B          999 B    84.0 MiB still resident, 512.0 KiB never asked for
 stalled          0.312 s        1.250 s  of 100.0 s
+host waited      2.000 s        8.000 s
 peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2,048.0 TiB disk
 fallbacks  write_failed 1
 written    2.3 GiB to disk, 2.2 TB a day if it goes on
@@ -109,6 +111,7 @@ WHAT_IT_REPORTS = eo.OffloadStats(
     bytes_out=3 << 39,
     bytes_in=999,
     stall_seconds=1.25,
+    host_wait_seconds=8.0,
     inflight_bytes_peak=64 * MIB,
     resident_bytes_peak=96 * MIB,
     device_bytes_peak=304 * MIB,

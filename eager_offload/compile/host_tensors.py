@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import active
-from eager_offload._torch import own, owned_by
+from eager_offload._torch import own, owned_by, set_over
 from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
@@ -436,7 +436,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes that ``tensor`` spans, flat."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     storage = tensor.untyped_storage()
-    return flat.set_(storage, int(tensor.storage_offset()) * tensor.itemsize, (span_bytes(tensor),), (1,))
+    return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_bytes(tensor),), (1,))
 
 
 def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
@@ -452,6 +452,5 @@ def _like_host(target: Tensor, host: Tensor) -> Tensor:
         # Compiled code counts from the beginning of a storage.
         target = torch.frombuffer(view_of(target.data_ptr(), target.numel(), target), dtype=torch.uint8)
     offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
-    return torch.empty(0, dtype=host.dtype, device=target.device).set_(
-        target.untyped_storage(), offset, host.size(), host.stride()
-    )
+    empty = torch.empty(0, dtype=host.dtype, device=target.device)
+    return set_over(empty, target.untyped_storage(), offset, host.size(), host.stride())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import detached, neg_view, version_of, weak_storage
+from eager_offload._torch import detached, neg_view, set_over, version_of, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
@@ -294,9 +294,8 @@ class SavedStorage:
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""
         alias = self.aliases[0]
-        return _nothing(torch.uint8, alias.device).data.set_(
-            alias.untyped_storage(), self.footprint.start, (self.footprint.nbytes,), (1,)
-        )
+        nothing, storage = _nothing(torch.uint8, alias.device).data, alias.untyped_storage()
+        return set_over(nothing, storage, self.footprint.start, (self.footprint.nbytes,), (1,))
 
     def coded(self, coding: Coding, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
         """What ``coding`` packs, or unpacks to, over ``storage``, in which the footprint begins at ``first_byte``.
@@ -305,7 +304,7 @@ class SavedStorage:
         """
         size, stride, dtype = coding.meta
         plain = _nothing(dtype, storage.device).data
-        return plain.set_(storage, first_byte // dtype.itemsize, size, stride)
+        return set_over(plain, storage, first_byte // dtype.itemsize, size, stride)
 
 
 class SavedView:
@@ -391,7 +390,7 @@ class SavedView:
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
         view = _nothing(self.dtype, storage.device).data if self.conj or self.neg else alias.data
-        view.set_(storage, offset, self.size, self.stride)
+        set_over(view, storage, offset, self.size, self.stride)
         if self.conj:
             view = view.conj()
         if self.neg:

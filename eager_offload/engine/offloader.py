@@ -13,9 +13,11 @@ the runtime holds them.
 [Note: copies that are held back]
 A copy that a stream of an accelerator has been given cannot be taken back. Given all that the window allows, a slow
 link would hold sources that backward has long done with, and the device's peak would rise above that without offload.
-So a stream is given one copy at a time, or as much as it carries while the host turns to it (``_AHEAD_SECONDS``), if
-that is little of what the device would hold anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an
-event that is recorded at once; they are cancelled when backward asks for their bytes.
+So a stream has two copies at a time (``_ALWAYS``): the one that runs, and one that begins when that is over, since the
+host turns to it only with the next save, and the link would be idle until then. It has more, as much as it carries in
+the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold anyway (``_AHEAD_PART``). The others
+wait in the offloader, ordered by an event that is recorded at once; they are cancelled when backward asks for their
+bytes.
 
 [Note: an interrupt is a crash of the offloader]
 A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
@@ -26,7 +28,6 @@ be over, so a handle has its bytes either on the device or in a slot. The next o
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,8 +43,8 @@ from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
-from eager_offload.schedule import Rate
-from eager_offload.stats import Accounts
+from eager_offload.schedule import Rate, Windows
+from eager_offload.stats import Accounts, Counters
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
 
@@ -53,10 +54,12 @@ _NO_THREAD = (
 )
 
 
-#: For how long a stream is given copies; seconds. Longer than the host takes to notice that one is over.
+#: How many copies a stream is given, however large they are.
+_ALWAYS = 2
+#: For how long a stream is given more; seconds.
 _AHEAD_SECONDS = 1e-3
-#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more than one copy. It
-#: is by so much, and one copy, that the device's peak may rise above that.
+#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more. It is by so much,
+#: or by the copies that it always has, that the device's peak may rise above that.
 _AHEAD_PART = 1 / 32
 
 #: What has travelled is of no use: its source stays, as after a failed write.
@@ -95,6 +98,15 @@ class Wait(NamedTuple):
     after: object
 
 
+class _Stall(NamedTuple):
+    """A wait that is counted once the device has come to its end."""
+
+    wait: Wait
+    counters: Counters
+    #: Whether it was so that others may leave.
+    fills_window: bool
+
+
 class Census(NamedTuple):
     """How much an offloader knows of; everything is 0 once all graphs are gone and transfers are over."""
 
@@ -115,7 +127,7 @@ class DeviceOffloader:
         tiers: Sequence[Tier],
         accounts: Accounts,
         *,
-        max_inflight_bytes: int,
+        windows: Windows,
     ) -> None:
         self.device = device
         self.runtime = runtime
@@ -127,7 +139,8 @@ class DeviceOffloader:
         self.can_capture = runtime.can_capture
         #: That of the accounts.
         self.lock = accounts.lock
-        self.max_inflight_bytes = max_inflight_bytes
+        #: How much may be on its way, each way.
+        self.windows = windows
         #: Bytes on their way out.
         self.inflight_bytes = 0
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
@@ -151,6 +164,8 @@ class DeviceOffloader:
         self._in: OrderedDict[Transfer, object] = OrderedDict()
         #: Copies out that are not over, by what counts their bytes.
         self._leaving: dict[CountedBytes, Transfer] = {}
+        #: In the order in which they began; see [Note: stalls].
+        self._stalls: deque[_Stall] = deque()
         self._warns_later = False
         self._deferred: deque[str] = deque()
         runtime.outlive(self, self._out)
@@ -217,7 +232,7 @@ class DeviceOffloader:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
-        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
+        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.windows.inflight
 
     def room(self, nbytes: int, *, grows: bool = True) -> Slot | None:
         """Room in the first tier that has it; ``None`` where none has.
@@ -250,13 +265,11 @@ class DeviceOffloader:
         return None
 
     def _grow(self, tier: Tier, nbytes: int) -> Slot | None:
-        """Room in ``tier``, which grows for it; a stall is counted."""
-        started = time.perf_counter()
-        slot = tier.reserve(nbytes)
-        if slot is None and release_idle_slots():
+        """Room in ``tier``, which grows for it; the wait is counted."""
+        with self._counting_wait(None):
             slot = tier.reserve(nbytes)
-        with self.lock:
-            self.accounts.counters.stall_seconds += time.perf_counter() - started
+            if slot is None and release_idle_slots():
+                slot = tier.reserve(nbytes)
         if message := tier.warning():
             self.warn(message)
         return slot
@@ -392,7 +405,7 @@ class DeviceOffloader:
             self._held_back.clear()
         while self._held_back:
             transfer = next(iter(self._held_back))
-            if self._out:
+            if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 most = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 if sum(one.moved for one in self._out) + transfer.moved > most:
@@ -482,7 +495,7 @@ class DeviceOffloader:
     # -- either way -------------------------------------------------------------------------------------------------
 
     def wait(self, transfer: Transfer, stream: Stream | None, what: str, *, fills_window: bool = False) -> None:
-        """Makes ``stream`` wait for a transfer, or where that is ``None`` the host; a stall is counted.
+        """Makes ``stream`` wait for a transfer, or where that is ``None`` the host; the wait is counted.
 
         The lock is not held. On a CPU device the host waits for its own stream.
 
@@ -494,23 +507,58 @@ class DeviceOffloader:
             OffloadError: the transfer failed, and the host knows that already.
         """
         runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
-        started = None if runtime.query(event) else time.perf_counter()
-        waiting = None if started is None or observer is None else observer.waits(self, stream)
-        waits = None if started is None else self.waits
-        compute = runtime.current_stream(self.device) if stream is None and waits is not None else stream
-        before = None if waits is None else runtime.moment(compute)
-        try:
+        if runtime.query(event):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
+            return
+        waiting = None if observer is None else observer.waits(self, stream)
+        try:
+            with self._counting_wait(stream, event, fills_window=fills_window):
+                runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
         finally:
-            if waits is not None:
-                waits.append(Wait(before, runtime.moment(compute)))
-            if started is not None:
-                seconds, counters = time.perf_counter() - started, self.accounts.counters
-                with self.lock:
-                    counters.stall_seconds += seconds
-                    counters.window_stall_seconds += seconds if fills_window else 0.0
             if waiting is not None:
                 waiting.over(what)
+
+    @contextmanager
+    def _counting_wait(
+        self, stream: Stream | None, event: Event = None, *, fills_window: bool = False
+    ) -> Iterator[None]:
+        """Counts what the host waits inside, and what compute does. The lock is not held.
+
+        [Note: stalls] What the host has waited is known when it goes on. What compute has waited is not, where a device
+        lies behind its host: timestamps of the stream on either side of the wait tell it, once the device has passed
+        both. They are next to each other in the stream, so they lie apart by what the stream waited for the transfer,
+        or had nothing to do while the host waited; a stream that is busy until then has not waited, whatever the host
+        did. Nothing is timed in a capture, in which nothing runs.
+
+        Args:
+            stream: that waits; ``None``: the host does, and what computes is the current one.
+            event: of a transfer that is waited for; ``None``: a tier grows, or all of several transfers are.
+        """
+        runtime, counters = self.runtime, self.accounts.counters
+        compute = runtime.current_stream(self.device) if stream is None else stream
+        before = None if self.is_capturing() else runtime.moment(compute)
+        started = runtime.host_clock()
+        try:
+            yield
+        finally:
+            seconds = runtime.host_clock() - started
+            wait = None if before is None else Wait(before, runtime.moment(compute))
+            with self.lock:
+                if stream is None or runtime.has_host_wait(event):
+                    counters.host_wait_seconds += seconds
+                if runtime.has_one_stream:  # compute is the host
+                    counters.stall(seconds, fills_window=fills_window)
+                elif wait is not None:
+                    self._stalls.append(_Stall(wait, counters, fills_window))
+                if wait is not None and event is not None and self.waits is not None:
+                    self.waits.append(wait)
+
+    def _count_stalls(self) -> None:
+        """Counts the waits that the device has come to the end of."""
+        runtime, stalls = self.runtime, self._stalls
+        while stalls and runtime.is_past(stalls[0].wait.after):
+            wait, counters, fills_window = stalls.popleft()
+            counters.stall(runtime.seconds_between(*wait) or 0.0, fills_window=fills_window)
 
     def hold(self, nbytes: int) -> None:
         """The library holds ``nbytes`` bytes more on the device."""
@@ -545,8 +593,7 @@ class DeviceOffloader:
         if not transfer.held_after:
             self.release(transfer)
         seconds = self.runtime.seconds(transfer.event)
-        self.in_rate.add(transfer.slot.carried, seconds)
-        transfer.counters.in_seconds += seconds or 0.0
+        transfer.counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
         return True
 
     def poll(self) -> None:
@@ -564,6 +611,8 @@ class DeviceOffloader:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+        if self._stalls:
+            self._count_stalls()
         numbered = self.numbered
         while numbered:  # most were settled when they were asked for the last time, which takes no call
             one = numbered.popleft()
@@ -589,13 +638,18 @@ class DeviceOffloader:
         return True
 
     def synchronize(self) -> None:
-        """Waits until nothing is on its way; what other threads start meanwhile is not waited for. Takes the lock."""
+        """Waits until nothing is on its way and compute has passed its waits. What starts meanwhile is not waited for.
+
+        Takes the lock.
+        """
         with self.crashing():
             self.wait_until_left()
             with self.lock:
-                pending = list(self._in)
+                pending, stalls = list(self._in), list(self._stalls)
             self.wait_until_over(pending)
             self.runtime.synchronize_kept()
+            for stall in stalls:
+                self.runtime.wait_until_past(stall.wait.after)
             with self.lock:
                 self.poll()
 
@@ -623,16 +677,15 @@ class DeviceOffloader:
         Args:
             drop: lets go of what was brought back early; called with the lock held.
         """
-        started = time.perf_counter()
-        self.wait_until_left()  # first: what is expected stays when its copy arrives
+        with self._counting_wait(None):
+            self.wait_until_left()  # first: what is expected stays when its copy arrives
+            with self.lock:
+                self.poll()
+                drop()
+                returning = list(self._in)
+            self.wait_until_over(returning)
         with self.lock:
             self.poll()
-            drop()
-            returning = list(self._in)
-        self.wait_until_over(returning)
-        with self.lock:
-            self.poll()
-            self.accounts.counters.stall_seconds += time.perf_counter() - started
 
     def wait_until_over(self, transfers: Sequence[Transfer]) -> None:
         """The host waits for ``transfers``; the caller that takes one up gets its failure. The lock is not held."""
@@ -713,8 +766,7 @@ class DeviceOffloader:
             if transfer.codec:
                 counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
             seconds = self.runtime.seconds(transfer.event)
-            self.out_rate.add(carried, seconds)
-            counters.out_seconds += seconds or 0.0
+            counters.out_seconds += self.out_rate.add(carried, seconds)
             counters.bytes_out -= transfer.moved - carried
         else:
             counters.bytes_out -= transfer.moved

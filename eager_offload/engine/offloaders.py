@@ -159,6 +159,7 @@ class Offloaders:
             before = self._accounts.counters
             plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
             counters = self._accounts.counters = Counters(before.live, plan, before.planned)
+            counters.max_inflight_bytes, counters.prefetch_bytes = before.max_inflight_bytes, before.prefetch_bytes
             counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
             counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)
             for tier in self.tiers():
@@ -203,13 +204,9 @@ class Offloaders:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
         if runtime.can_capture and runtime.is_capturing(device):
             return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
-        offloader = self._offloaders[device] = DeviceOffloader(
-            device,
-            runtime,
-            self._open_tiers(runtime),
-            self._accounts,
-            max_inflight_bytes=self._config.size("max_inflight_bytes"),
-        )
+        windows = self._config.windows(partial(runtime.total_memory, device))
+        tiers = self._open_tiers(runtime)
+        offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:

@@ -19,7 +19,7 @@ LogMetrics: TypeAlias = bool | Literal["all"]
 PREFIX = "offload/"
 _AMOUNTS = (
     *("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds"),
-    *("kept_bytes", "demotions"),
+    *("host_wait_seconds", "kept_bytes", "demotions"),
 )
 _PEAKS = ("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak")
 
@@ -31,7 +31,7 @@ class OffloadMetrics:
     | --- | --- | --- |
     | ``offload/device_peak_mib`` | MiB | the most that saved tensors took on the device since the stats were last reset |
     | ``offload/moved_mib`` | MiB a step | what left the device |
-    | ``offload/stall_seconds`` | seconds a step | how long the host waited |
+    | ``offload/stall_seconds`` | seconds a step | how long compute waited for transfers |
 
     With ``log_metrics="all"`` these too, by the names of :class:`~eager_offload.OffloadStats`:
 
@@ -39,6 +39,7 @@ class OffloadMetrics:
     | --- | --- | --- |
     | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: offloaded, on a storage that is offloaded already, kept |
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
+    | ``offload/host_wait_seconds`` | seconds a step | how long the host waited for them, while compute may be busy |
     | ``offload/demotions`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
 

@@ -29,7 +29,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
-from eager_offload.trace_file import MemorySample, SliceKind, Trace
+from eager_offload.trace_file import HOST_STALLS, MemorySample, SliceKind, Trace
 
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
@@ -45,7 +45,8 @@ class _Wait(NamedTuple):
     where: tuple[str, str]
 
     def over(self, what: str) -> None:
-        track = "stall" if self.stream is not None or isinstance(self.clock.runtime, HostRuntime) else "stall host"
+        is_compute = self.stream is not None or isinstance(self.clock.runtime, HostRuntime)
+        track = SliceKind.STALL.value if is_compute else HOST_STALLS
         now, thread = self.clock.at(self.stream), threading.get_ident()
         self.time_log.add(Work(SliceKind.STALL, what, self.began, now, track, thread, *self.where))
 

@@ -13,6 +13,9 @@ from eager_offload.stats import OffloadStats
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     """The report of a run that was configured so; ends in advice."""
     lines = [_headline(stats, config), *_table(stats), *_peaks(stats)]
+    if stats.max_inflight_bytes:
+        out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+        lines.append(f"windows    {out} on the way out, {back} brought back early")
     if stats.demotions:
         lines.append(f"fallbacks  {_counts(stats.demotions)}")
     if stats.coded_bytes or stats.refused:
@@ -83,6 +86,9 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
     yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+    if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
+        waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
+        yield f"{'host waited':<11}{waited}"
 
 
 def _codecs_text(stats: OffloadStats) -> str:

@@ -216,6 +216,10 @@ class AcceleratorRuntime(Runtime):
         assert isinstance(moment, AcceleratorEvent)
         return self.query(moment)
 
+    def wait_until_past(self, moment: object) -> None:
+        with suppress(OffloadError):  # the parent of this process, or of a thread that captures
+            self.synchronize(moment)
+
     def seconds_between(self, before: object, after: object) -> float | None:
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
@@ -271,6 +275,9 @@ class AcceleratorRuntime(Runtime):
         assert isinstance(stream, torch.Stream)
         assert isinstance(event, AcceleratorEvent | StagedEvent)
         event.wait_on(stream)
+
+    def has_host_wait(self, event: Event) -> bool:
+        return isinstance(event, StagedEvent)  # until its thread has come so far that there is something to wait for
 
     def query(self, event: Event) -> bool:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
@@ -337,6 +344,9 @@ class AcceleratorRuntime(Runtime):
         with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
             return DeviceMemory(*self._api.memory(self._indexed(device)))
         return None
+
+    def total_memory(self, device: torch.device) -> int | None:
+        return self._api.total_memory(self._indexed(device))
 
     def free_memory(self, device: torch.device) -> int:
         return self._api.free_memory(self._indexed(device))

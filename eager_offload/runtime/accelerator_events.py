@@ -6,6 +6,7 @@ from collections import deque
 
 import torch
 
+from eager_offload._torch import sanitizer
 from eager_offload.errors import CaptureStateError, StaleEventError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.captures import CAPTURES, Capture
@@ -55,8 +56,10 @@ class AcceleratorEvent:
 
     def query(self) -> bool:
         """Whether it is over, as far as is known where a capture forbids to ask the driver; never blocks."""
-        if not self._done and not (CAPTURES.under_way and CAPTURES.forbid_queries()):
-            self._done = self._event.query()
+        if not self._done and not (CAPTURES.under_way and CAPTURES.forbid_queries()) and self._event.query():
+            self._done = True
+            if sanitizer() is not None:  # torch tells it what the host has waited for, and not what it was told
+                self._event.synchronize()
         return self._done
 
     def synchronize(self) -> None:

@@ -153,6 +153,10 @@ class Runtime(abc.ABC):
             OffloadError: on a CPU device, what made the awaited transfer fail.
         """
 
+    def has_host_wait(self, event: Event) -> bool:
+        """Whether ``wait`` for ``event`` makes the host wait too."""
+        return self.has_one_stream
+
     @abc.abstractmethod
     def query(self, event: Event) -> bool:
         """Whether ``event`` has completed, by success or by failure; never blocks."""
@@ -189,6 +193,10 @@ class Runtime(abc.ABC):
     def is_past(self, moment: object) -> bool:
         """Whether the device has come to ``moment``; never blocks."""
         return True
+
+    def wait_until_past(self, moment: object) -> None:
+        """Makes the host wait until the device has come to ``moment``."""
+        return
 
     def seconds_between(self, before: object, after: object) -> float | None:
         """Between two timestamps of one device, both past; ``None`` where it does not tell."""
@@ -329,6 +337,10 @@ class Runtime(abc.ABC):
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         """How much of ``device`` is used now; ``None`` where that is not known. Waits for nothing."""
+        return None
+
+    def total_memory(self, device: torch.device) -> int | None:
+        """Bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
         return None
 
     def free_memory(self, device: torch.device) -> int:

@@ -336,6 +336,9 @@ class SimulatedRuntime(Runtime):
                 self._carry_out(event.stream, event.position)
                 event.raise_failure()
 
+    def has_host_wait(self, event: Event) -> bool:
+        return self._host_waits
+
     def query(self, event: Event) -> bool:
         assert isinstance(event, SimulatedEvent)
         with self._lock:

@@ -66,6 +66,7 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
             "bytes_out": now.bytes_out - before.bytes_out,
             "bytes_in": now.bytes_in - before.bytes_in,
             "stall_seconds": now.stall_seconds - before.stall_seconds,
+            "host_wait_seconds": now.host_wait_seconds - before.host_wait_seconds,
             "demotions": sum(now.demotions.values()) - sum(before.demotions.values()),
         }
         peaks = {

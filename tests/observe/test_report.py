@@ -42,6 +42,24 @@ def test_time_that_overlaps_counts_once() -> None:
     assert (offload.device, offload.count, offload.nbytes, offload.rate) == ("cuda:1", 2, 400, 200)
 
 
+def test_what_the_host_of_an_accelerator_waits_is_no_stall_of_compute() -> None:
+    slices = (
+        Slice(SliceKind.STALL, "reload", "cuda:0", "stall", 0.0, 0.25),
+        Slice(SliceKind.STALL, "window is full", "cuda:0", "stall host", 1.0, 4.0),
+        Slice(SliceKind.STALL, "window is full", "cuda:0", "stall host 2", 5.0, 2.0),
+    )
+    trace = Trace(12.0, {}, {"stall_seconds": 0.25, "host_wait_seconds": 6.0}, slices=slices)
+    found = [(one.name, one.count, one.seconds) for one in figures.work_totals(trace)]
+    assert found == [("stall", 1, 0.25), ("stall host", 2, 6.0)]
+    page = render(trace)
+    for text in (
+        'data-figure="stall_seconds">250.0 ms<',
+        'data-figure="host_wait_seconds">6.00 s<',
+        "Stall host, cuda:0",
+    ):
+        assert text in page, text
+
+
 def test_alike_modules_count_as_one() -> None:
     groups = [
         SavedGroup("Mm", "Net.layers.0.mlp", "offloaded", "", 1, 10),

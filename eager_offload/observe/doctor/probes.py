@@ -251,7 +251,8 @@ def private_names() -> list[Feature]:
         Feature(name, _resolves(name), without)
         for without, names in _torch.PRIVATE_NAMES.items()
         for name in names
-        if "()" not in name and (name not in _torch.OF_CUDA or torch.version.cuda)
+        if "()" not in name and name not in _torch.IMPORTED_BY_USERS
+        if name not in _torch.OF_CUDA or torch.version.cuda
     ]
 
 

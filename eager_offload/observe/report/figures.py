@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.runtime.base import covered_seconds
-from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace
+from eager_offload.trace_file import HOST_STALLS, MemorySample, SavedGroup, Slice, SliceKind, Trace
 
 
 def peaks(trace: Trace) -> MemorySample:
@@ -20,9 +20,11 @@ def peaks(trace: Trace) -> MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class WorkTotal:
-    """All slices of one kind on one device."""
+    """All slices of one name on one device."""
 
     device: str
+    name: str
+    """That of the kind, or of the track of what the host of an accelerator waits, which compute may not notice."""
     kind: SliceKind
     count: int
     seconds: float
@@ -37,17 +39,21 @@ class WorkTotal:
 
 def work_totals(trace: Trace) -> list[WorkTotal]:
     """By device and kind, in the order of both."""
+    found: dict[tuple[str, str, SliceKind], list[Slice]] = {}
+    for one in trace.slices:
+        name = HOST_STALLS if one.track.startswith(HOST_STALLS) else one.kind.value
+        found.setdefault((one.device, name, one.kind), []).append(one)
+    devices, kinds = trace.devices, list(SliceKind)
     return [
         WorkTotal(
-            device,
-            kind,
-            len(found),
-            covered_seconds([(one.start, one.stop) for one in found]),
-            sum(one.nbytes for one in found),
+            *key,
+            len(slices),
+            covered_seconds([(one.start, one.stop) for one in slices]),
+            sum(one.nbytes for one in slices),
         )
-        for device in trace.devices
-        for kind in SliceKind
-        if (found := [one for one in trace.slices if one.device == device and one.kind is kind])
+        for key, slices in sorted(
+            found.items(), key=lambda item: (devices.index(item[0][0]), kinds.index(item[0][2]), item[0][1])
+        )
     ]
 
 

@@ -1,0 +1,50 @@
+"""Torch's CUDA sanitizer sees every copy of the library, finds no race, and does find each wait that is left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.processes import printed_by
+
+MODULE = "tests.fake_cuda.on_cuda.sanitized"
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    printed = printed_by("-m", MODULE, *arguments, TORCH_CUDA_SANITIZER="1")
+    return dict(json.loads(printed.splitlines()[-1]))
+
+
+CLEAN = ("train", "without plans", "lossless", "beside another mode", "on side streams", "retained", "disk")
+
+
+@pytest.mark.parametrize("program", CLEAN)
+def test_h44_it_sees_every_copy_and_finds_no_race(program: str) -> None:
+    found = run(program)
+    assert found["races"] == []
+    assert found["seen"] == found["moved"]
+    assert min(found["moved"]) > 8 << 20
+
+
+def test_it_sees_what_is_captured_and_finds_no_race() -> None:
+    found = run("captured")
+    assert found["races"] == []
+    assert found["seen"] > found["moved"], "a captured copy counts as none that has moved bytes"
+    assert min(found["moved"]) > 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("wait", "first", "second"),
+    [
+        ("a copy out for compute", "gelu", "copy_"),
+        ("compute for a reload", "copy_", None),
+        ("a copy back for the last owner of its target", "empty", "copy_"),
+        ("the release of a source for its copy", "copy_", "free"),
+    ],
+)
+def test_it_finds_each_wait_that_is_left_out(wait: str, first: str, second: str | None) -> None:
+    """``second``: ``None`` for any kernel of backward."""
+    races = run("train", wait)["races"]
+    assert any(race[0] == first and second in (None, race[1]) for race in races), races
