@@ -141,7 +141,7 @@ class HostTier(Tier):
         if arena.served_bytes < self._next_look:
             return
         arenas = [one for one in (arena, *[other for other in _arenas if other is not arena]) if not one.is_given]
-        if not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
+        if not arenas or not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES
         missing = process_guard().missing_bytes()
