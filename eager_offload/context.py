@@ -16,7 +16,6 @@ from eager_offload._torch import (
     has_compiled,
     without_caller_modes,
 )
-from eager_offload.codecs import Codec
 from eager_offload.eager import foreign
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
@@ -37,7 +36,7 @@ class _Entered(active.Owner, Protocol):
     _hooks: Hooks
     _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
     _forwards: int
-    _rounding: frozenset[Codec]
+    _rounding: frozenset[Any]
 
     def _innermost(self) -> active.Context | None: ...
 
