@@ -6,8 +6,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
+
 from eager_offload import active
-from eager_offload._torch import allow_hooks_again, autograd_sequence, has_compiled, without_caller_modes
+from eager_offload._torch import (
+    accelerator_in_use,
+    allow_hooks_again,
+    autograd_sequence,
+    has_compiled,
+    without_caller_modes,
+)
 from eager_offload.eager import foreign
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
@@ -28,6 +36,7 @@ class _Entered(active.Owner, Protocol):
     _hooks: Hooks
     _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
     _forwards: int
+    _rounding: frozenset[Any]
 
     def _innermost(self) -> active.Context | None: ...
 
@@ -113,7 +122,10 @@ class EnteredContext:
             raise _explained(error) from error
 
     def _compile_codecs(self) -> None:
-        accounts = self.offload._accounts
+        accounts, codecs = self.offload._accounts, self.offload._rounding
+        if codecs and accelerator_in_use():
+            accelerator: Any = torch.accelerator.current_accelerator()
+            CODECS.expect(codecs, torch.device(accelerator.type, torch.accelerator.current_device_index()))
         for reason in CODECS.compile_due():
             with accounts.lock:
                 is_first = accounts.counters.demote("uncompiled_codec")

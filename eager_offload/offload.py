@@ -21,7 +21,7 @@ from eager_offload._torch import (
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.computed_plan import ComputedPlan
-from eager_offload.config import OffloadConfig, OffloadFields, size_text
+from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.context import EnteredContext
 from eager_offload.eager import checkpointing, foreign
 from eager_offload.eager.captured import CapturedRun
@@ -122,6 +122,8 @@ class Offload:
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
         self._serves_compiled_code = self._has_passes = False
+        #: The codecs by which it may round.
+        self._rounding = frozenset(self.config.codec_policy.rules.values())
         #: What was warned of.
         self._warned: set[str] = set()
         self._skipped = SkippedModules()
@@ -446,6 +448,33 @@ class Offload:
                 written after all.
         """
         return Tracing(self, path)
+
+    def reserve(self, nbytes: int | str) -> None:
+        """Takes host memory now, and pins it, in place of in the first step, which would wait for that.
+
+        Afterwards the host tier has at least ``nbytes``: what it has already counts, so a second call changes nothing.
+        A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
+        pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
+        against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken.
+        ``python -m eager_offload.doctor`` says how long pinning takes.
+
+        Args:
+            nbytes: a number of bytes, or a text such as ``"20GiB"``.
+
+        Raises:
+            ConfigError: ``nbytes`` is no size, or ``tier="disk"``: nothing rests in host memory.
+            CapacityError: ``host_budget``, or the machine, has no room for so much. What could be taken stays.
+            OffloadError: the current stream is being captured into a graph, or a signal handler, or the like, calls it
+                in the midst of a call of the library.
+        """
+        wanted = parse_size(nbytes, "nbytes")
+        if not self.config.enabled:
+            return
+        self.refuse_reentry()
+        if self._offloaders.is_capturing():
+            raise captured("host memory was reserved")
+        with without_caller_modes():
+            self._offloaders.reserve(wanted)
 
     def close(self) -> None:
         """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from eager_offload._torch import accelerator_in_use
-from eager_offload.config import OffloadConfig
+from eager_offload.config import OffloadConfig, size_text
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.errors import warn
+from eager_offload.errors import CapacityError, ConfigError, warn
 from eager_offload.malloc import keeps_freed_memory
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
@@ -62,6 +62,36 @@ class Offloaders:
         """
         if self._config.tier == "disk" or self._config.disk_paths is not None:
             self._open_tiers(self.given_runtime or host_runtime())
+
+    def reserve(self, nbytes: int) -> None:
+        """Has the host tier take ``nbytes`` for this process's accelerator, or for its CPU where it has none.
+
+        Where ``"auto"`` comes to no host tier there is nothing to take.
+
+        Raises:
+            ConfigError: the only tier is the disk, as the configuration says.
+            CapacityError: the host tier has less room.
+        """
+        if self._config.tier == "disk":
+            raise ConfigError(
+                'reserve takes host memory, and with tier="disk" nothing rests there: give tier="auto" or "host", or '
+                "do not call reserve"
+            )
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        runtime = self.given_runtime or self.runtime_of(device)
+        with self._accounts.lock:
+            tiers = [] if runtime is None else self._open_tiers(runtime)
+        tier = next((tier for tier in tiers if tier.name == "host"), None)
+        if tier is None:
+            return
+        shortage = tier.take(nbytes)
+        if shortage is not None:
+            raise CapacityError(
+                f"{size_text(nbytes)} of host memory cannot be reserved. The reason: {shortage.reason}. To change that,"
+                f" {shortage.remedy}"
+            )
+        if message := tier.warning():
+            warn(message)
 
     def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
         """The offloader of ``device``, or why its tensors stay.

@@ -7,6 +7,10 @@ it were packed that packing them has taken about as long. That is done where the
 begins it: what runs for seconds must hold no lock. What has holes, sizes beyond the first ``_MOST``, and all of it
 where there is no compiler, goes on operator by operator.
 
+Most of what a compiler takes for the first kernel of a process is for itself: its modules, and on an accelerator its
+back end. So on an accelerator a codec is compiled for one block when the first context is entered that may round by it.
+No tensor has been saved then, and where nothing compiles that is known before any step is.
+
 [Note: one workspace]
 Work of one stream runs in order, so of all packing and unpacking there one is at work at a time. What they compute in
 is one place: as large as the largest that has come so far, of memory that was touched before. For a large tensor on a
@@ -16,8 +20,9 @@ back, so there nothing is held in between, which would be a part of the device's
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,6 +36,8 @@ from eager_offload.errors import CapabilityError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
+
+_logger = logging.getLogger("eager_offload.kernels")
 
 #: Bytes of one size; stochastic rounding takes a core a second or two for them.
 _WORTH = 256 << 20
@@ -52,6 +59,9 @@ class _Size(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def __str__(self) -> str:
+        return f"{self.codec.name} of {self.numel:,} {str(self.dtype).removeprefix('torch.')}"
+
 
 class _Kernels(NamedTuple):
     pack: TorchKernel
@@ -66,6 +76,8 @@ class CodecKernels:
         #: Bytes that were packed operator by operator, by size; the one that came first is first.
         self._packed: dict[_Size, int] = {}
         self._due: deque[_Size] = deque()
+        #: What is compiled for one block, or was to be.
+        self._expected: set[_Size] = set()
         #: Devices that nothing compiles for, and why.
         self._without: dict[torch.device, str] = {}
 
@@ -100,6 +112,14 @@ class CodecKernels:
         else:
             found.unpack(packed, out=out)
 
+    def expect(self, codecs: Iterable[Codec], device: torch.device) -> None:
+        """Has the next ``compile_due`` compile each of ``codecs`` for one block, the first time that it is expected."""
+        for codec in codecs:
+            size = _Size(codec, getattr(codec, "block", _ALIGNMENT), torch.float32, device)
+            if is_compiled(codec) and size not in self._expected:
+                self._expected.add(size)
+                self._due.append(size)
+
     def compile_due(self) -> list[str]:
         """Compiles the sizes that have turned out to be worth it; no lock of the library is held.
 
@@ -112,6 +132,7 @@ class CodecKernels:
             if len(self._kernels) == _MOST:
                 continue
             if size.device not in self._without:
+                _logger.info("compiling %s; for the first kernel of a process this takes several seconds", size)
                 try:
                     with without_caller_modes():
                         self._kernels[size] = _compile(size)
@@ -119,7 +140,7 @@ class CodecKernels:
                 except Exception as error:  # a compiler fails in many ways, and what it is for is done without it
                     if is_out_of_memory(error):  # there is none for the numbers that it is tried with
                         continue
-                    self._without[size.device] = str(error)
+                    self._without[size.device] = str(error).partition("\n")[0]
             failures.append(
                 f"{self._without[size.device]}. Saved tensors are packed by torch's own operators in its place, which "
                 "is slower"
@@ -169,9 +190,8 @@ def _compile(size: _Size) -> _Kernels:
         *seed, out = rest
         codec.pack(x, out, *seed)
 
-    name = f"{codec.name} of {numel:,} {str(dtype).removeprefix('torch.')}"
-    packing = Kernel(f"pack {name}", Signature((saved, *seeds), (packed,)), _SPREAD, {"torch": pack})
-    unpacking = Kernel(f"unpack {name}", Signature((packed,), (saved,)), _SPREAD, {"torch": codec.unpack})
+    packing = Kernel(f"pack {size}", Signature((saved, *seeds), (packed,)), _SPREAD, {"torch": pack})
+    unpacking = Kernel(f"unpack {size}", Signature((packed,), (saved,)), _SPREAD, {"torch": codec.unpack})
     kernels = _Kernels(as_torch_kernel(packing, "inductor"), as_torch_kernel(unpacking, "inductor"))
     x = torch.linspace(-3, 5, numel, dtype=torch.float32, device=device).to(dtype)
     seed = [torch.ones(1, dtype=torch.int64, device=device) for _ in seeds]
@@ -181,7 +201,7 @@ def _compile(size: _Size) -> _Kernels:
     kernels.unpack(found, out=back)
     codec.unpack(expected, again)
     if not (torch.equal(found, expected) and torch.equal(back, again)):
-        raise CapabilityError(f"{name}: what Inductor has compiled computes other numbers than torch's own operators")
+        raise CapabilityError(f"{size}: what Inductor has compiled computes other numbers than torch's own operators")
     return kernels
 
 

@@ -31,6 +31,8 @@ _LINE = 64
 #: An idle slab serves a request that is smaller by at most this part, while all such slack is below that part of what
 #: is used.
 _SLACK, _TOTAL_SLACK = 8, 32
+#: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
+_RESERVED_BYTES = 16 << 30
 
 
 class OverBudgetError(MemoryError):
@@ -60,6 +62,10 @@ class Arena:
     back before a request fails. Where the system rounds sizes up, ``sizes`` says so, and all slabs are shared.
 
     Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
+
+    [Note: what is reserved]
+    Slabs that are taken before it is known what for are cut for requests of any size from a page on, where the slabs of
+    a request's own have no room. Slots do not reach from one into the next, so there are few, and large.
 
     [Note: ready]
     Slots and leases come and go with every step, in the sizes of the step before. So one that has died, of a slab that
@@ -147,7 +153,8 @@ class Arena:
         self.served_bytes = 0
 
     def _new_slabs(self) -> None:
-        self._slabs = {kind: Slabs(kind, _LINE if kind == "line" else PAGE) for kind in ("whole", "page", "line")}
+        kinds = ("whole", "page", "line", "reserved")
+        self._slabs = {kind: Slabs(kind, _LINE if kind == "line" else PAGE) for kind in kinds}
         #: Slabs without slots, the one that has been idle for longest first, and their bytes.
         self._idle: dict[Slab, None] = {}
         self._idle_now = 0
@@ -189,7 +196,7 @@ class Arena:
         try:
             return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota), quota)
         except (MemoryError, RuntimeError) as error:
-            _note_refusal(error, quota)
+            note_refusal(error, quota)
             return None
 
     def at_hand(
@@ -212,7 +219,7 @@ class Arena:
             try:
                 slab, extent = self._cut(nbytes, limit, quota, memory)
             except (MemoryError, RuntimeError) as error:
-                _note_refusal(error, quota)
+                note_refusal(error, quota)
                 return None
             on_death = self._on_return if slab.kind == "whole" else self._on_end
             slot = HostSlot(slab, extent, nbytes, extent.fences, on_death)
@@ -308,6 +315,37 @@ class Arena:
         with self._lock.lock:
             quota.budget = max(quota.budget, budget)
 
+    def take(self, nbytes: int, quota: Quota) -> None:
+        """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free; see the note.
+
+        Raises:
+            MemoryError, RuntimeError: its budget, the limit of all, or the system has no room for so much. What was
+                taken before that stays.
+        """
+        if self._lock.is_held() or self._growth.is_held():
+            raise reentered()
+        with self._growth.lock:
+            while (size := self._untaken(nbytes, quota)) > 0:
+                memory = self._admitted(size, quota)
+                with self._lock.lock:
+                    self._is_changing = True
+                    slab = self._slabs["reserved"].add(memory)
+                    self._held += slab.nbytes
+                    self._note_idle(slab)
+                    self._idle_bytes = max(self._idle_bytes, nbytes)
+                    self._is_changing = False
+
+    def _untaken(self, nbytes: int, quota: Quota) -> int:
+        """The size of the next slab to be reserved; 0 for none. Without the lock."""
+        with self._lock.lock:
+            self._poll()
+            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit(None)
+            if missing <= 0:
+                return 0
+            if nbytes > quota.budget or (limit is not None and self._held + missing > limit):
+                raise OverBudgetError(f"{nbytes} bytes would go beyond the budget of {quota.budget} bytes")
+            return self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
+
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""
         self.poll()
@@ -379,8 +417,7 @@ class Arena:
         """
         if self.returned or self._is_changing or (self._ready and quota is not None):  # which counts what is ready
             self._poll()
-        alone = self._sizes.alone(nbytes)
-        slabs = self._slabs["whole" if alone else "page" if nbytes >= PAGE else "line"]
+        slabs = self._slabs["whole" if self._sizes.alone(nbytes) else "page" if nbytes >= PAGE else "line"]
         size = nbytes + -nbytes % slabs.alignment
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
@@ -389,18 +426,27 @@ class Arena:
             slab = slabs.add(memory)
             self._held += slab.nbytes
             self._note_idle(slab)
-        fitting = self._fitting(size, nbytes) if alone else size
-        extent = None if fitting is None else slabs.extents.allocate(fitting)
+        slabs, extent = self._allocate(nbytes, size, slabs)
         if extent is None and self._ready:
             self._is_changing = False
             self._poll()
             self._is_changing = True
-            extent = None if alone else slabs.extents.allocate(size)
+            slabs, extent = self._allocate(nbytes, size, slabs)
         if extent is None:
             self._is_changing = False
             raise self._new_slab(size, limit)
         self.served_bytes += nbytes
         return slabs.slab_at(extent.start), extent
+
+    def _allocate(self, nbytes: int, size: int, slabs: Slabs) -> tuple[Slabs, Extent | None]:
+        """Room in ``slabs``, or in what is reserved; ``None`` where neither has any."""
+        fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
+        extent = None if fitting is None else slabs.extents.allocate(fitting)
+        if extent is not None or nbytes < PAGE:
+            return slabs, extent
+        reserved = self._slabs["reserved"]
+        extent = reserved.extents.allocate(size)
+        return (slabs, None) if extent is None else (reserved, extent)
 
     def _ready_for(self, nbytes: int, quota: Quota | None) -> FinalizerRecord[Slot] | None:
         """What is ready of ``nbytes`` bytes, for another one; the change goes on until that succeeds it."""
@@ -569,7 +615,7 @@ class Arena:
         self._is_changing = False
 
 
-def _note_refusal(error: Exception, quota: Quota | None) -> None:
+def note_refusal(error: Exception, quota: Quota | None) -> None:
     """Tells ``quota`` why it is given nothing; its budget is the reason where no more is said."""
     if quota is None:
         return

@@ -159,6 +159,14 @@ class Tier(abc.ABC):
         """Why ``reserve`` last found no room."""
         return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
+    def take(self, nbytes: int) -> Shortage | None:
+        """Takes from the system now what slots of ``nbytes`` bytes in all need; those that there are count.
+
+        Returns:
+            Why it has less; ``None`` where it has as much.
+        """
+        return Shortage(f"the {self.name} tier takes nothing before it is needed", f"leave it to the {self.name} tier")
+
     def warning(self) -> str | None:
         """What the user is to be told of what ``reserve`` has taken, once; ``None`` for nothing."""
         return None

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from eager_offload.config import size_literal, size_text
-from eager_offload.tiers.arena import Arena
+from eager_offload.errors import OffloadError
+from eager_offload.tiers.arena import Arena, note_refusal
 from eager_offload.tiers.base import MustGrow, Shortage, Tier, idle_slot_bytes, release_idle_slots
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
@@ -42,12 +43,11 @@ class HostTier(Tier):
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self._arena = arena
-        pooled = budget is None
+        self._quota = Quota(budget or 0, pooled=budget is None)
         if budget is None:
-            budget = self._look()
+            self._look()
         else:
             self._over = Shortage(f"all of host_budget is in use: {size_text(budget)}", "raise host_budget")
-        self._quota = Quota(budget, pooled=pooled)
         self._next_look = 0
         #: Bytes that are refused until the budget is worked out anew, where it follows the machine.
         self._refused_until_look = 0
@@ -63,7 +63,7 @@ class HostTier(Tier):
         slot = self._arena.allocate(nbytes, quota=self._quota)
         if slot is None and self._is_to_look(nbytes):
             self._refused_until_look = _REFUSED
-            self._arena.raise_budget(self._quota, self._look())
+            self._look()
             slot = self._arena.allocate(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
@@ -77,8 +77,22 @@ class HostTier(Tier):
                 raise MustGrow(nbytes)
         return slot
 
-    def _look(self) -> int:
-        """What a budget comes to that follows the machine; see the note."""
+    def take(self, nbytes: int) -> Shortage | None:
+        if self._quota.pooled and nbytes > self.budget:
+            self._look()
+        if nbytes > self.budget:
+            return Shortage(f"host_budget comes to {size_text(self.budget)}", self._over.remedy)
+        try:
+            self._arena.take(nbytes, self._quota)
+        except OffloadError:
+            raise
+        except (MemoryError, RuntimeError) as error:
+            note_refusal(error, self._quota)
+            return self.shortage
+        return None
+
+    def _look(self) -> None:
+        """Works the budget out anew, which follows the machine; see the note."""
         held = self._arena.held_bytes
 
         def share(limit: Limit) -> int:
@@ -88,12 +102,14 @@ class HostTier(Tier):
 
         limit = min(host_headroom().limits, key=share)
         budget = int(share(limit) * HOST_FRACTION)
+        if budget < self.budget:
+            return
+        self._arena.raise_budget(self._quota, budget)
         self._over = Shortage(
             f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
             f"process could take when it last looked ({limit.reason})",
             f"{limit.remedy}, or give host_budget in bytes",
         )
-        return budget
 
     def _is_to_look(self, nbytes: int) -> bool:
         """Whether the budget, by which ``nbytes`` were refused, is to be worked out anew."""
@@ -125,7 +141,7 @@ class HostTier(Tier):
         if arena.served_bytes < self._next_look:
             return
         arenas = [one for one in (arena, *[other for other in _arenas if other is not arena]) if not one.is_given]
-        if not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
+        if not arenas or not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES
         missing = process_guard().missing_bytes()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eager_offload import Offload
+from eager_offload import CapacityError, Offload, OffloadError
+from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.limits import host_headroom
 
 MIB = 1 << 20
@@ -39,3 +40,29 @@ def test_a_budget_in_bytes_holds_where_the_machine_says_that_it_has_less(monkeyp
         step(auto, 32)
     assert auto.stats(synchronize=True).bytes_out == 0
     auto.close()
+
+
+def test_a_step_after_reserve_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, register = [], AcceleratorApi.register
+
+    def counted(api: AcceleratorApi, address: int, nbytes: int) -> None:
+        register(api, address, nbytes)
+        pinned.append(nbytes)
+
+    monkeypatch.setattr(AcceleratorApi, "register", counted)
+    offload = Offload(min_bytes=0, keep_last_bytes=0)
+    offload.reserve("192MiB")
+    assert sum(pinned) >= 192 * MIB
+    pinned.clear()
+    for mib in (40, 24, 9):
+        step(offload, mib)
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out >= 2 * 40 * MIB
+    assert stats.host_bytes_peak <= 192 * MIB
+    assert not pinned
+    with pytest.raises(CapacityError, match=r"1,024\.0 TiB of host memory cannot be reserved"):
+        offload.reserve("1024TiB")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), pytest.raises(OffloadError, match="captured"):
+        offload.reserve("256MiB")
+    offload.close()
