@@ -129,8 +129,8 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
-        #: Of its thread's step so far: bytes of the storages that may leave, and of the largest of those that have left,
-        #: or could have, before forward was over.
+        #: Of its thread's step so far: bytes of the storages that may leave, and of the largest of those that have, or
+        #: could have, before forward was over.
         self.movable = self.largest = 0
         #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
         self.final_after = AT_THE_EXIT

@@ -158,7 +158,7 @@ class StepPlan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest storage that leaves, or could have, before forward is over: which the last ones do not."""
+        """Bytes of the largest storage that leaves, or could, before forward is over; the last one does not."""
         followed = [save for save in self.saves if save.owner >= 0]
         last = followed[-1].owner if followed else -1
         found = (save for number, save in enumerate(self.saves) if save.owner == number and number != last)
