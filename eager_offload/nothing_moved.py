@@ -42,7 +42,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
         return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
     reason = max(kept, key=lambda reason: kept[reason])
     newest = config.newest_bytes(stats.prefetch_bytes)
-    if reason == KeepReason.NEWEST and not newest:
+    if reason == KeepReason.NEWEST and config.newest_bytes(1) == 0:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
     if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
         return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"

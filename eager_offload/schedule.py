@@ -10,9 +10,11 @@ bytes. The callers carry out what is answered.
 [Note: automatic windows]
 A window is memory that offloading does not free, and what keeps the link busy. Of half a tensor it makes a step 28 %
 longer, of two tensors 4.5 %, of four 0.2 %; so ``"auto"`` is a small part of what a step could move, and at least four
-of its largest tensors as long as that is no large part of it, or of the device. It follows the last step, literally: of
-steps that take turns each has the windows that the one before it asks for. It changes where a step begins and nowhere
-else, but in a first step, which is met as it comes. A forward that saves nothing that may leave is no step.
+of the largest tensors that move, as long as that is no large part of it, or of the device. What leaves only when
+forward is over, such as logits, is asked for at once and hardly moves, so it makes no window large. ``"auto"`` follows
+the last step, literally: of steps that take turns each has the windows that the one before it asks for. It changes
+where a step begins and nowhere else, but in a first step, which is met as it comes. A forward that saves nothing that
+may leave is no step.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> 
     """Returns the bytes of a window for steps that could move ``movable`` bytes. See [Note: automatic windows].
 
     Args:
-        largest: bytes of the largest storage among them.
+        largest: bytes of the largest storage that moves, but for what backward begins with: that is asked for at once.
         device_bytes: memory of the device; ``None`` where that is not known.
     """
     wanted = max(min(_LARGE_WINDOW, movable // _SMALL_PART), movable // _LARGE_PART, _TENSORS * largest)
@@ -53,7 +55,7 @@ def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> 
 
 
 def first_window(largest: int, device_bytes: int | None = None) -> int:
-    """The same in a step before which nothing is known; ``largest``: of the storages that it has saved so far."""
+    """The same in a step before which nothing is known; ``largest``: of the storages that have left so far."""
     return max(min(max(_FIRST_WINDOW, _TENSORS * largest), _most_of(device_bytes)), 1)
 
 
@@ -88,7 +90,7 @@ class Windows:
         return self._take(auto_window(movable, largest, self._device_bytes))
 
     def grow(self, largest: int) -> bool:
-        """A first step has saved a storage of ``largest`` bytes. Returns whether a window changes."""
+        """Storages of up to ``largest`` bytes have left in a first step. Returns whether a window changes."""
         return self._take(max(first_window(largest, self._device_bytes), self._auto))
 
     def _take(self, auto: int) -> bool:
@@ -127,7 +129,8 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
-        #: Of its thread's step so far: bytes of the storages that may leave, and of the largest of them.
+        #: Of its thread's step so far: bytes of the storages that may leave, and of the largest of those that have, or
+        #: could have, before forward was over.
         self.movable = self.largest = 0
         #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
         self.final_after = AT_THE_EXIT
@@ -183,6 +186,12 @@ class ResidentQueue:
         if self._awaited:
             self._awaited.clear()
             self.final_after = 0
+
+    def forward_is_over(self) -> None:
+        """Counts the largest of the storages that stay as the newest, but for those that were saved last."""
+        waiting = [one for one in self._waiting.values() if one.packed_at != AT_THE_EXIT]
+        last = max((one.packed_at for one in waiting), default=0)
+        self.largest = max([self.largest, *(one.nbytes for one in waiting if one.packed_at < last)])
 
     @property
     def awaiting_bytes(self) -> int:

@@ -152,6 +152,19 @@ class StepPlan:
         return sum(save.nbytes for save in self.saves if save.fate is not _KEEP and save.reason not in SAID)
 
     @property
+    def movable_bytes(self) -> int:
+        """Bytes of the storages that leave, or could and stay."""
+        return sum(save.storage_nbytes for save in self.saves if save.owner >= 0)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest storage that leaves, or could, before forward is over; the last one does not."""
+        followed = [save for save in self.saves if save.owner >= 0]
+        last = followed[-1].owner if followed else -1
+        found = (save for number, save in enumerate(self.saves) if save.owner == number and number != last)
+        return max((save.storage_nbytes for save in found if save.start < len(self.saves)), default=0)
+
+    @property
     def asks_again(self) -> bool:
         """Whether a save is asked for more than once."""
         return len({ask.save for ask in self.asks}) < len(self.asks)

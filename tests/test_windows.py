@@ -126,18 +126,32 @@ def test_each_step_has_the_windows_that_the_one_before_it_asks_for(offloads: Any
     assert bool(stats.followed_forwards) is bool(step_plans)
 
 
-def test_a_first_step_grows_with_the_largest_tensor_that_it_saves(offloads: Any) -> None:
-    offload, seen = offloads(), []
-    x = torch.ones(8 * MIB // 4, requires_grad=True)
+def test_a_first_step_grows_with_the_largest_tensor_that_leaves(offloads: Any) -> None:
+    offload, seen = offloads(keep_last_bytes=0), []
+    y = torch.ones(8 * MIB // 4, requires_grad=True)
     with offload:
-        y = x.sigmoid()
-        seen.append(windows_of(offload))
-        y = y.repeat(3).sigmoid()
-        seen.append(windows_of(offload))
-        y = y[: MIB // 4].sigmoid()
-        seen.append(windows_of(offload))
+        for times in (1, 3, 1):  # of 8 MiB, of 24, and of 24 again
+            y = y.repeat(times).sigmoid()
+            seen.append(windows_of(offload))
     y.sum().backward()
-    assert seen == [(FIRST, FIRST), (96 * MIB, 96 * MIB), (96 * MIB, 96 * MIB)]
+    assert seen == [(FIRST, FIRST), (FIRST, FIRST), (96 * MIB, 96 * MIB)]
+    assert offload.stats(synchronize=True).bytes_out >= 32 * MIB
+
+
+def test_what_backward_begins_with_makes_no_window_large(offloads: Any) -> None:
+    """Logits, say: they leave when forward is over at the earliest, and are asked for at once."""
+    offload = offloads(keep_last_bytes=0)
+    for _ in range(3):
+        x = torch.ones(16 * KIB, requires_grad=True)
+        with offload:
+            y = x * 1
+            for _ in range(12):
+                y = y.sigmoid() * 2
+            logits = y.repeat(16).sigmoid()
+        logits.sum().backward()
+        del logits, y
+    assert windows_of(offload)[0] == auto_window((12 + 16) * 64 * KIB, 64 * KIB)
+    assert windows_of(offload)[0] < 4 * MIB
 
 
 def test_what_saves_nothing_that_may_move_is_no_step(offloads: Any) -> None:

@@ -182,6 +182,7 @@ class Run:
         self._has_one_stream = keeper.offloader.runtime.has_one_stream
         #: What its thread has for an unknown step: the newest bytes, and the name of its forward.
         self.queue, self.forward = queue, Forward(sequence, LearnedForwards())
+        queue.largest = max(queue.largest, known.largest)
         self._saves, self._asks = known.plan.saves, known.plan.asks
         self._staying, self._only_staying, self._starts = known.staying, known.only_staying, known.starts
         self.keeper, self._offloader, self._keep = keeper, keeper.offloader, keep
@@ -357,10 +358,7 @@ class Run:
             followed.root = weakref.ref(root_of(tensor))
         counters, record = offloader.accounts.counters, self.record
         followed.save(counters, save.nbytes, _NEWEST, save.storage_nbytes, save.autograd_bytes)
-        queue = self.queue
-        queue.movable += save.storage_nbytes
-        if save.storage_nbytes > queue.largest:
-            queue.largest = save.storage_nbytes
+        self.queue.movable += save.storage_nbytes
         record.unsettled[number] = save.autograd_bytes
         record.waiting.add(number)
         record.waiting_bytes += save.storage_nbytes

@@ -163,7 +163,7 @@ class KnownPlan:
         self.codings = codings_of(plan, policy)
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
-        self.starts = plan.starts()
+        self.starts, self.largest = plan.starts(), plan.largest
         #: What stays for its own sake, by number.
         self.staying = [_staying(save) if save.fate is Fate.KEEP and save.owner < 0 else None for save in plan.saves]
         #: The same of those after which no copy starts, and ``None`` for what comes after the last save.

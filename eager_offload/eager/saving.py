@@ -268,6 +268,7 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
+                queue.forward_is_over()
                 lack = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.look(self.kept_newest())
@@ -279,7 +280,10 @@ class SavedTensors:
         beside = 0
         if self.plans.last is not None:
             beside = sum([run.waiting_bytes for run in self.plans.runs if run.queue is queue])
-        return self._offloading.start_due(queue, sequence, beside, found)
+        lack = self._offloading.start_due(queue, sequence, beside, found)
+        if not self._windows.is_known and self._windows.grow(queue.largest):
+            self._use_windows()
+        return lack
 
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
@@ -339,10 +343,6 @@ class SavedTensors:
             forward.taken(number)
         if first == number:
             queue.movable += area.nbytes
-            if area.nbytes > queue.largest:
-                queue.largest = area.nbytes
-                if not self._windows.is_known and self._windows.grow(area.nbytes):
-                    self._use_windows()
         if (learned := forward.learned) is None:
             queue.await_nothing()
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
@@ -597,8 +597,7 @@ class SavedTensors:
     def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
         """Takes in a plan that the user has; arguments as for ``StepPlans.give``. The lock is held."""
         self.plans.give(plan, computed)
-        sizes = [save.storage_nbytes for number, save in enumerate(plan.saves) if save.owner == number]
-        if self._windows.begin(sum(sizes), max(sizes, default=0)):
+        if self._windows.begin(plan.movable_bytes, plan.largest):
             self._use_windows()
 
     def begin_run(

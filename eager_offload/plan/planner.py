@@ -159,7 +159,10 @@ def _make(
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
     """The windows of a step that goes like ``program``."""
     windows = settings.windows(lambda: machine.memory_bytes or None)
-    windows.begin(program.movable_bytes, max((storage.nbytes for storage in program.storages), default=0))
+    last = max((save.node for save in program.saves), default=0)
+    newest = {save.storage for save in program.saves if save.node == last}
+    moved = (storage.nbytes for number, storage in enumerate(program.storages) if number not in newest)
+    windows.begin(program.movable_bytes, max(moved, default=0))
     return windows
 
 

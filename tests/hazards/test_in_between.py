@@ -15,7 +15,7 @@ from eager_offload.eager.offloading import Offloading
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
-from eager_offload.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.schedule import PrefetchOrder, ResidentQueue, Windows
 from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() -> None:
     runtime = SimulatedRuntime()
     tiers = [HostTier(Arena(runtime.host_buffer), 1 << 20)]
-    offloader = DeviceOffloader(CPU, runtime, tiers, Accounts(), max_inflight_bytes=1 << 20)
+    offloader = DeviceOffloader(CPU, runtime, tiers, Accounts(), windows=Windows(1 << 20, 1 << 20))
     queue = ResidentQueue(0)
     queue.push(FinalizerRecord(torch.empty(0)), 4096, 0)  # another thread drops the last handle before the copy starts
     offloader.hold(4096)
@@ -296,7 +296,7 @@ class Scene:
     def __init__(self, *, enqueues: bool) -> None:
         self.runtime = InterruptedRuntime(enqueues=enqueues)
         self.tier = HostTier(Arena(self.runtime.host_buffer), 1 << 20)
-        self.offloader = DeviceOffloader(CPU, self.runtime, [self.tier], Accounts(), max_inflight_bytes=1 << 20)
+        self.offloader = DeviceOffloader(CPU, self.runtime, [self.tier], Accounts(), windows=Windows(1 << 20, 1 << 20))
         self.inward = self.runtime.transfer_stream(CPU, Direction.IN)
 
     def slot(self) -> Slot:

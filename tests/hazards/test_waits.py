@@ -15,6 +15,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import DeviceOffloader, FoundSlot
 from eager_offload.runtime.host import host_runtime
+from eager_offload.schedule import Windows
 from eager_offload.stats import Accounts
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import release_idle_slots
@@ -150,7 +151,9 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(
 def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks() -> None:
     """Its graph is dropped while the system gives the slab; there is room for one of the two at a time."""
     tier = HostTier(Arena(slab_bytes=1 << 20), 4 << 20)
-    offloader = DeviceOffloader(torch.device("cpu"), host_runtime(), [tier], Accounts(), max_inflight_bytes=1 << 30)
+    offloader = DeviceOffloader(
+        torch.device("cpu"), host_runtime(), [tier], Accounts(), windows=Windows(1 << 30, 1 << 30)
+    )
     saves = SavedTensors(offloader, OffloadConfig(keep_last_bytes=0))
     queue, forward = saves.new_queue(), saves.new_forward(1, None)
     queue.limit = 0

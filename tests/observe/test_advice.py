@@ -35,8 +35,11 @@ FINE: dict[str, Any] = {
 
 
 def said(stats: dict[str, Any], config: dict[str, Any]) -> tuple[str, ...]:
-    """Of a run that is fine but for these fields of the stats."""
-    return advise(eo.OffloadStats(**{**FINE, **stats}), eo.OffloadConfig(**config))
+    """Of a run that is fine but for these fields of the stats; what ``"auto"`` came to are windows of 256 MiB."""
+    given = eo.OffloadConfig(**config)
+    sizes = {field: getattr(given, field) for field in ("max_inflight_bytes", "prefetch_bytes")}
+    in_force = {field: 256 * MIB if size == "auto" else size for field, size in sizes.items()}
+    return advise(eo.OffloadStats(**{**FINE, **in_force, **stats}), given)
 
 
 def kept(reason: str, nbytes: int) -> dict[str, Any]:

@@ -73,13 +73,6 @@ def test_where_pinning_fails_it_is_not_tried_again() -> None:
     assert recommended([CPU, unpinned], LARGE, []) == {"pin_memory": False}
 
 
-@pytest.mark.parametrize(("gib", "window"), [(64, None), (16, None), (8, "128MiB"), (2, "32MiB"), (0.1, "16MiB")])
-def test_windows_are_a_small_part_of_memory(gib: float, window: str | None) -> None:
-    memory = dataclasses.replace(LARGE, headroom_bytes=int(gib * GIB))
-    settings = recommended([CPU], memory, [FAST])
-    assert settings.get("max_inflight_bytes") == settings.get("prefetch_bytes") == window
-
-
 def test_nothing_works_without_a_self_test_that_passed() -> None:
     assert not verdict([CPU], [FAST], [], {}).works
     assert not verdict([CPU], [FAST], [SelfTest("cpu", True, 0)], {}).works
