@@ -3,26 +3,26 @@
 #   TORCH   another torch than constraints.txt pins, in an environment beside the first: make TORCH=2.11.0 test
 #   ARGS    more arguments for pytest or for the demo: make test ARGS="-k disk", make demo ARGS="--steps 4"
 #   JOBS    how many tests run side by side
+#   CUDA_VENV  the environment of fake-gpu, with torch's CUDA build
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
 JOBS ?= 2
+CUDA_VENV ?= .venv-cuda
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 # What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.installed-for-demo
-# Those alone are imported where nothing else is installed; strict options would not go without pytest-timeout.
-GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=gpu)
-GPU_OPTIONS := -o addopts=-ra
+CUDA_STAMP := $(CUDA_VENV)/.installed
 
 # Tests start hundreds of processes: without bytecode each of them would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-full gpu pallas soak mutants bench lint clean
+.PHONY: help demo docs test test-full gpu fake-gpu fake-gpu-environment pallas soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -40,15 +40,14 @@ test: $(STAMP) ## the tests, about 5 minutes on 2 cores; TESTS_SEED=N samples as
 test-full: $(STAMP) ## the long ones too, under 30 minutes; TESTS_WHOLE=1 leaves no sampled case out
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not short" $(ARGS)
 
-gpu: ## the tests and benchmarks that need an accelerator, under 10 minutes, with PYTHON's own torch and nothing installed
-	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \
-	  run $(PYTHON) -m tests.gpu; \
-	  if $(PYTHON) -c 'import pytest' 2> /dev/null; then run $(PYTHON) -m pytest $(GPU_OPTIONS) -m gpu $(GPU_TESTS); \
-	  else echo "pytest is not installed for $(PYTHON): left out: $(GPU_TESTS)"; fi; \
-	  run $(PYTHON) -m benchmarks.gpu_train $(ARGS); \
-	  run $(PYTHON) -m benchmarks.capture; \
-	  run $(PYTHON) -m benchmarks.gpu_frameworks; \
-	  exit $$failed  # whatever has failed, the rest has run
+gpu: ## the tests and benchmarks that need a GPU, under 10 minutes, with PYTHON's own torch and nothing installed
+	@$(PYTHON) -c 'import torch, psutil' || { echo "skipped: $(PYTHON) has no torch or no psutil"; exit 0; }; \
+	  exec $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+fake-gpu: $(CUDA_STAMP) ## torch's CUDA build (5 GB, installed once) over a stand-in for CUDA: what needs no values, 4 minutes
+	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -p no:cacheprovider tests/fake_cuda/on_cuda $(ARGS)
+
+fake-gpu-environment: $(CUDA_STAMP)
 
 pallas: $(STAMP) ## the tests of kernels by JAX's Pallas, which it installs (350 MB)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[pallas]'
@@ -70,7 +69,7 @@ lint: $(STAMP) ## ruff (lint and format) and mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove what the targets above made
-	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device .compiled
+	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device .compiled .fake_cuda
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.
@@ -83,3 +82,12 @@ $(STAMP) $(DEMO): pyproject.toml constraints.txt
 	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/',-n p) constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	touch $@ $(DEMO)
+
+# Torch's CUDA build, with wheels for x86-64 and 5 GB of libraries. The library itself is run in place.
+$(CUDA_STAMP): tests/fake_cuda/requirements.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || { echo "torch's CUDA build is for Linux on x86-64 here" >&2; exit 1; }
+	@$(PYTHON) -c 'import shutil, sys; sys.exit(shutil.disk_usage(".").free < 8e9)' || \
+	  { echo "the environment for fake-gpu takes 5 GB, and 8 GB of disk space are not free" >&2; exit 1; }
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile -r $<
+	touch $@

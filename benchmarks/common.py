@@ -154,7 +154,7 @@ class Report:
             "command": _command(self.name),
             "started": self._started.isoformat(timespec="seconds"),
             "seconds": round(time.perf_counter() - self._clock, 1),
-            "commit": _commit(),
+            "commit": commit(),
             "environment": self.environment,
             "options": _plain_options(self.options),
             "limits": self.limits,
@@ -193,10 +193,6 @@ def drive(
         work: what a process with ``--worker`` does in its place; ``in_process`` returns the dataclasses that it yields.
         on_disk: whether the disk of spill files is a part of the environment.
     """
-    if getattr(options, "device", "cpu") is None:
-        options.device = _accelerator(name)
-        if options.device is None:
-            return 2
     if work is not None and options.worker is not None:
         for found in work(options.worker, options):
             sys.stdout.write(json.dumps(found, default=_plain) + "\n")  # at once, as ranks share it
@@ -205,31 +201,27 @@ def drive(
     report = Report(name, options)
     if on_disk:
         report.environment["disk"] = disk(options.disk_path)
-    if str(getattr(options, "device", "cpu")).startswith("cuda"):
-        report.environment["device"] = torch.cuda.get_device_name(options.device)
     return report.finish(*measure(report, options))
 
 
 def in_process(
-    benchmark: str, worker: str, *arguments: str, launch: Sequence[str] = (), check: bool = True, **environment: str
+    benchmark: str, worker: str, *arguments: str, launch: Sequence[str] = (), **environment: str
 ) -> list[dict[str, Any]]:
     """What a process of a benchmark's own finds, with the C library's own settings whatever the environment says.
 
     Args:
         arguments: besides those of this process, and ``--worker``.
         launch: what Python is given ahead of the module.
-        check: whether to end where it fails; else what it had found by then is returned, and ``{"ended": status}``.
         environment: what is set all the same.
     """
     command = [sys.executable, *launch, "-m", f"benchmarks.{benchmark}", *sys.argv[1:], "--worker", worker, *arguments]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_ALLOCATION)}
     ended = subprocess.run(command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True)
-    if ended.returncode != 0 and check:
+    if ended.returncode != 0:
         raise SystemExit(f"benchmarks.{benchmark}: the run of {worker!r} failed\n{ended.stdout}{ended.stderr}")
     if ended.stderr.strip():
         print(ended.stderr.strip(), file=sys.stderr)
-    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    return found if ended.returncode == 0 else [*found, {"ended": ended.returncode}]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
 
 def turns(rounds: int, variants: Sequence[T]) -> Iterator[tuple[int, T, str]]:
@@ -320,15 +312,6 @@ def named(known: Collection[str], separator: str = ",") -> Callable[[str], list[
 speeds = listed(float, lambda speed: speed > 0)
 
 
-def _accelerator(benchmark: str) -> str | None:
-    """The accelerator's name, such as ``cuda:0``; ``None`` where there is none, which standard error is told."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        print(f"benchmarks.{benchmark}: torch finds no accelerator (its docstring has what tries it)", file=sys.stderr)
-        return None
-    return f"{accelerator.type}:{torch.accelerator.current_device_index()}"
-
-
 # -- the environment --------------------------------------------------------------------------------------------------
 
 
@@ -373,7 +356,7 @@ def _command(name: str) -> str:
     return " ".join(["python", "-m", f"benchmarks.{name}", *words])
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
     """The revision that was measured, and whether anything but results differed from it."""
 
     def git(*words: str) -> str:

@@ -126,6 +126,7 @@ PRIVATE_NAMES = {
         "torch._inductor.custom_graph_pass.CustomGraphPass",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
+        "torch._inductor.graph.GraphLowering.codegen",
         "torch._inductor.ir",
         "torch._inductor.virtualized.V",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
@@ -142,6 +143,9 @@ PRIVATE_NAMES = {
     ),
     "compiling takes longer: the values of graphs are computed anew": (
         "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
+    ),
+    "nobody is told that a graph with transfers has no CUDA graph": (
+        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
@@ -202,6 +206,8 @@ PATCHED = {
         "torch._inductor.config.custom_partitioner_fn",
     ),
     "for good, since other threads may be compiling; in graphs that move something": (
+        "torch._inductor.graph.GraphLowering.codegen",
+        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
         "torch._inductor.memory.get_freeable_input_buf",
@@ -1031,6 +1037,49 @@ def leave_out_of_peak(
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.get_freeable_input_buf = get_freeable_input_buf
+
+
+def leave_out_of_cuda_graphs(reason: str, is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
+    """Has Inductor compile graphs as without cudagraphs, whatever its options say; see :func:`refuse_cuda_graphs`.
+
+    Options are read once more where code is generated: with cudagraphs a graph is split there at each operator that
+    none may hold, and nodes are reordered for fewer parts.
+
+    Args:
+        reason: what ``refuse_cuda_graphs`` was given for those graphs.
+        is_ours: whether a graph, as Inductor has lowered it, is one of those.
+        tell: called when such a graph is compiled, or found in a cache, for which cudagraphs were asked for.
+    """
+    lowered: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    config = importlib.import_module("torch._inductor.config")
+    original = lowered.codegen
+
+    @functools.wraps(original)
+    def codegen(self: Any, *args: Any, **named: Any) -> Any:
+        if not (is_ours(self) and config.triton.cudagraphs):
+            return original(self, *args, **named)
+        with config.patch({"triton.cudagraphs": False}):
+            return original(self, *args, **named)
+
+    lowered.codegen = codegen
+
+    output: Any = importlib.import_module("torch._inductor.output_code")
+    log = getattr(output, "log_cudagraph_skip_and_bump_counter", None)
+    if log is None:
+        return  # what the table says
+
+    @functools.wraps(log)
+    def log_cudagraph_skip_and_bump_counter(message: str, *args: Any, **named: Any) -> Any:
+        if reason in message:
+            tell()
+        return log(message, *args, **named)
+
+    output.log_cudagraph_skip_and_bump_counter = log_cudagraph_skip_and_bump_counter
+
+
+def refuse_cuda_graphs(lowered: Any, reason: str) -> None:
+    """Has a graph that Inductor lowers, its backward, and what its caches keep of both, run without cudagraphs."""
+    lowered.disable_cudagraphs_reason = reason
 
 
 #: What Inductor recomputes the values of a graph with. It holds the graph, so nothing here holds either.

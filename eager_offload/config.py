@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
+from eager_offload.schedule import Windows
 
 MIB = 1 << 20
 #: Of this library.
@@ -146,13 +147,16 @@ class OffloadConfig:
     min_bytes: Size = 1 * MIB
     """A saved tensor smaller than this many bytes stays where it is."""
 
-    max_inflight_bytes: Size = 256 * MIB
+    max_inflight_bytes: Size = "auto"
     """Bytes on their way out whose source is still held. Bounds the extra device memory in forward. A single storage
-    that is larger travels alone."""
+    that is larger travels alone. ``"auto"`` is the largest of three: an 8th of what the last step could have moved, but
+    at most 256 MiB; a 64th of it; and 4 times the largest tensor in it that may move. It is at most a quarter of what
+    that step could have moved, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the largest
+    tensor saved so far. The stats say what is in force."""
 
-    prefetch_bytes: Size = 256 * MIB
+    prefetch_bytes: Size = "auto"
     """Bytes brought back before they are asked for. Bounds the extra device memory in backward. A single storage that
-    is larger comes back early alone; with 0 nothing does."""
+    is larger comes back early alone; with 0 nothing does. ``"auto"`` as for ``max_inflight_bytes``."""
 
     keep_last_bytes: Size = "auto"
     """The newest saved bytes, which stay resident because backward asks for them at once: a queue of that many bytes
@@ -165,9 +169,10 @@ class OffloadConfig:
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
-    """Most bytes held in host memory; ``"auto"`` is half of what this process could take when it is first needed, by
-    the limits of its control groups, its own and the machine's, divided by the ranks on the node. Whichever it is,
-    memory is only taken while enough is left for others."""
+    """Most bytes held in host memory. ``"auto"`` is half of what this process could take when it is first needed, by
+    the limits of its control groups, its own and the machine's, divided by the ranks on the node; once that is used up,
+    of what it could take then, if that is more. It takes memory only while enough is left for others. What is given in
+    bytes is taken whatever the machine says it has, with one warning where that is too little."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
@@ -220,8 +225,9 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
-        for field in ("min_bytes", "max_inflight_bytes", "prefetch_bytes"):
-            self._store(field, parse_size(getattr(self, field), field))
+        self._store("min_bytes", parse_size(self.min_bytes, "min_bytes"))
+        for field in ("max_inflight_bytes", "prefetch_bytes"):
+            self._store(field, _size_or_auto(getattr(self, field), field))
         if self.max_inflight_bytes == 0:
             raise _refuse("max_inflight_bytes", 0, "more than 0 bytes: with no window nothing could ever leave")
         for field in ("keep_last_bytes", "host_budget", "disk_budget"):
@@ -369,15 +375,30 @@ class OffloadConfig:
 
     # What the rest of the library reads: the same values, in one type each.
 
-    @property
-    def delay_bytes(self) -> int:
-        """``keep_last_bytes`` in bytes, with ``"auto"`` worked out."""
-        return cast(int, self.prefetch_bytes if self.keep_last_bytes == "auto" else self.keep_last_bytes)
+    def windows(self, device_bytes: Callable[[], int | None]) -> Windows:
+        """The windows of a device, or of a graph, before anything is known of its steps.
 
-    @property
-    def small_step_bytes(self) -> int:
-        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays."""
-        return self.delay_bytes * 5 // 4 if self.learns_what_stays else 0
+        Args:
+            device_bytes: memory of the device, as of ``auto_window``; asked where it counts.
+        """
+        inflight, prefetch = (
+            None if one == "auto" else cast(int, one) for one in (self.max_inflight_bytes, self.prefetch_bytes)
+        )
+        return Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
+
+    def newest_bytes(self, prefetch_bytes: int) -> int:
+        """``keep_last_bytes`` in bytes; ``prefetch_bytes``: what that window comes to where it is ``"auto"``."""
+        if self.keep_last_bytes != "auto":
+            return cast(int, self.keep_last_bytes)
+        return prefetch_bytes if self.prefetch_bytes == "auto" else cast(int, self.prefetch_bytes)
+
+    def small_step_bytes(self, prefetch_bytes: int) -> int:
+        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays.
+
+        Args:
+            prefetch_bytes: as for ``newest_bytes``.
+        """
+        return self.newest_bytes(prefetch_bytes) * 5 // 4 if self.learns_what_stays else 0
 
     @property
     def learns_what_stays(self) -> bool:

@@ -12,7 +12,7 @@ from eager_offload.eager import foreign
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import OffloadError
+from eager_offload.errors import OffloadError, warn
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.stats import Accounts
 
@@ -65,7 +65,7 @@ class EnteredContext:
             if not isinstance(thread.step, CapturedRun):  # which is no step yet, and may not ask the driver
                 offload._accounts.counters.begin()
                 offload._offloaders.release_idle()
-                CODECS.compile_due()
+                self._compile_codecs()
         active.entered(self)
         self._packed_before = thread.packed
         self._nodes_before = autograd_sequence()
@@ -111,6 +111,14 @@ class EnteredContext:
                     offload.warn_if_nothing_moved()
         if isinstance(error, RuntimeError) and _is_forbidden(error):
             raise _explained(error) from error
+
+    def _compile_codecs(self) -> None:
+        accounts = self.offload._accounts
+        for reason in CODECS.compile_due():
+            with accounts.lock:
+                is_first = accounts.counters.demote("uncompiled_codec")
+            if is_first:
+                warn(reason)
 
     def give_up(self) -> None:
         """Undoes what is still to be undone, if an error or an interrupt came before that."""

@@ -41,7 +41,8 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
     if not kept:
         return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
     reason = max(kept, key=lambda reason: kept[reason])
-    if reason == KeepReason.NEWEST and not config.delay_bytes:
+    newest = config.newest_bytes(stats.prefetch_bytes)
+    if reason == KeepReason.NEWEST and not newest:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
     if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
         return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"
@@ -58,7 +59,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
             f"{config.says_slowdown} has not found that they move in time: that takes some steps"
         )
     sentence = _REASONS[KeepReason(reason)].format(
-        min_bytes=size_text(config.size("min_bytes")), newest=size_text(config.delay_bytes)
+        min_bytes=size_text(config.size("min_bytes")), newest=size_text(newest)
     )
     share = "all" if len(kept) == 1 else size_text(kept[reason])
     return f"of the {size_text(sum(kept.values()))} that were saved, {share} {sentence}"

@@ -10,7 +10,8 @@ from eager_offload.config import OffloadConfig, OffloadFields, size_literal, var
 from eager_offload.errors import ConfigError
 
 #: The fields that a plan has been made for.
-_PLANNED = ("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "skip", "codec")
+_WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
+_PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "codec")
 
 
 def settings_of(
@@ -29,6 +30,9 @@ def settings_of(
     elif isinstance(config, Mapping):
         config = OffloadConfig.from_fields(config, plan.config)
     found = OffloadConfig.from_given(config, fields)
+    # A plan has worked out what the windows come to.
+    auto = {name: planned[name] for name in _WINDOWS if getattr(found, name) == "auto"}
+    found = OffloadConfig.from_fields(auto, found) if auto else found
     for name, value in planned.items():
         if (given := getattr(found, name)) != value:
             # A plan says itself what stays.

@@ -170,7 +170,8 @@ class OffloadStats:
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay), ``over_budget``
-    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th) and others."""
+    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th), ``uncompiled_codec``
+    (sizes of tensors for which a codec could not be compiled: torch's own operators round them) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
     followed_forwards: int = 0
@@ -188,6 +189,11 @@ class OffloadStats:
     ``keep_last_bytes`` are of the device that was used last."""
     device_memory_peak: int = 0
     """Most bytes of the device that were seen to be used, by whatever, where there is such a budget."""
+    max_inflight_bytes: int = 0
+    """The window in force, the field of that name or what ``"auto"`` came to; 0 where nothing was saved yet. This and
+    ``prefetch_bytes`` are of the device, or the compiled graph, that was used last."""
+    prefetch_bytes: int = 0
+    """The window of what comes back, likewise."""
     keep_last_bytes: int = 0
     """How many of the newest saved bytes it leaves room for, or ``policy="free"`` or ``max_slowdown`` lets stay."""
     slowdown: float = 0.0
@@ -256,7 +262,7 @@ class Counters:
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
         self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0
         self.without_offload_bytes_peak = self.live.without_offload
-        self.device_budget = self.keep_last_bytes = 0
+        self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
         self.out_seconds = self.in_seconds = self.slowdown = 0.0
         self.keeps_freed_memory = self.is_approximate = False

@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import fake_cuda
 from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
 from tests.processes import ROOT
@@ -84,7 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if (end := _end_of_machine_code) is not None:
         config.add_cleanup(lambda: end(config.stash.get(_all_passed, False)))
     draw_seed()  # before there are workers, which have to collect the same tests
-    if not hasattr(config, "workerinput") and "virtual" not in _BACKENDS:  # whose suites have a test each
+    # A table of seconds is for the suite itself: not for what a test of it starts, nor over the stand-in for CUDA.
+    if not (hasattr(config, "workerinput") or "virtual" in _BACKENDS or fake_cuda.LIBRARY in os.environ):
         config.pluginmanager.register(SecondsOfModules())
 
 
@@ -172,6 +174,23 @@ def disk() -> Iterator[DiskBackend]:
     with DiskBackend() as running:
         yield running
         running.assert_nothing_is_held()
+
+
+@pytest.fixture
+def offloads() -> Iterator[Callable[..., eo.Offload]]:
+    """Makes an ``Offload`` that moves everything that can move, unless told otherwise; all are closed at the end.
+
+    Where an accelerator is: the virtual device, or the stand-in for CUDA.
+    """
+    made: list[eo.Offload] = []
+
+    def make(**fields: Any) -> eo.Offload:
+        made.append(eo.Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields))
+        return made[-1]
+
+    yield make
+    for offload in made:
+        offload.close()
 
 
 @pytest.fixture

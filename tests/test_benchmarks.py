@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.common import Spread, table
 from tests.processes import ROOT, python
-from tests.virtual_device import build
 
 #: Limits that hold on any machine, whatever the size of the model.
 EXACT = re.compile("differ|other bits|same bits|plans that fit|over the (window|cap)|^[0-9]+k: step over floor")
 TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
 SMALL = f"{TINY} --heads 2 --batch 2"
-#: Those that need what this torch lacks.
-NO_GRAPHS = {} if hasattr(torch.accelerator, "Graph") else {"capture": "this torch captures nothing on such a device"}
 #: What each is run with to be short; ``--quick`` besides. Not ``compile_time``, which compiles for minutes.
 RUNS = [
-    "capture --virtual",
     f"codecs {TINY} --layers 2 --window 1MiB --speed-bytes 65536",
     "compiled_simulate --layers 2 --tokens 32k,128k --jitter 0",
     f"cpu_floor {SMALL} --ratios 0.5,2",
     f"cpu_train {SMALL} --variants 'none;none, huge pages;offload;offload, huge pages'",
     f"cpu_train {SMALL} --ranks 2",
-    "gpu_frameworks --device cpu --variants 'Accelerate;Accelerate, ours'",
-    "gpu_frameworks --device cpu --variants 'Lightning;Lightning, ours'",
-    "gpu_frameworks --device cpu --variants 'Transformers;Transformers, ours'",
-    "gpu_train --device cpu --variants 'none;ours'",
     "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB --alive 2000",
     "planning --layers 2 --parts training,ways,free",
     "planning --layers 2 --window 128KiB --parts cost",
@@ -48,8 +37,6 @@ RUNS = [
 @pytest.mark.parametrize("line", RUNS)
 def test_a_benchmark_measures_what_it_says(line: str, tmp_path: Path) -> None:
     name, *arguments = shlex.split(line)
-    if "virtual" in line and (reason := build.reason_not_to_build() or NO_GRAPHS.get(name)):
-        pytest.skip(reason)
     output = tmp_path / "result.json"
     ended = python("-m", f"benchmarks.{name}", "--quick", "--check", "--output", output, *arguments)
     assert output.exists(), ended.stdout[-3000:] + ended.stderr[-3000:]
@@ -62,19 +49,6 @@ def test_a_benchmark_measures_what_it_says(line: str, tmp_path: Path) -> None:
     assert ended.returncode == int(not all(limit["met"] for limit in content["limits"]))
     assert str(ROOT) not in text, "a result names no path of this machine"
     assert str(tmp_path) not in text
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator on this machine")
-@pytest.mark.parametrize("name", ["gpu_train", "gpu_frameworks", "capture"])
-def test_without_an_accelerator_it_ends_with_one_line(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [name])
-    assert importlib.import_module(f"benchmarks.{name}").main() == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"benchmarks.{name}: torch finds no accelerator")
-    assert said.err.count("\n") == 1
 
 
 def test_a_table_has_a_column_for_each_key() -> None:

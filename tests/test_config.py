@@ -23,13 +23,20 @@ from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save
 
 MIB = 1 << 20
-SIZES = ["min_bytes", "max_inflight_bytes", "prefetch_bytes"]
-SIZES_OR_AUTO = ["keep_last_bytes", "host_budget", "disk_budget", "device_budget"]
+SIZES = ["min_bytes"]
+SIZES_OR_AUTO = [
+    "max_inflight_bytes",
+    "prefetch_bytes",
+    "keep_last_bytes",
+    "host_budget",
+    "disk_budget",
+    "device_budget",
+]
 DEFAULTS = {
     "tier": "auto",
     "min_bytes": MIB,
-    "max_inflight_bytes": 256 * MIB,
-    "prefetch_bytes": 256 * MIB,
+    "max_inflight_bytes": "auto",
+    "prefetch_bytes": "auto",
     "keep_last_bytes": "auto",
     "pin_memory": "auto",
     "host_budget": "auto",
@@ -70,9 +77,9 @@ def test_a_config_does_not_change_and_equal_ones_are_equal() -> None:
 
 
 def test_keeping_the_last_bytes_starts_at_the_prefetch_bytes() -> None:
-    assert eo.OffloadConfig(prefetch_bytes="3MiB").delay_bytes == 3 * MIB
-    assert eo.OffloadConfig(prefetch_bytes="3MiB", keep_last_bytes="1MiB").delay_bytes == MIB
-    assert eo.OffloadConfig(prefetch_bytes="3MiB", keep_last_bytes=0).delay_bytes == 0
+    assert eo.OffloadConfig().newest_bytes(3 * MIB) == 3 * MIB
+    assert eo.OffloadConfig(keep_last_bytes="1MiB").newest_bytes(3 * MIB) == MIB
+    assert eo.OffloadConfig(keep_last_bytes=0).newest_bytes(3 * MIB) == 0
 
 
 # -- sizes ----------------------------------------------------------------------------------------------------------
@@ -209,7 +216,7 @@ def test_a_host_tier_with_a_disk_path_is_an_impossible_pair() -> None:
 
 def test_a_device_budget_says_what_stays_and_what_moves_by_itself() -> None:
     assert not eo.OffloadConfig(device_budget="20GiB").learns_what_stays
-    assert eo.OffloadConfig(device_budget="20GiB").small_step_bytes == 0
+    assert eo.OffloadConfig(device_budget="20GiB").small_step_bytes(3 * MIB) == 0
     with pytest.raises(eo.ConfigError, match="keep_last_bytes=0 does not go with device_budget"):
         eo.OffloadConfig(device_budget="20GiB", keep_last_bytes=0)
     plan = eo.StepPlan((Save(Fate.KEEP, KeepReason.SMALL, 1, 1),))

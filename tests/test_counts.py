@@ -276,6 +276,8 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
             device_bytes_peak=ALL,
             without_offload_bytes_peak=ALL,
             disk_bytes_peak=stats.disk_bytes_peak,
+            max_inflight_bytes=stats.max_inflight_bytes,
+            prefetch_bytes=stats.prefetch_bytes,
             keeps_freed_memory=stats.keeps_freed_memory,
         )
         assert stats == held, "the peaks start at what is held now"

@@ -78,7 +78,9 @@ def no_marks() -> Iterator[None]:
 
 @pytest.mark.parametrize(("step_plans", "most"), [(True, 80), (False, 135)], ids=["followed", "decided anew"])
 def test_an_offloaded_tensor_takes_so_many_calls_of_functions(step_plans: bool, most: int, no_marks: None) -> None:
-    with closing(eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=step_plans)) as offload:
+    # Of no other size: what waits behind the gate has to fit.
+    windows = {"max_inflight_bytes": 2 * SAVES * NBYTES, "prefetch_bytes": 2 * SAVES * NBYTES}
+    with closing(eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=step_plans, **windows)) as offload:
         for _ in range(3):
             calls(offload)
         found = calls(offload)

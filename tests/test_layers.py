@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
     "codecs": {"errors"},
-    "config": {"codecs", "errors"},
+    "config": {"codecs", "errors", "schedule"},
     "machine": {"config", "errors"},
     "malloc": {"config"},
     "tiers": {"config", "errors"},
@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "runtime"),
-        *("selection", "solver", "stats", "tiers"),
+        *("schedule", "selection", "solver", "stats", "tiers"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {

@@ -89,7 +89,10 @@ def test_a_forward_that_is_cut_short_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("counted", "sentence"),
     [
-        *(({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}}, "of the 3.0 MiB that were") for reason in KeepReason),
+        *(
+            ({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}, "prefetch_bytes": 1}, "of the 3.0 MiB that were")
+            for reason in KeepReason
+        ),
         ({"saved_tensors": 9, "kept_bytes": {"parameter": 9 << 20, "small": 7}}, "smaller than min_bytes"),
         ({"saved_tensors": 9, "kept_bytes": {"alive": 8 << 20, "small": 7}}, "8.0 MiB are of tensors that something"),
         ({"saved_tensors": 2}, "the 2 tensors that were saved have no bytes"),

@@ -11,7 +11,16 @@ from eager_offload.config import VERSION
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
-    *("_torch.py", "config.py", "machine.py", "marks.py", "runtime/base.py", "selection.py", "tiers/memory.py"),
+    *(
+        "_torch.py",
+        "config.py",
+        "machine.py",
+        "marks.py",
+        "runtime/base.py",
+        "schedule.py",
+        "selection.py",
+        "tiers/memory.py",
+    ),
     *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
     *(f"plan/{name}.py" for name in ("predict", "program", "recompute", "solve")),
 )

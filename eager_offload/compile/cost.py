@@ -26,8 +26,10 @@ from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
 from eager_offload.machine import Machine
+from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.disk import Bandwidth, DiskTier
+from eager_offload.tiers.limits import host_capacity
 
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
@@ -233,6 +235,15 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
             return offloader.runtime.bandwidth(device, direction)
     except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
         return _UNKNOWN_BANDWIDTH
+
+
+@cache
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that ``device`` has; ``None`` where that is not known."""
+    if device.type == "cpu":
+        return host_capacity()
+    here = torch.accelerator.current_accelerator()
+    return accelerator_runtime().total_memory(device) if here is not None and here.type == device.type else None
 
 
 @cache

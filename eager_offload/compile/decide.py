@@ -25,12 +25,12 @@ from eager_offload._torch import hint
 from eager_offload.compile.aim import Aim
 from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, machine_of, traffic_of
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
-from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine
 from eager_offload.plan.predict import Prediction, Problem
 from eager_offload.plan.program import Op, Program, Storage, living
 from eager_offload.plan.solve import Solution, Solver
 from eager_offload.runtime.base import Direction
+from eager_offload.schedule import Windows
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class _Life:
 
 
 def problem_of(
-    step: Step, movable: Mapping[object, Movable], config: OffloadConfig, machine: Machine
+    step: Step, movable: Mapping[object, Movable], windows: Windows, machine: Machine
 ) -> tuple[Problem, list[object]]:
     """The step as numbers.
 
     Args:
         movable: by their names, the storages that may leave.
-        config: its two windows.
+        windows: those in force.
         machine: how long operators and transfers take.
 
     Returns:
@@ -186,8 +186,8 @@ def problem_of(
         program.seconds(replace(machine, launch_seconds=0.0)),
         machine.out,
         machine.back,
-        config.size("max_inflight_bytes"),
-        config.size("prefetch_bytes"),
+        windows.inflight,
+        windows.prefetch,
         ordered=True,
     )
     return problem, names

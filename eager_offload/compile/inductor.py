@@ -36,7 +36,6 @@ from eager_offload.compile.order import (
     sink_waits_in_place,
 )
 from eager_offload.compile.regions import keep_operands, name_results
-from eager_offload.config import OffloadConfig
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
@@ -73,6 +72,9 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> object:
+        from eager_offload.compile.lowering import install_lowerings
+
+        install_lowerings()  # what the compiler finds by it in a cache may have to be warned of
         theirs = None
         if self.inner is not None:
             theirs = self.inner.uuid()
@@ -126,13 +128,12 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
     def _place(self, graph: Graph) -> None:
         reloads = graph.find_nodes(op="call_function", target=ops.reload)
         offloads = graph.find_nodes(op="call_function", target=ops.offload)
-        text = [*offloads, *reloads][0].kwargs.get("config", "")
-        config = OffloadConfig.from_text(text)
         if reloads:
-            device = reloads[0].args[1]
-            bandwidth = bandwidth_of(device, Direction.IN, text)
-            prefetch_in_place(graph, config.size("prefetch_bytes"), bandwidth, roofline(machine_of(device)))
-        sink_waits_in_place(graph, config.size("max_inflight_bytes"))
+            first, device = reloads[0].kwargs, reloads[0].args[1]
+            bandwidth = bandwidth_of(device, Direction.IN, first.get("config", ""))
+            prefetch_in_place(graph, first.get("window", 0), bandwidth, roofline(machine_of(device)))
+        if offloads:
+            sink_waits_in_place(graph, offloads[0].kwargs.get("window", 0))
         between_kernels_in_place(graph)
 
     def _inner_passes(self) -> list[Any]:

@@ -90,7 +90,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
     became: dict[Node, list[Node]] = {}
     text = config.to_text()
     for number, group in enumerate(choice.groups):
-        host = insert_offload(forward, group, text, None if number else region_of(choice))
+        host = insert_offload(forward, group, text, choice.windows.inflight, None if number else region_of(choice))
         became.update((member, []) for member in group.members)
         first = group.members[0]
         became[first].append(host)
@@ -99,7 +99,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
         uses = () if group.codec is None else (first_use(inputs[one.name], order) for one in group.members)
         begin = min(filter(None, uses), key=order.__getitem__, default=top)
         with backward.inserting_before(begin):
-            reload = insert_reload(backward, group, arrived, text)
+            reload = insert_reload(backward, group, arrived, text, choice.windows.prefetch)
         for member in group.members:
             geometry, value = None, cast(Tensor, member.meta["val"])
             if not same_geometry(value, group.base.meta["val"]):
@@ -141,7 +141,7 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
     """
     order = positions(graph)
     for node in list(graph.nodes):
-        if node.target not in (ops.offload, ops.reload) or not node.kwargs.get("wait", True):
+        if node.target not in (ops.offload, ops.reload) or not node.kwargs.get("wait", True) or is_report(node):
             continue
         node.kwargs = {**node.kwargs, "wait": False}
         user = first_use(node, order) if node.target is ops.reload else None
@@ -163,11 +163,11 @@ class Geometry(NamedTuple):
     strides: Sequence[int | Node]
 
 
-def insert_offload(graph: Graph, group: Group, text: str, region: str | None) -> Node:
-    """The host tensor of ``group``, right behind what it is made of."""
+def insert_offload(graph: Graph, group: Group, text: str, window: int, region: str | None) -> Node:
+    """The host tensor of ``group``, right behind what it is made of; ``window``: see ``order.sink_waits_in_place``."""
     base = group.base
     value: Tensor = base.meta["val"]
-    arguments: dict[str, Argument] = {"config": text}
+    arguments: dict[str, Argument] = {"config": text, "window": window}
     if region is not None:
         arguments["region"] = region  # what stays is told once for each graph
     if group.codec is not None:
@@ -186,10 +186,10 @@ def insert_offload(graph: Graph, group: Group, text: str, region: str | None) ->
     return host
 
 
-def insert_reload(graph: Graph, group: Group, host: Node, text: str) -> Node:
-    """``group`` on its device again, at the present insertion point."""
+def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int) -> Node:
+    """``group`` on its device again, at the present insertion point; ``window``: see ``order.prefetch_in_place``."""
     value: Tensor = group.base.meta["val"]
-    reload = graph.call_function(ops.reload, (host, value.device), {"config": text})
+    reload = graph.call_function(ops.reload, (host, value.device), {"config": text, "window": window})
     reload.meta = {"val": value}
     if group.codec is None:
         return reload
@@ -234,6 +234,7 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
     """``choice`` about another graph."""
     return Choice(
         tuple(replace(one, base=became(one.base), members=tuple(map(became, one.members))) for one in choice.groups),
+        choice.windows,
         {became(node): reason for node, reason in choice.kept.items()},
         choice.prediction,
     )
@@ -261,6 +262,12 @@ def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
         settings: dict[str, Argument] = {"config": config.to_text(), "region": region_of(choice)}
         host = graph.call_function(ops.offload, (source,), settings)
     source.meta["val"] = host.meta["val"] = empty
+
+
+def is_report(node: Node) -> bool:
+    """Whether an offload moves nothing, as that of :func:`insert_report`."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and is_static(value) and value.numel() == 0
 
 
 def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: Node) -> Node:

@@ -119,10 +119,10 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
     for number, group in enumerate(choice.groups):
         users = {member: [user for user in member.users if order.get(user, -1) >= begin] for member in group.members}
         geometries = {member: _geometry_before(graph, group, member) for member in group.members}
-        host = insert_offload(graph, group, text, None if number else region_of(choice))
+        host = insert_offload(graph, group, text, choice.windows.inflight, None if number else region_of(choice))
         first = min((user for some in users.values() for user in some), key=order.__getitem__)
         with graph.inserting_before(first):
-            reload = insert_reload(graph, group, host, text)
+            reload = insert_reload(graph, group, host, text, choice.windows.prefetch)
             again = {
                 member: reload if geometry is None else view_over(graph, reload, group, member.meta["val"], geometry)
                 for member, geometry in geometries.items()

@@ -19,10 +19,18 @@ Inductor estimates the peak of a graph, orders kernels by it, and keeps a buffer
 allows. The host tensors that a forward returns, or a backward is given, would be most of such a peak, so that every
 buffer of a layer would stay for the next layer: the sum of what each part of a layer needs, in place of the most that
 one does. But they take no memory of the device, and where they stand for a disk none of the host.
+
+[Note: no CUDA graph around transfers]
+A CUDA graph replays kernels and nothing that the host does, so Inductor would split a graph at each transfer and make
+a CUDA graph of each part. There would be as many as there are transfers, they own what they hand over until the step
+after, and what an operator returns as a tuple cannot be handed over at all: in 2.11 the next forward raises. So a graph
+that moves anything is compiled as without cudagraphs. Its backward follows, and what is found in a cache: both go by the
+reason that Inductor keeps with what it has compiled.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -34,15 +42,22 @@ from eager_offload._torch import (
     V,
     channels_last_strides,
     inductor_ir,
+    leave_out_of_cuda_graphs,
     leave_out_of_peak,
     make_fallback,
     order_recomputed_kernels,
+    refuse_cuda_graphs,
     remember_updaters,
 )
 from eager_offload.compile import ops
-from eager_offload.compile.insert import EXACT
+from eager_offload.compile.insert import EXACT, is_report
+from eager_offload.errors import warn
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: Inductor keeps it with what it has compiled, and logs it.
+_NO_CUDA_GRAPH = "eager_offload moving saved tensors in this graph, which no replay would do"
+_warned_of_cuda_graphs = threading.Event()
 
 
 @cache
@@ -53,21 +68,47 @@ def install_lowerings() -> None:
     order_recomputed_kernels(_is_ours)  # or a reload might be read before it is waited for
     remember_updaters()
     leave_out_of_peak(_is_host_tensor, _host_tensor_read, _is_ours)
+    leave_out_of_cuda_graphs(_NO_CUDA_GRAPH, _moving.__contains__, _warn_of_cuda_graphs)
 
 
 #: The graphs that Inductor has, or is about to have, kernels of in which one of the operations is.
 _with_transfers: WeakSet[Any] = WeakSet()
+#: Those of them that move anything: a graph in which nothing moves calls an operation too, to have that counted.
+_moving: WeakSet[Any] = WeakSet()
 
 
 def _is_ours() -> bool:
-    """Whether the graph that is being compiled moves anything."""
+    """Whether the graph that is being compiled has one of the operations in it."""
     return V.graph in _with_transfers
+
+
+def _note_transfer() -> None:
+    """The graph that is being lowered moves something; see [Note: no CUDA graph around transfers]."""
+    _with_transfers.add(V.graph)
+    _moving.add(V.graph)
+    refuse_cuda_graphs(V.graph, _NO_CUDA_GRAPH)
+
+
+def _warn_of_cuda_graphs() -> None:
+    """Warns once that cudagraphs were asked for, for a graph that has transfers."""
+    if _warned_of_cuda_graphs.is_set():
+        return
+    _warned_of_cuda_graphs.set()
+    warn(
+        'a compiled graph in which saved tensors move runs without CUDA graphs, although mode="reduce-overhead" or '
+        "triton.cudagraphs asks for them: a replay repeats kernels, and not what the host does for a transfer. Graphs "
+        "without transfers keep them. To replay a step with its transfers, capture all of it: "
+        "eager_offload.graphs.capture_step"
+    )
 
 
 def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
     """See [Note: the strides of a host tensor]."""
-    _with_transfers.add(V.graph)
     value = node.meta.get("val")
+    if is_report(node):
+        _with_transfers.add(V.graph)
+    else:
+        _note_transfer()
     if isinstance(source, inductor_ir.TensorBox) and isinstance(value, Tensor):
         source.realize()  # or each reader that needs it in memory would compute it again
         prefers = V.graph.nodes_prefer_channels_last
@@ -89,7 +130,7 @@ def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Argu
 
 
 def _as_it_is(node: Node, /, *arguments: Any, **named: Any) -> Arguments:
-    _with_transfers.add(V.graph)
+    _note_transfer()
     return arguments, named
 
 

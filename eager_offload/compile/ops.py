@@ -18,7 +18,8 @@ transfer and with its source as ``keepalive``.
 calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
 keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
 stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` is what has made ``source`` of so many
-``coded_bytes`` bytes.
+``coded_bytes`` bytes. ``window`` is what the graph's transfers that way keep to, in bytes: for the pass that orders
+them, and for the stats.
 
 ``draw_seed`` returns another seed for stochastic rounding, each time that it runs: ``int64``, of one element, from a
 generator of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two
@@ -56,11 +57,12 @@ _library = library("eager_offload", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _library.define(
     'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="", '
-    "int coded_bytes=0) -> Tensor",
+    "int coded_bytes=0, int window=0) -> Tensor",
     tags=_TAGS,
 )
 _library.define(
-    'reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None) -> Tensor', tags=_TAGS
+    'reload(Tensor host, Device device, *, str config="", bool wait=True, Tensor? after=None, int window=0) -> Tensor',
+    tags=_TAGS,
 )
 _library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()", tags=_TAGS)
 # A CUDA graph would replay one seed for ever.
@@ -88,6 +90,7 @@ def _offload(
     region: str | None = None,
     codec: str = "",
     coded_bytes: int = 0,
+    window: int = 0,
 ) -> Tensor:
     if source.layout is not torch.strided:
         raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
@@ -96,6 +99,7 @@ def _offload(
             active.serving(config).count_kept(region)
         return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
     offloader = active.serving(config).offloader_of(source.device)
+    offloader.accounts.counters.max_inflight_bytes = window
     return host_tensors.offload(
         offloader,
         host_tensors.resolved(source),
@@ -106,11 +110,18 @@ def _offload(
 
 
 def _reload(
-    host: Tensor, device: torch.device, *, config: str = "", wait: bool = True, after: Tensor | None = None
+    host: Tensor,
+    device: torch.device,
+    *,
+    config: str = "",
+    wait: bool = True,
+    after: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     stands_for = host_tensors.bytes_of(host)
     if stands_for is None:
         return host_tensors.reload_copy(host, device)
+    stands_for.offloader.accounts.counters.prefetch_bytes = window
     return host_tensors.reload(stands_for, host, wait=wait)
 
 

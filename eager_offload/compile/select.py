@@ -17,7 +17,7 @@ from eager_offload.codecs import Codec, CodecPolicy, Gather
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
 from eager_offload.compile.consumers import Consumers, may_be_rounded
-from eager_offload.compile.cost import returns_views
+from eager_offload.compile.cost import memory_of, returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     counted_from_the_beginning,
@@ -38,6 +38,7 @@ from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_o
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
+from eager_offload.schedule import Windows
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
 
@@ -81,6 +82,8 @@ class Choice:
     """What moves, and what stays."""
 
     groups: tuple[Group, ...]
+    windows: Windows = field(compare=False)
+    """That the transfers keep to."""
     kept: dict[Node, KeepReason] = field(default_factory=dict)
     prediction: Prediction | None = None
     """What comes of it by the solver's numbers, where that has decided."""
@@ -134,7 +137,7 @@ def choose(
         forward: its outputs are ``num_outputs`` of the user's (mutated inputs among them), then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        config: ``min_bytes`` and ``keep_last_bytes``; ``device_budget``, ``policy`` and ``max_slowdown``.
+        config: ``min_bytes``, ``keep_last_bytes`` and the windows; ``device_budget``, ``policy`` and ``max_slowdown``.
         aim: what the decision is made for, if ``config`` does not say it.
         whole: whether the two graphs are a whole step. Of a part everything moves that may where there is a budget.
 
@@ -186,7 +189,7 @@ def saved_of(
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
     """All that ``forward`` saves behind its ``num_outputs`` of the user's stays, because a pass failed."""
     saved = (node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node))
-    return Choice((), {node: KeepReason.FAILED for node in saved if tensor_of(node) is not None})
+    return Choice((), Windows(1, 1), {node: KeepReason.FAILED for node in saved if tensor_of(node) is not None})
 
 
 def choose_among(
@@ -254,16 +257,24 @@ def choose_among(
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
     aim = aim_of(config.to_text()) if aim is None else aim
-    found = None
+    windows, found = _windows([*firm, *free], config), None
     if aim is None:
-        staying = _newest(free, config.delay_bytes)
+        staying = _newest(free, config.newest_bytes(windows.prefetch))
     else:
-        found = _decided(step, movable, config, aim, whole=whole)
+        found = _decided(step, movable, config, windows, aim, whole=whole)
         staying = [] if found is None else [one for one in free if storage_of(one.base) in found.stay]
     kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
     moving_groups = (*firm, *(group for group in free if group not in staying))
     ordered = tuple(sorted(moving_groups, key=first.__getitem__))
-    return Choice(ordered, kept, None if found is None else found.prediction)
+    return Choice(ordered, windows, kept, None if found is None else found.prediction)
+
+
+def _windows(groups: Sequence[Group], config: OffloadConfig) -> Windows:
+    """The windows of a graph of which ``groups`` may move: ``"auto"`` is of its own bytes."""
+    sizes = [group.nbytes for group in groups]
+    windows = config.windows(lambda: memory_of(groups[0].base.meta["val"].device) if groups else None)
+    windows.begin(sum(sizes), max(sizes, default=0))
+    return windows
 
 
 def _newest(groups: Iterable[Group], room: int) -> list[Group]:
@@ -279,14 +290,20 @@ def _newest(groups: Iterable[Group], room: int) -> list[Group]:
 
 
 def _decided(
-    step: Callable[[], Step], movable: Mapping[object, Movable], config: OffloadConfig, aim: Aim, *, whole: bool
+    step: Callable[[], Step],
+    movable: Mapping[object, Movable],
+    config: OffloadConfig,
+    windows: Windows,
+    aim: Aim,
+    *,
+    whole: bool,
 ) -> Decided | None:
     """The solver's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
     if not movable or (aim.budget is None and aim.slowdown is None) or not (whole or aim.budget is None):
         return None
     device = next(iter(movable.values())).bases[0].meta["val"].device
     machine = machine_here(device, config.to_text()) if aim.machine is None else aim.machine
-    problem, names = problem_of(step(), movable, config, machine)
+    problem, names = problem_of(step(), movable, windows, machine)
     return decided(problem, names, aim)
 
 

@@ -357,6 +357,10 @@ class Run:
             followed.root = weakref.ref(root_of(tensor))
         counters, record = offloader.accounts.counters, self.record
         followed.save(counters, save.nbytes, _NEWEST, save.storage_nbytes, save.autograd_bytes)
+        queue = self.queue
+        queue.movable += save.storage_nbytes
+        if save.storage_nbytes > queue.largest:
+            queue.largest = save.storage_nbytes
         record.unsettled[number] = save.autograd_bytes
         record.waiting.add(number)
         record.waiting_bytes += save.storage_nbytes

@@ -328,7 +328,7 @@ class Hooks:
         if isinstance(saves, SavedTensors) and given is not None:
             self.given, self._taken = None, given
             with self._accounts.lock:
-                saves.plans.give(given, self.computed)
+                saves.give(given, self.computed)
 
     def followed(self, device: torch.device | None) -> StepPlan | None:
         """The plan that was followed last on ``device``, or where that is ``None`` on any."""

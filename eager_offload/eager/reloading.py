@@ -23,11 +23,11 @@ from eager_offload.step_recorder import StepRecorder
 class Reloading:
     """The saved storages of one device, on their way back."""
 
-    def __init__(self, offloading: Offloading, prefetch_bytes: int, plans: StepPlans) -> None:
+    def __init__(self, offloading: Offloading, plans: StepPlans) -> None:
         self._plans = plans
-        self.order = PrefetchOrder(prefetch_bytes)
         self._offloading = offloading
         self._offloader = offloading.offloader
+        self.order = PrefetchOrder(self._offloader.windows.prefetch)
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eager_offload._torch import asking_node, profiled, profiler_is_on, storage_key, version_of, weak_storage
 from eager_offload.codecs.seeds import SEEDS
+from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import MIB, OffloadConfig
 from eager_offload.eager.coding import Coding, coding_of, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
@@ -43,6 +44,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
+from eager_offload.step_plan import StepPlan
 from eager_offload.step_recorder import StepRecorder
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
@@ -70,22 +72,27 @@ class SavedTensors:
         self._rounds = self._policy.rounds  # each unpack asks
         self._packs = self._rounds or self._policy.lossless
         self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
-        budget, keep = config.device_budget, config.delay_bytes
+        self._config, self._windows = config, offloader.windows
+        #: The most of the newest bytes that stay where neither a budget nor a limit of the slowdown says it.
+        self._queue_bytes = keep = config.newest_bytes(self._windows.prefetch)
+        budget = config.device_budget
         #: What bounds the device; ``None`` for nothing.
         self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
         offloader.idle_slots.append(self.plans)
-        self._reloading = Reloading(self._offloading, config.size("prefetch_bytes"), self.plans)
+        self._reloading = Reloading(self._offloading, self.plans)
         self.order = self._reloading.order
-        self._learned = LearnedForwards(config.small_step_bytes)
-        self._queue_bytes = config.delay_bytes
+        self._learned = LearnedForwards()
         #: Kinds of saves that were rounded for one consumer and asked for by another.
         self._exact_kinds: set[SaveKind] = set()
         self._queues: Living[ResidentQueue] = Living()
+        #: Whether an automatic window says how many of the newest bytes stay.
+        self._window_says_what_stays = config.learns_what_stays and config.prefetch_bytes == "auto"
         #: Whether what was learnt to leave does so at once.
         self._leaves_early = config.learns_what_stays or limit is not None
+        self._use_windows()
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
         self._forwards: set[ForwardRecord] = set()
@@ -114,18 +121,27 @@ class SavedTensors:
             record = ForwardRecord(forward, self.offloader.on_death)
             record.log, record.saves = forward.log, self._weak
             forward.recorder = record.recorder = recorder
+            if recorder is not None and self._window_says_what_stays and not self._windows.is_known:
+                recorder.is_early = True  # the next one of its kind keeps less
             self._forwards.add(record)
             if self.exposure is not None:
                 self.exposure.note_forward()
             return forward
 
     def begin_forward(self, queue: ResidentQueue) -> None:
-        """A forward begins on the thread of ``queue``: what was learnt says how many bytes stay in it."""
+        """A forward begins on the thread of ``queue``: what was learnt says how much stays in it, and is on its way."""
         offloader, budget, exposure, message = self.offloader, self.budget, self.exposure, ""
         self.plans.enter()
-        if (budget is None and exposure is None) or offloader.is_crashed or offloader.is_capturing():
+        learns = budget is not None or exposure is not None
+        if not (learns or self._windows.is_auto) or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.crashing():
+            if self._windows.begin(queue.movable, queue.largest):
+                self._use_windows()
+            queue.movable = queue.largest = 0
+            self._tell_windows()
+            if not learns:
+                return
             offloader.poll()
             before = self.keep
             if budget is not None:
@@ -142,16 +158,31 @@ class SavedTensors:
         if message:  # the user may turn it into an error
             self.offloader.warn(message)
 
+    def _use_windows(self) -> None:
+        """The windows are others than before. The lock is held."""
+        prefetch = self.order.limit = self._windows.prefetch
+        self._queue_bytes = self._config.newest_bytes(prefetch)
+        self._learned.room = self._config.small_step_bytes(prefetch)
+        for queue in self._queues:
+            queue.limit = self.keep
+        self._tell_windows()
+
+    def _tell_windows(self) -> None:
+        counters, windows = self._accounts.counters, self._windows
+        counters.max_inflight_bytes, counters.prefetch_bytes = windows.inflight, windows.prefetch
+
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
         return sum(queue.nbytes for queue in self._queues) + sum(run.waiting_bytes for run in self.plans.runs)
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
-        if not self.offloader.is_capturing():
-            CODECS.compile_due()
+        failures = [] if self.offloader.is_capturing() else CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
+            told = [reason for reason in failures if self._accounts.counters.demote("uncompiled_codec")]
+        for reason in told:
+            self.offloader.warn(reason)
         self.begin_forward(queue)
 
     def storages(self) -> list[SavedStorage]:
@@ -304,6 +335,12 @@ class SavedTensors:
                 forward.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
             forward.taken(number)
+        if first == number:
+            queue.movable += area.nbytes
+            if area.nbytes > queue.largest:
+                queue.largest = area.nbytes
+                if not self._windows.is_known and self._windows.grow(area.nbytes):
+                    self._use_windows()
         if (learned := forward.learned) is None:
             queue.await_nothing()
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
@@ -317,7 +354,7 @@ class SavedTensors:
         offloader.records.add(record)
         view = self._view(saved, tensor, forward, number)
         last_save = None if learned is None else learned.last_saves.get(number)
-        if last_save is not None and queue.awaiting_bytes + area.nbytes > offloader.max_inflight_bytes:
+        if last_save is not None and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
@@ -555,6 +592,13 @@ class SavedTensors:
             self.plans.learn(recording, self._exact_kinds)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
+
+    def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
+        """Takes in a plan that the user has; arguments as for ``StepPlans.give``. The lock is held."""
+        self.plans.give(plan, computed)
+        sizes = [save.storage_nbytes for number, save in enumerate(plan.saves) if save.owner == number]
+        if self._windows.begin(sum(sizes), max(sizes, default=0)):
+            self._use_windows()
 
     def begin_run(
         self,

@@ -13,9 +13,11 @@ the runtime holds them.
 [Note: copies that are held back]
 A copy that a stream of an accelerator has been given cannot be taken back. Given all that the window allows, a slow
 link would hold sources that backward has long done with, and the device's peak would rise above that without offload.
-So a stream is given one copy at a time, or as much as it carries while the host turns to it (``_AHEAD_SECONDS``), if
-that is little of what the device would hold anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an
-event that is recorded at once; they are cancelled when backward asks for their bytes.
+So a stream has two copies at a time (``_ALWAYS``): the one that runs, and one that begins when that is over, since the
+host turns to it only with the next save, and the link would be idle until then. It has more, as much as it carries in
+the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold anyway (``_AHEAD_PART``). The others
+wait in the offloader, ordered by an event that is recorded at once; they are cancelled when backward asks for their
+bytes.
 
 [Note: an interrupt is a crash of the offloader]
 A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
@@ -41,7 +43,7 @@ from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
-from eager_offload.schedule import Rate
+from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, Counters
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
 from eager_offload.tiers.forking import tell_after_fork
@@ -52,10 +54,12 @@ _NO_THREAD = (
 )
 
 
-#: For how long a stream is given copies; seconds. Longer than the host takes to notice that one is over.
+#: How many copies a stream is given, however large they are.
+_ALWAYS = 2
+#: For how long a stream is given more; seconds.
 _AHEAD_SECONDS = 1e-3
-#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more than one copy. It
-#: is by so much, and one copy, that the device's peak may rise above that.
+#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more. It is by so much,
+#: or by the copies that it always has, that the device's peak may rise above that.
 _AHEAD_PART = 1 / 32
 
 #: What has travelled is of no use: its source stays, as after a failed write.
@@ -123,7 +127,7 @@ class DeviceOffloader:
         tiers: Sequence[Tier],
         accounts: Accounts,
         *,
-        max_inflight_bytes: int,
+        windows: Windows,
     ) -> None:
         self.device = device
         self.runtime = runtime
@@ -135,7 +139,8 @@ class DeviceOffloader:
         self.can_capture = runtime.can_capture
         #: That of the accounts.
         self.lock = accounts.lock
-        self.max_inflight_bytes = max_inflight_bytes
+        #: How much may be on its way, each way.
+        self.windows = windows
         #: Bytes on their way out.
         self.inflight_bytes = 0
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
@@ -227,7 +232,7 @@ class DeviceOffloader:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
-        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.max_inflight_bytes
+        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.windows.inflight
 
     def room(self, nbytes: int, *, grows: bool = True) -> Slot | None:
         """Room in the first tier that has it; ``None`` where none has.
@@ -265,6 +270,8 @@ class DeviceOffloader:
             slot = tier.reserve(nbytes)
             if slot is None and release_idle_slots():
                 slot = tier.reserve(nbytes)
+        if message := tier.warning():
+            self.warn(message)
         return slot
 
     def _demote(self, what: str) -> bool:
@@ -398,7 +405,7 @@ class DeviceOffloader:
             self._held_back.clear()
         while self._held_back:
             transfer = next(iter(self._held_back))
-            if self._out:
+            if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 most = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 if sum(one.moved for one in self._out) + transfer.moved > most:

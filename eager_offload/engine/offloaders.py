@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig
@@ -130,6 +129,7 @@ class Offloaders:
             before = self._accounts.counters
             plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
             counters = self._accounts.counters = Counters(before.live, plan, before.planned)
+            counters.max_inflight_bytes, counters.prefetch_bytes = before.max_inflight_bytes, before.prefetch_bytes
             counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
             counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)
             for tier in self.tiers():
@@ -174,13 +174,9 @@ class Offloaders:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
         if runtime.can_capture and runtime.is_capturing(device):
             return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
-        offloader = self._offloaders[device] = DeviceOffloader(
-            device,
-            runtime,
-            self._open_tiers(runtime),
-            self._accounts,
-            max_inflight_bytes=self._config.size("max_inflight_bytes"),
-        )
+        windows = self._config.windows(partial(runtime.total_memory, device))
+        tiers = self._open_tiers(runtime)
+        offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:
@@ -228,15 +224,11 @@ def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
         # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
 
-    def take(nbytes: int) -> Tensor:
-        guard.admit(nbytes)
-        return allocate(nbytes)
-
     def given_back() -> None:
         runtime.poll()  # what is pinned has to be unpinned before it is back
         guard.forget()
 
-    return Arena(take, given_back=given_back, **more)
+    return Arena(allocate, admit=guard.admit, given_back=given_back, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

@@ -104,7 +104,8 @@ class CapturePool:
         """A part of the slab: a flat ``uint8`` CPU tensor of ``nbytes``, pinned, in which nothing stands yet.
 
         The first call pins the slab, so it comes before a capture. Parts are given back together, by
-        ``clear_buffers``; a tensor that is still alive then keeps the memory of all.
+        ``clear_buffers``; a tensor that is still alive then keeps the memory of all. A forked child does not have the
+        memory, and ends where it reads or writes it.
 
         Raises:
             NoAcceleratorError: there is none that memory could be pinned for.

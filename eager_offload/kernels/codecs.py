@@ -27,7 +27,7 @@ from eager_offload._torch import without_caller_modes
 from eager_offload.codecs import BitMask, Codec, TensorMeta
 from eager_offload.codecs.policy import is_compiled
 from eager_offload.codecs.rounded import compiled_multiple
-from eager_offload.errors import CapabilityError, warn
+from eager_offload.errors import CapabilityError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
@@ -66,8 +66,8 @@ class CodecKernels:
         #: Bytes that were packed operator by operator, by size; the one that came first is first.
         self._packed: dict[_Size, int] = {}
         self._due: deque[_Size] = deque()
-        #: Devices that nothing compiles for.
-        self._without: set[torch.device] = set()
+        #: Devices that nothing compiles for, and why.
+        self._without: dict[torch.device, str] = {}
 
     def pack(
         self,
@@ -100,21 +100,31 @@ class CodecKernels:
         else:
             found.unpack(packed, out=out)
 
-    def compile_due(self) -> None:
-        """Compiles the sizes that have turned out to be worth it; no lock of the library is held."""
+    def compile_due(self) -> list[str]:
+        """Compiles the sizes that have turned out to be worth it; no lock of the library is held.
+
+        Returns:
+            For each of them that cannot be compiled here, why: it goes on operator by operator.
+        """
+        failures = []
         while self._due:
             size = self._due.popleft()
-            if len(self._kernels) == _MOST or size.device in self._without:
+            if len(self._kernels) == _MOST:
                 continue
-            try:
-                with without_caller_modes():
-                    self._kernels[size] = _compile(size)
-            except CapabilityError as error:
-                self._without.add(size.device)
-                warn(f"{error}. Saved tensors are packed by torch's own operators in its place, which is slower")
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):  # else there is none for the numbers that it is tried with
-                    raise
+            if size.device not in self._without:
+                try:
+                    with without_caller_modes():
+                        self._kernels[size] = _compile(size)
+                    continue
+                except Exception as error:  # a compiler fails in many ways, and what it is for is done without it
+                    if is_out_of_memory(error):  # there is none for the numbers that it is tried with
+                        continue
+                    self._without[size.device] = str(error)
+            failures.append(
+                f"{self._without[size.device]}. Saved tensors are packed by torch's own operators in its place, which "
+                "is slower"
+            )
+        return failures
 
     def _count(self, size: _Size, nbytes: int) -> None:
         packed = self._packed.get(size, 0)
@@ -125,7 +135,7 @@ class CodecKernels:
             self._packed.pop(next(iter(self._packed)), None)
 
 
-def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether a device, or the CPU, had no memory for a tensor; torch has an error of its own for the former only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 

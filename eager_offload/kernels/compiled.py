@@ -77,9 +77,9 @@ def compiled_by_inductor(
         ) from error
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
-    capability = repr(torch.accelerator.get_device_capability(device)) if device.type != "cpu" else ""
     default = torch.get_default_dtype()  # of tensors that a graph makes without saying
-    parts = ("inductor", torch.__version__, device, capability, default, repr(spec), shapes, places, _code(graph))
+    where = device, _capability(device)
+    parts = ("inductor", torch.__version__, *where, default, repr(spec), shapes, places, _code(graph))
     text = "\n".join(map(str, parts))
 
     def compile_it() -> Launch:
@@ -108,6 +108,13 @@ def _by_inductor(graph: Any, given: list[Tensor]) -> Launch:
     # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what the caller
     # has set, autocast or hooks of saved tensors, compile anew.
     return cast(Launch, compile_fx(graph, given))
+
+
+def _capability(device: torch.device) -> str:
+    """What ``device`` says it can do; nothing where its kind does not say."""
+    # Not `torch.accelerator.get_device_capability`: that of CUDA raises (to 2.13 at least).
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    return "" if ask is None else repr(ask(device))
 
 
 def _code(graph: Any) -> str:

@@ -114,7 +114,7 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         return
     waited, a_step = _waited(stats), _of_a_step(stats)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
-    window, ahead = config.size("max_inflight_bytes"), config.size("prefetch_bytes")
+    window, ahead = stats.max_inflight_bytes, stats.prefetch_bytes
     # What else it may be where transfers cannot be timed.
     timed = stats.out_seconds or stats.in_seconds
     otherwise = "" if timed else " If that changes little, bandwidth is the limit: checkpoint a part of the model."
@@ -196,7 +196,8 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             f'stayed as smaller than min_bytes, which is {size_text(least)}. Try min_bytes="{size_literal(smaller)}".',
         )
     # A step may save less than the line holds.
-    most = min(config.delay_bytes, stats.resident_bytes_peak or config.delay_bytes)
+    newest = config.newest_bytes(stats.prefetch_bytes)
+    most = min(newest, stats.resident_bytes_peak or newest)
     smaller = max(most // 4, MIB)
     is_said_by_others = stats.plan is not None or config.device_budget is not None or config.slowdown is not None
     if most > smaller and not is_said_by_others and not _stalls(stats):
@@ -232,7 +233,8 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
         elif config.keep_last_bytes != "auto":
             knob = 'keep_last_bytes="auto" learns which those are.'
         else:
-            knob = f'Try keep_last_bytes="{size_literal(2 * config.delay_bytes or 64 * MIB)}".'
+            newest = config.newest_bytes(stats.prefetch_bytes)
+            knob = f'Try keep_last_bytes="{size_literal(2 * newest or 64 * MIB)}".'
         vain = "were asked for before they had left, so that moving them was in vain."
         yield from much(stats.forwarded_bytes, f"{vain} {knob}")
     daily = stats.terabytes_a_day

@@ -13,6 +13,9 @@ from eager_offload.stats import OffloadStats
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     """The report of a run that was configured so; ends in advice."""
     lines = [_headline(stats, config), *_table(stats), *_peaks(stats)]
+    if stats.max_inflight_bytes:
+        out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+        lines.append(f"windows    {out} on the way out, {back} brought back early")
     if stats.demotions:
         lines.append(f"fallbacks  {_counts(stats.demotions)}")
     if stats.coded_bytes or stats.refused:

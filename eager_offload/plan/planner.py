@@ -16,8 +16,10 @@ from eager_offload.plan.decide import Outcome, RehearsedSolver, TracedSolver
 from eager_offload.plan.files import Point
 from eager_offload.plan.plan import Plan
 from eager_offload.plan.predict import Problem
+from eager_offload.plan.program import Program
 from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
 from eager_offload.plan.solve import EQUAL
+from eager_offload.schedule import Windows
 
 #: The device that this process has.
 _HERE = "here"
@@ -135,9 +137,10 @@ def _make(
         else:
             program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again, policy=policy)
             seconds = tuple(program.seconds(machine))
-        windows, rests = (settings.size("max_inflight_bytes"), settings.size("prefetch_bytes")), settings.host_budget
+        windows, rests = _windows(settings, program, machine), settings.host_budget
         room = rests - rests // _ROUNDED if isinstance(rests, int) else None
-        problem = Problem(program, seconds, machine.out, machine.back, *windows, room, machine.memory)
+        links = machine.out, machine.back, windows.inflight, windows.prefetch
+        problem = Problem(program, seconds, *links, room, machine.memory)
         problem = problem.with_more(asked.standing)
         return problem.packing(pays=True) if recompute and problem.packs else problem
 
@@ -147,8 +150,17 @@ def _make(
         found, least = solver.within(budget), Point.least_of(solver.least)
     else:
         found, least = _solve(problem, machine, budget, policy), None
+    # What it was worked out for is what is in force from the first step on.
+    settings = replace(settings, max_inflight_bytes=found.problem.window, prefetch_bytes=found.problem.ahead)
     decided = found.problem, found.moves, settings, found.course, found.again, found.whole
     return Plan(name, machine, budget, policy, *decided, least, asked.steps)
+
+
+def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
+    """The windows of a step that goes like ``program``."""
+    windows = settings.windows(lambda: machine.memory_bytes or None)
+    windows.begin(program.movable_bytes, max((storage.nbytes for storage in program.storages), default=0))
+    return windows
 
 
 def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> Outcome:

@@ -30,6 +30,11 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
+#: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
+#: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make those
+#: of priority 0, and FSDP and NCCL some of -1. That these come first takes nothing from compute: copies run on engines
+#: of their own, and no kernel is enqueued on these streams.
+_PRIORITY = -2
 #: So many first copies of a transfer stream are timed, and one in so many later ones; a timed copy costs an event more.
 _TIMED = 16
 
@@ -123,7 +128,7 @@ class AcceleratorRuntime(Runtime):
             with self._lock:
                 streams = self._transfer_streams.get(device)
                 if streams is None:
-                    streams = self._transfer_streams[device] = TransferStreams(*self._free_streams(device, 2))
+                    streams = self._transfer_streams[device] = TransferStreams(*self._copy_streams(device))
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def capture_streams(self, device: torch.device) -> TransferStreams:
@@ -136,7 +141,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             streams = self._capture_streams.get(device)
             if streams is None:
-                streams = TransferStreams(*self._free_streams(device, 2, self._transfer_streams[device]))
+                streams = TransferStreams(*self._copy_streams(device, self._transfer_streams[device]))
                 self._capture_streams[device] = streams
             return streams
 
@@ -340,6 +345,9 @@ class AcceleratorRuntime(Runtime):
             return DeviceMemory(*self._api.memory(self._indexed(device)))
         return None
 
+    def total_memory(self, device: torch.device) -> int | None:
+        return self._api.total_memory(self._indexed(device))
+
     def free_memory(self, device: torch.device) -> int:
         return self._api.free_memory(self._indexed(device))
 
@@ -387,16 +395,27 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             return self._free_streams(device, 1, [*self._transfer_streams[device], *captured])[0]
 
+    def _copy_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
+        """Two streams for copies, of a ring that programs do not use where ``device`` has one."""
+        with suppress(RuntimeError):
+            return self._new_streams(device, 2, taken, _PRIORITY)
+        return self._free_streams(device, 2, taken)
+
     def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
-        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
-        # and of so many more than are taken already so many are free.
         try:
-            streams = [self._api.stream(device) for _ in range(count + len(taken))]
+            return self._new_streams(device, count, taken)
         except RuntimeError as error:
             raise OffloadError(
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
+
+    def _new_streams(
+        self, device: torch.device, count: int, taken: Sequence[torch.Stream], priority: int = 0
+    ) -> list[torch.Stream]:
+        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
+        # and of so many more than are taken already so many are free.
+        streams = [self._api.stream(device, priority) for _ in range(count + len(taken))]
         return [stream for stream in streams if stream not in taken][:count]
 
     def _probe(self, device: torch.device) -> LinkProbe:

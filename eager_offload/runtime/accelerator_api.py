@@ -79,9 +79,9 @@ class AcceleratorApi:
         """Selects ``stream`` on its device, and that device, for the calling thread."""
         torch.accelerator.set_stream(stream)
 
-    def stream(self, device: torch.device) -> torch.Stream:
-        """A new stream."""
-        return torch.Stream(device=device)
+    def stream(self, device: torch.device, priority: int = 0) -> torch.Stream:
+        """A new stream. A device that has fewer priorities takes the nearest one, or raises ``RuntimeError``."""
+        return torch.Stream(device=device, priority=priority)
 
     def event(self, device: torch.device, enable_timing: bool) -> torch.Event:
         """A new event, not recorded yet."""

@@ -339,6 +339,10 @@ class Runtime(abc.ABC):
         """How much of ``device`` is used now; ``None`` where that is not known. Waits for nothing."""
         return None
 
+    def total_memory(self, device: torch.device) -> int | None:
+        """Bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
+        return None
+
     def free_memory(self, device: torch.device) -> int:
         """Bytes that this process could take of ``device`` besides; 0 where that is not known. Takes milliseconds."""
         return 0

@@ -25,7 +25,7 @@ from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.limits import host_headroom
+from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 
 _SLAB_BYTES = 16 << 20
@@ -101,6 +101,9 @@ class HostRuntime(Runtime):
 
     def memory(self, device: torch.device) -> DeviceMemory:
         return DeviceMemory(self._process.memory_info().rss)
+
+    def total_memory(self, device: torch.device) -> int:
+        return host_capacity()
 
     def free_memory(self, device: torch.device) -> int:
         return host_headroom().nbytes

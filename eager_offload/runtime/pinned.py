@@ -9,6 +9,14 @@ for as one (``PowersOfTwo`` in ``tiers/slabs.py``). Which of the two it is, is f
 One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
 slabs are the pieces in which host memory is registered, and a slot lies in one of them.
 
+[Note: pages that are pinned]
+A page that is pinned has to stay where the device writes, so fork cannot leave it to parent and child until one of them
+writes: since Linux 5.9 it copies all that is pinned of private memory at once, a second and a GiB for each GiB, for
+each worker of a data loader. So a child gets none of it (``MADV_DONTFORK``, until the pages are back with the system).
+Nothing of the library touches a slab there: the child has no device, and unpack raises before it looks. Nor may it
+unmap one, since something of its own may be at these addresses: see ``LEFT_TO_THE_PARENT``. What torch's allocator
+pins is the driver's memory, which fork leaves out as it is.
+
 [Note: the node of the device]
 Pages are taken from the node of memory that is nearest to the device which is selected when a slab is taken: that is
 where the copies go, as long as a process uses one device. What several devices share an arena for may come from the
@@ -119,7 +127,7 @@ class PinnedMemory:
     def _can_register(self) -> bool:
         with self._lock:
             if self._registers is None:
-                page = anonymous_slab(PAGE)
+                page = anonymous_slab(PAGE, inherited=False)
                 try:
                     self._api.register(page.data_ptr(), PAGE)
                     self._api.unregister(page.data_ptr())
@@ -131,7 +139,7 @@ class PinnedMemory:
     def _registered_slab(self, nbytes: int) -> Tensor:
         if nbytes > _MOST_REGISTERED:
             raise RuntimeError(f"one piece may have {_MOST_REGISTERED} bytes")
-        pages = anonymous_slab(nbytes)
+        pages = anonymous_slab(nbytes, inherited=False)
         node = self._node()
         if node is not None:
             prefer_node(pages.data_ptr(), nbytes, node)

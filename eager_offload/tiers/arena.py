@@ -93,6 +93,8 @@ class Arena:
         slab_bytes: the largest slab that is shared.
         idle_bytes: how much idle memory is kept for reuse.
         sizes: how large slabs are, in place of ``slab_bytes``.
+        admit: is asked before so many bytes are taken from the system, and raises ``NoHeadroomError`` where too little
+            would be left. A quota that a user gave in bytes is given them all the same, and has the reason.
         given_back: is called when slabs have gone back to the system, with the arena's lock held.
         wakes: is called with the first lease and with the first one after a rest, with the arena's lock held.
     """
@@ -104,12 +106,14 @@ class Arena:
         slab_bytes: int = 64 << 20,
         idle_bytes: int = 256 << 20,
         sizes: SlabSizes | None = None,
+        admit: Callable[[int], object] = lambda _: None,
         given_back: Callable[[], object] = lambda: None,
         wakes: Callable[[], object] = lambda: None,
     ) -> None:
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
+        self._admit = admit
         self._given_back = given_back
         self._wakes = wakes
         self._quotas: Living[Quota] = Living()
@@ -149,7 +153,7 @@ class Arena:
         self._idle_now = 0
 
     def after_fork(self) -> None:
-        """The child starts with an empty arena; slots from before the fork stay readable there, as copies."""
+        """The child starts with an empty arena; it has slots from before the fork as copies, but for pinned ones."""
         LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs])
         self._reset()
         for quota in self._quotas:
@@ -183,7 +187,7 @@ class Arena:
         except MustGrow:
             self._refuse_growth_in_growth()
         try:
-            return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota))
+            return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota), quota)
         except (MemoryError, RuntimeError) as error:
             _note_refusal(error, quota)
             return None
@@ -263,8 +267,8 @@ class Arena:
         if self._growth.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
 
-    def _grown(self, take: Callable[..., T]) -> T:
-        """What ``take`` makes of a new slab: see [Note: growth]. Without the lock.
+    def _grown(self, take: Callable[..., T], quota: Quota | None = None) -> T:
+        """What ``take`` makes of a new slab for ``quota``: see [Note: growth]. Without the lock.
 
         Raises:
             MemoryError, RuntimeError: the system has no room.
@@ -274,16 +278,35 @@ class Arena:
                 return take()
             except _NewSlab as slab:
                 wanted, least = slab.wanted, slab.least
-            return take(memory=self._new_memory(wanted, least))
+            return take(memory=self._new_memory(wanted, least, quota))
 
-    def _new_memory(self, wanted: int, least: int) -> Tensor:
+    def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
         for size in dict.fromkeys((wanted, least)):  # a smaller one costs less than what is idle and was pinned
             try:
-                return self._allocate_slab(size)
+                return self._admitted(size, quota)
             except (MemoryError, RuntimeError):
                 continue
         self.release_idle()
-        return self._allocate_slab(least)
+        return self._admitted(least, quota)
+
+    def _admitted(self, nbytes: int, quota: Quota | None) -> Tensor:
+        try:
+            self._admit(nbytes)
+        except NoHeadroomError as error:
+            if quota is None or quota.pooled:
+                raise
+            quota.overdraft = error.shortage
+        return self._allocate_slab(nbytes)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether users gave some of its budgets in bytes: what they hold stays, however short the machine is."""
+        return any(not quota.pooled for quota in self._quotas)
+
+    def raise_budget(self, quota: Quota, budget: int) -> None:
+        """From now on ``quota`` may hold ``budget`` bytes, if that is more than before."""
+        with self._lock.lock:
+            quota.budget = max(quota.budget, budget)
 
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""

@@ -159,6 +159,10 @@ class Tier(abc.ABC):
         """Why ``reserve`` last found no room."""
         return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
+    def warning(self) -> str | None:
+        """What the user is to be told of what ``reserve`` has taken, once; ``None`` for nothing."""
+        return None
+
     def note_reuse(self, nbytes: int) -> None:  # noqa: B027  # as for `release_idle`
         """Slots of ``nbytes`` bytes that were kept ready serve again, without a call of ``reserve``."""
 

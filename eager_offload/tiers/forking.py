@@ -19,7 +19,8 @@ class Inheritable(Protocol):
 
 _inheritable: Living[Inheritable] = Living()
 
-#: What a child neither uses nor gives back: only the parent can talk to the driver that has pinned it, say.
+#: What a child neither uses nor gives back: only the parent can talk to the driver that has pinned it, say. Nothing of
+#: it may go before the process does.
 LEFT_TO_THE_PARENT: list[object] = []
 
 

@@ -1,7 +1,8 @@
 """Looks at what the machine has left while training goes on, and refuses memory before the kernel has to.
 
-A budget is worked out once. After that the model grows, other processes come, a checkpoint is written: the memory that
-a budget counted on may be gone. So before an arena takes a slab, what is left is looked at again.
+After a budget was worked out the model grows, other processes come, a checkpoint is written: the memory that it counted
+on may be gone. So before an arena takes a slab, what is left is looked at again. What the user gave in bytes is not
+held back: see [Note: a budget in bytes] in ``host.py``.
 
 [Note: how often]
 To look takes a few hundred microseconds. What one look has found admits slabs up to an eighth of it and up to a GiB, so

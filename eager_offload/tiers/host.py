@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 
-from eager_offload.config import size_text
+from eager_offload.config import size_literal, size_text
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.base import Shortage, Tier, idle_slot_bytes, release_idle_slots
+from eager_offload.tiers.base import MustGrow, Shortage, Tier, idle_slot_bytes, release_idle_slots
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
-from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
+from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
 from eager_offload.tiers.slabs import HostSlot, Quota
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
 _LOOK_BYTES = 1 << 30
+#: Bytes that are refused without another look at the machine, once a budget that follows it is used up.
+_REFUSED = 256 << 20
 
 
 class HostTier(Tier):
     """Host memory, up to a budget. What is idle in the arena is shared by all tiers on it.
+
+    [Note: a budget that follows the machine]
+    A part of what this process could take is known when it is looked at, and may be more later: other programs end, and
+    a virtual machine may have more memory the more of it is touched. So a budget that nobody gave in bytes is worked
+    out anew when it is used up, from what there is then, and never comes down: what is taken beyond that is for the
+    guard to say. A look is as dear as the guard's, and after one the next 256 MiB are refused without.
+
+    [Note: a budget in bytes]
+    What the user gives in bytes holds, however little the machine says that it has: it may have more, and nobody else
+    knows. Where the guard would refuse, one warning says so. Only the system itself refuses.
 
     Args:
         arena: where the memory comes from; the budget, with those of other tiers on it, bounds all that it holds.
@@ -30,19 +42,16 @@ class HostTier(Tier):
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self._arena = arena
+        pooled = budget is None
         if budget is None:
-            headroom, held = host_headroom(), arena.held_bytes
-            budget, pooled = int((headroom.nbytes + held) * HOST_FRACTION), True
-            self._over = Shortage(
-                f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
-                f"process could take when it began to offload ({headroom.binding.reason})",
-                f"{headroom.binding.remedy}, or give host_budget in bytes",
-            )
+            budget = self._look()
         else:
-            pooled = False
             self._over = Shortage(f"all of host_budget is in use: {size_text(budget)}", "raise host_budget")
         self._quota = Quota(budget, pooled=pooled)
         self._next_look = 0
+        #: Bytes that are refused until the budget is worked out anew, where it follows the machine.
+        self._refused_until_look = 0
+        self._has_warned = False
         arena.join(self._quota)
 
     @property
@@ -52,6 +61,10 @@ class HostTier(Tier):
 
     def reserve(self, nbytes: int) -> HostSlot | None:
         slot = self._arena.allocate(nbytes, quota=self._quota)
+        if slot is None and self._is_to_look(nbytes):
+            self._refused_until_look = _REFUSED
+            self._arena.raise_budget(self._quota, self._look())
+            slot = self._arena.allocate(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
         return slot
@@ -60,7 +73,45 @@ class HostTier(Tier):
         slot = self._arena.at_hand(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
+            if self._is_to_look(nbytes):
+                raise MustGrow(nbytes)
         return slot
+
+    def _look(self) -> int:
+        """What a budget comes to that follows the machine; see the note."""
+        held = self._arena.held_bytes
+
+        def share(limit: Limit) -> int:
+            # Of what the arena holds too, as if no other process of the run held anything: the budgets of all of them
+            # together do not grow by what one has taken before the others.
+            return (limit.room + held) // limit.sharers
+
+        limit = min(host_headroom().limits, key=share)
+        budget = int(share(limit) * HOST_FRACTION)
+        self._over = Shortage(
+            f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
+            f"process could take when it last looked ({limit.reason})",
+            f"{limit.remedy}, or give host_budget in bytes",
+        )
+        return budget
+
+    def _is_to_look(self, nbytes: int) -> bool:
+        """Whether the budget, by which ``nbytes`` were refused, is to be worked out anew."""
+        if not self._quota.pooled or self._quota.refusal is not None:
+            return False
+        self._refused_until_look -= nbytes
+        return self._refused_until_look < 0
+
+    def warning(self) -> str | None:
+        overdraft = self._quota.overdraft
+        if overdraft is None or self._has_warned:
+            return None
+        self._has_warned = True
+        return (
+            f"host_budget={size_literal(self.budget)} is taken as it was given, although memory is short: "
+            f"{overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
+            f'{overdraft.remedy}, or leave it to host_budget="auto"'
+        )
 
     @property
     def shortage(self) -> Shortage:
@@ -73,7 +124,7 @@ class HostTier(Tier):
         arena = self._arena
         if arena.served_bytes < self._next_look:
             return
-        arenas = [arena, *[other for other in _arenas if other is not arena]]
+        arenas = [one for one in (arena, *[other for other in _arenas if other is not arena]) if not one.is_given]
         if not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES

@@ -113,6 +113,15 @@ def host_headroom(system: System | None = None) -> Headroom:
     )
 
 
+def host_capacity(system: System | None = None) -> int:
+    """Bytes of host memory that this process could take if nothing else did: the least of what its limits are set to.
+
+    Args:
+        system: as for ``host_headroom``.
+    """
+    return min(limit.capacity for limit in host_headroom(system).limits)
+
+
 def disk_headroom(path: Path, system: System | None = None) -> Headroom:
     """How much more this process can write to a file in the directory ``path``, and what binds.
 

@@ -270,7 +270,7 @@ def _anonymous(nbytes: int) -> mmap.mmap:
         raise MemoryError(f"the system refused {nbytes} bytes of memory: {error}") from error
 
 
-def anonymous_slab(nbytes: int, *, huge: bool = True) -> Tensor:
+def anonymous_slab(nbytes: int, *, huge: bool = True, inherited: bool = True) -> Tensor:
     """A flat ``uint8`` tensor over pages of its own; they return to the system when the tensor's storage goes.
 
     Private: a forked child sees a copy, never later writes. Page-aligned. The content is zero. glibc would keep freed
@@ -278,6 +278,7 @@ def anonymous_slab(nbytes: int, *, huge: bool = True) -> Tensor:
 
     Args:
         huge: whether to ask for huge pages, which cost less where all of it is used and take more where it is not.
+        inherited: whether a forked child has the pages; see [Note: pages that are pinned].
 
     Raises:
         MemoryError: the system has no room.
@@ -286,6 +287,9 @@ def anonymous_slab(nbytes: int, *, huge: bool = True) -> Tensor:
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # EINVAL from a kernel without them; small pages do as well
             pages.madvise(mmap.MADV_HUGEPAGE)
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        with contextlib.suppress(OSError):  # a fork only takes longer then
+            pages.madvise(mmap.MADV_DONTFORK)
     # The storage holds the mmap object, and nothing else does.
     return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -190,13 +190,15 @@ class Quota:
         pooled: quotas that are pooled may come to the largest of their budgets together. Those that are not add up.
     """
 
-    __slots__ = ("__weakref__", "budget", "held_bytes", "peak_bytes", "pooled", "refusal", "used_bytes")
+    __slots__ = ("__weakref__", "budget", "held_bytes", "overdraft", "peak_bytes", "pooled", "refusal", "used_bytes")
 
     def __init__(self, budget: int, *, pooled: bool) -> None:
         self.budget = budget
         self.pooled = pooled
         #: The most that ``used_bytes`` has been.
         self.peak_bytes = 0
+        #: Why the machine should not give all of the budget, once it has given more than it should.
+        self.overdraft: Shortage | None = None
         self.reset()
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -126,9 +126,10 @@ def test_compiling_is_done_where_a_step_begins_whatever_modes_it_begins_in(kerne
     assert len(kernels._kernels) == 1
 
 
-def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, kernels: CodecKernels) -> None:
+def steps_in_one_context(backend: Backend) -> tuple[list[Any], OffloadStats]:
+    """The gradients of four steps inside of one ``with``."""
     x, weights = leaf(ROWS, WIDTH), [leaf(ROWS, WIDTH, seed=seed) for seed in range(2, 6)]
-    offload = users_backend.offload(codec=CodecPolicy(rules={"MulBackward0": FP8}), step_plans=False)
+    offload = backend.offload(codec=CodecPolicy(rules={"MulBackward0": FP8}), step_plans=False)
     gradients = []
     with offload:
         for _ in range(4):
@@ -141,10 +142,15 @@ def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, k
             gradients.append(torch.autograd.grad(loss, weights))
             del loss
             collect()
-    assert offload.stats(synchronize=True).packed_bytes
+    stats = assert_settled(offload)
+    assert stats.packed_bytes
+    return gradients, stats
+
+
+def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, kernels: CodecKernels) -> None:
+    gradients, _ = steps_in_one_context(users_backend)
     assert len(kernels._kernels) == 1
     assert_identical(gradients[1], gradients[-1])
-    assert_settled(offload)
 
 
 def test_a_size_is_worth_it_once_enough_of_it_was_packed_and_only_so_many_are(
@@ -222,8 +228,8 @@ def test_a_kernel_with_other_bits_than_the_codec_is_not_used(
     monkeypatch.setattr(module, "as_torch_kernel", forgetful)
     x = leaf(ROWS * WIDTH).detach()
     kernels.pack(FP8, x, out := torch.empty(2080, dtype=torch.uint8))
-    with pytest.warns(RuntimeWarning, match=r"computes other numbers .* packed by torch's own operators"):
-        kernels.compile_due()
+    (failure,) = kernels.compile_due()
+    assert re.search(r"computes other numbers .* packed by torch's own operators", failure)
     assert not kernels._kernels
     kernels.unpack(FP8, out, back := torch.empty_like(x))
     FP8.unpack(out, again := torch.empty_like(x))
@@ -243,19 +249,27 @@ def test_without_memory_to_try_a_kernel_it_is_not_compiled(
     assert not kernels._kernels
 
 
-def test_where_nothing_compiles_one_warning_says_so_and_the_bits_are_the_same(
-    users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["eager_offload._torch.compile_fx", "eager_offload.kernels.compiled._capability"])
+def test_where_nothing_compiles_it_is_counted_one_warning_says_so_and_the_bits_are_the_same(
+    users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fails(*_: Any) -> Any:
-        raise OSError("no compiler")
+        raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("eager_offload._torch.compile_fx", fails, raising=False)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for codec in (FP8, SR):
-            found, _ = steps(users_backend, codec, 4)
-            assert_identical(found[1][0], found[2][0])
-    said = [str(one.message) for one in told if "no compiler" in str(one.message)]
-    assert len(said) == 1
-    assert "packed by torch's own operators in its place, which is slower" in said[0]
-    assert not kernels._kernels
+    monkeypatch.setattr(name, fails, raising=False)
+    for codec in (FP8, SR):  # the second Offload finds that nothing compiles, and says so too
+        with pytest.warns(RuntimeWarning, match="no compiler.* packed by torch's own operators in its place") as told:
+            found, stats = steps(users_backend, codec, 4)
+        assert_identical(found[1][0], found[2][0])
+        assert len([one for one in told if "no compiler" in str(one.message)]) == 1
+        assert stats.demotions == {"uncompiled_codec": 1}
+
+
+def test_a_failure_to_compile_in_the_midst_of_a_context_is_counted_too(
+    users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_compile", lambda _: 1 // 0)
+    with pytest.warns(RuntimeWarning, match="by zero"):
+        gradients, stats = steps_in_one_context(users_backend)
+    assert_identical(gradients[1], gradients[-1])
+    assert stats.demotions == {"uncompiled_codec": 1}

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass
+from torch._inductor import custom_graph_pass, scheduler
+from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
 import eager_offload as eo
@@ -129,6 +131,33 @@ def test_a_module_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], of
     stats = offload.stats(synchronize=True)
     assert stats.compiled_regions == 1
     assert "unpinned" not in stats.demotions
+
+
+def test_cudagraphs_are_off_for_graphs_that_move_anything(
+    plain: list[Tensor], offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on for those in which nothing moves. On a CPU there are none, and nobody is told of that."""
+    seen: list[tuple[bool, bool]] = []
+    codegen = scheduler.Scheduler.codegen
+
+    def generated(self: scheduler.Scheduler) -> None:
+        refused = "saved tensors" in (V.graph.disable_cudagraphs_reason or "")
+        seen.append((bool(inductor_config.triton.cudagraphs), refused))
+        codegen(self)
+
+    monkeypatch.setattr(scheduler.Scheduler, "codegen", generated)
+    few = eo.Offload(**SMALL | {"min_bytes": 1 << 40})
+    with inductor_config.patch({"triton.cudagraphs": True}), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for around, expected in ((few, (True, False)), (offload, (False, True))):
+            torch._dynamo.reset()
+            seen.clear()
+            one = model()
+            with around:
+                assert_equal(step(torch.compile(one), list(one.parameters())), plain)
+            assert seen == [expected] * 2, "forward and backward"
+            assert inductor_config.triton.cudagraphs
+    assert few.stats(synchronize=True).saved_bytes > 0
 
 
 def test_a_function_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:

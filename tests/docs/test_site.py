@@ -107,7 +107,7 @@ def test_the_page_of_the_api_has_what_the_contract_has_and_no_internals(site: Pa
     assert {f"OffloadStats.{name}" for name in ("device_bytes_peak", "to_dict", "advice")} <= shown
     settings = {name.removeprefix("OffloadConfig.") for name in shown if name.startswith("OffloadConfig.")}
     assert settings >= {field.name for field in dataclasses.fields(eo.OffloadConfig)} | {"from_env", "from_dict"}
-    assert not settings & {"to_text", "size", "delay_bytes"}
+    assert not settings & {"to_text", "size", "newest_bytes"}
 
 
 @needs_mkdocs

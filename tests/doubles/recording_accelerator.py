@@ -173,7 +173,7 @@ class RecordingAccelerator(AcceleratorApi):
         self._selected.index = stream.key.device_index
         self._stream_ids()[stream.key.device_index] = stream.key.stream_id
 
-    def stream(self, device: torch.device) -> torch.Stream:
+    def stream(self, device: torch.device, priority: int = 0) -> torch.Stream:
         self.note(f"stream {device.index}")
         if not self.can_stream:
             raise NotImplementedError("this device has one stream")

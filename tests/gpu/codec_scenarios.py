@@ -16,7 +16,7 @@ from eager_offload.kernels import Kernel, LaunchSpec, Signature, TensorSpec, as_
 from tests.gpu.machine import Machine, Skipped
 from tests.gpu.scenarios import Around, Late, Step, same, scenarios_in
 from tests.hazards.backends import assert_settled
-from tests.hazards.programs import Settled, assert_identical
+from tests.hazards.programs import Settled
 
 ROUNDING: tuple[Codec, ...] = (
     BF16(),
@@ -67,13 +67,13 @@ def packing_has_the_bits_that_it_has_on_a_cpu(machine: Machine) -> None:
         expected, holds = packed_by(codec, x, seed)
         there = x.to(machine.device)
         packed, holds_there = packed_by(codec, there, seed.to(machine.device))
-        assert holds_there == holds, codec
+        assert holds_there == holds or not machine.computes, codec
         if not holds:
             continue
         # Of a NaN that is rounded devices make different ones.
-        assert isinstance(codec, BF16) or torch.equal(packed.cpu(), expected), (codec, x.dtype)
+        assert isinstance(codec, BF16) or torch.equal(packed.cpu(), expected) or not machine.computes, (codec, x.dtype)
         one, two = unpacked_by(codec, expected, x), unpacked_by(codec, packed, there).cpu()
-        assert torch.allclose(one, two, rtol=0, atol=0, equal_nan=True), (codec, x.dtype)
+        assert torch.allclose(one, two, rtol=0, atol=0, equal_nan=True) or not machine.computes, (codec, x.dtype)
 
 
 def compiled_kernels_have_the_bits_of_the_reference(machine: Machine) -> None:
@@ -99,7 +99,7 @@ def compiled_kernels_have_the_bits_of_the_reference(machine: Machine) -> None:
             out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=machine.device)  # no kernel writes the padding
             as_torch_kernel(packing, impl)(x.to(machine.device), seed, out=out)
             results.append((out, as_torch_kernel(unpacking, impl)(out)))
-        assert all(map(torch.equal, *results)), (codec, x.dtype)
+        assert all(map(torch.equal, *results)) or not machine.computes, (codec, x.dtype)
 
 
 def saved(machine: Machine, around: Around, seed: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,8 @@ def packing_on_side_streams_is_exact(machine: Machine) -> None:
             del found
         return results
 
-    same(machine, program, least=0.7, codec="lossless")
+    # Where nothing is computed a verdict is any: what is refused stays.
+    same(machine, program, least=0.7 if machine.computes else 0, codec="lossless")
 
 
 def what_is_rounded_on_side_streams_is_what_was_packed(machine: Machine) -> None:
@@ -155,10 +156,10 @@ def what_is_rounded_on_side_streams_is_what_was_packed(machine: Machine) -> None
                     found.append(gradient.clone())
                     machine.meet(home, side)
                     del gradient
-            assert torch.equal(found[0], expected[0][0]), "the first step is exact"
+            assert torch.equal(found[0], expected[0][0]) or not machine.computes, "the first step is exact"
             for one, (exact, _) in zip(found[1:], expected[1:], strict=True):
                 packed, _ = packed_by(rule, exact, torch.zeros(1, dtype=torch.int64, device=machine.device))
-                assert torch.equal(one, unpacked_by(rule, packed, exact)), codec
+                assert torch.equal(one, unpacked_by(rule, packed, exact)) or not machine.computes, codec
             assert assert_settled(offload).packed_bytes[rule.name] > 0
 
 
@@ -180,11 +181,11 @@ def a_verdict_travels_and_what_is_refused_stays(machine: Machine) -> None:
             for settled in (False, True):
                 offload = machine.offload(codec="lossless")
                 with slow():
-                    assert_identical(expected, program(Settled(offload) if settled else offload, shift))
+                    machine.assert_identical(expected, program(Settled(offload) if settled else offload, shift))
                     machine.finish()
                 stats = assert_settled(offload)
                 assert not stats.demotions
-                if settled and machine.device.type != "cpu":
+                if settled and machine.device.type != "cpu" and machine.computes:
                     assert stats.refused.get("narrow", 0) == (1 if shift else 0)
                     assert stats.kept_bytes.get("failed", 0) == (4 * machine.width**2 if shift else 0)
 
@@ -218,11 +219,11 @@ def a_captured_pack_draws_anew_on_each_replay(machine: Machine) -> None:
                 results[-1].append((graph.result if drawn else step()).cpu())
     machine.finish()
     replayed, eager = results
-    assert all(torch.equal(one, two) for one, two in zip(replayed, eager, strict=True))
-    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(replayed))
+    assert all(torch.equal(one, two) for one, two in zip(replayed, eager, strict=True)) or not machine.computes
+    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(replayed)) or not machine.computes
     error = (torch.stack(replayed).double().mean(0) - x.cpu().double()).abs().mean()
     bound = codec.error_bound(TensorMeta.of(x), float(x.abs().max()))
-    assert float(error) < bound / DRAWS**0.5
+    assert float(error) < bound / DRAWS**0.5 or not machine.computes
 
 
 CODEC_SCENARIOS = scenarios_in(globals())

@@ -48,7 +48,8 @@ class TrainingStep:
         self.rate = DeviceScalar(1e-3)
         self.parameters = [*self.first.parameters(), *self.rest.parameters()]
         kind = {"capturable": True} if device.type in ("cuda", "xpu") else {}  # other devices are refused it
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True, **kind)
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **kind)
+        self.optimizer.param_groups[0]["lr"] = self.rate.tensor  # the constructor would compute with it
         self.calls, self._during = 0, during
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
@@ -84,10 +85,10 @@ def replays_are_eager_steps(machine: Machine) -> None:
             for step in steps:
                 step.rate.update(1e-3 / (1 + number))
             graph.launch()
-            assert torch.equal(eager(*values), graph.result), f"replay {number}"
+            assert torch.equal(eager(*values), graph.result) or not machine.computes, f"replay {number}"
     machine.finish()
     for one, other in zip(eager.parameters, captured.parameters, strict=True):
-        assert torch.equal(one, other)
+        assert torch.equal(one, other) or not machine.computes
 
 
 def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
@@ -102,7 +103,7 @@ def copies_both_ways_are_nodes_of_the_graph(machine: Machine) -> None:
     for number in (1.0, 5.0):
         x.fill_(number)
         graph.launch()
-        assert back.unique().tolist() == [2 * number]
+        assert back.tolist() == [2 * number] * len(back) or not machine.computes
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "graph"
         graph.dump(path)
@@ -133,7 +134,7 @@ def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> N
             assert fails
         else:
             assert not fails
-            assert bool((y >= 1).all())
+            assert bool((y >= 1).all()) or not machine.computes
         assert machine.current == before
         assert capture_status() is CaptureStatus.NONE
 
@@ -144,15 +145,16 @@ def captures_that_fail_leave_nothing_and_the_next_is_good(machine: Machine) -> N
         except CaptureStateError:
             assert capture_status() is CaptureStatus.NONE
 
-    capture(False)
+    for fails in (False, True):  # of the first that fails torch keeps the random state for good, to 2.12
+        capture(fails)
     held = reserved()
     for number in range(20):
         capture(number % 2 == 0)
         assert reserved() == held, f"capture {number}"
-        assert bool((torch.rand_like(x) >= 0).all())
+        assert bool((torch.rand_like(x) >= 0).all()) or not machine.computes
     begin_where_nothing_can()
     assert reserved() == held
-    assert bool((torch.rand_like(x) >= 0).all())
+    assert bool((torch.rand_like(x) >= 0).all()) or not machine.computes
 
 
 def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
@@ -180,7 +182,7 @@ def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
             x.fill_(number)
             for graph in (first, second):
                 graph.launch()
-            assert first.result.unique().tolist() == second.result.unique().tolist() == [2 * number]
+                assert bool((graph.result == 2 * number).all()) or not machine.computes
 
 
 def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
@@ -194,7 +196,7 @@ def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
     def train() -> None:
         offload, x = machine.offload(), machine.leaf()
         expected, found = (gradient(x, around) for around in (nullcontext(), offload))
-        assert torch.equal(found, expected)
+        assert torch.equal(found, expected) or not machine.computes
         assert offload.stats().bytes_out > 0
 
     machine.in_thread(train)  # what a thread's first product creates, the next thread takes over
@@ -204,7 +206,7 @@ def another_thread_pins_and_trains_meanwhile(machine: Machine) -> None:
             x += 1
             machine.in_thread(train)
         guard.finish().launch()
-    assert x.tolist() == [2.0] * 8
+    assert x.tolist() == [2.0] * 8 or not machine.computes
 
 
 def events_are_not_asked_about_while_another_thread_captures_globally(machine: Machine) -> None:
@@ -228,7 +230,7 @@ def events_are_not_asked_about_while_another_thread_captures_globally(machine: M
     thread.join()
     assert found == [False]
     guard.finish().launch()
-    assert x.tolist() == [1.0] * 8
+    assert x.tolist() == [1.0] * 8 or not machine.computes
 
 
 GRAPH_SCENARIOS = scenarios_in(globals())

@@ -16,6 +16,7 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Event
+from tests.hazards.programs import assert_identical
 from tests.threads import on_a_thread
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
@@ -34,12 +35,18 @@ class Machine(abc.ABC):
 
     #: The rows and columns of what is saved.
     width: int
+    #: Whether kernels compute. Where they do not, what a scenario compares of values is granted; all else is as it is.
+    computes = True
 
     def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
         self.runtime = runtime
         self.device = device
         self.offloads: list[Offload] = []
         self._lags = 0
+
+    def assert_identical(self, expected: object, actual: object, where: str = "") -> None:
+        """Asserts that two structures are equal, their tensors bit for bit where the machine computes."""
+        assert_identical(expected, actual, where, values=self.computes)
 
     def offload(self, **fields: Any) -> Offload:
         """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""

@@ -30,7 +30,6 @@ from tests.hazards.programs import (
     Program,
     Regime,
     Settled,
-    assert_identical,
     assert_moved,
     copies_given_at_once,
 )
@@ -115,7 +114,7 @@ def _same_in(
     offload = machine.offload(**{**regime.fields, **fields})
     actual = program(regime.around(offload))
     machine.finish()
-    assert_identical(expected, actual, str(regime))
+    machine.assert_identical(expected, actual, str(regime))
     del actual
     wait_until_nothing_is_held(offload)  # of programs whose backward fails
     stats = assert_settled(offload)
@@ -193,7 +192,7 @@ def h07_one_tensor_for_three_consumers_is_copied_once(machine: Machine) -> None:
         with machine.slow_links(), copies_given_at_once(machine):  # or backward comes first to `h`, and it stays
             for _ in range(2):  # the first step shows which save of `h` is its last
                 offload.reset_stats()
-                assert_identical(expected, gradients(regime.around(offload)))
+                machine.assert_identical(expected, gradients(regime.around(offload)))
                 machine.finish()
         stats = assert_settled(offload)
         assert_moved(stats, held=True)
@@ -338,7 +337,7 @@ def h16_the_source_is_dropped_and_its_memory_painted_over(machine: Machine) -> N
 def h17_backward_begins_while_every_copy_out_still_runs(machine: Machine) -> None:
     expected, offload = Step(machine, 1).forward(nullcontext()).backward().result, machine.offload()
     with machine.slow_links():
-        assert_identical(expected, Step(machine, 1).forward(offload).backward().result)
+        machine.assert_identical(expected, Step(machine, 1).forward(offload).backward().result)
     machine.finish()
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
@@ -424,7 +423,7 @@ def h29_two_threads_with_an_offload_each(machine: Machine) -> None:
         other.join()
     machine.meet(home, *sides)
     machine.finish()
-    assert_identical(expected, results)
+    machine.assert_identical(expected, results)
     machine.meet(home, *sides)
 
 
@@ -464,7 +463,7 @@ def out_of_memory_for_a_reload_is_absorbed_once(machine: Machine) -> None:
     machine.runtime.allocate = refusing
     try:
         with machine.slow_links():
-            assert_identical(expected, step.backward().result)
+            machine.assert_identical(expected, step.backward().result)
     finally:
         del machine.runtime.allocate
     assert calls > 1
@@ -501,7 +500,7 @@ def a_trace_tells_the_times_of_the_device(machine: Machine) -> None:
             result = Step(machine, 1).forward(offload).backward().result
             machine.finish()
         trace = read_trace(path)
-    assert_identical(expected, result)
+    machine.assert_identical(expected, result)
     stats = assert_settled(offload)
     assert_moved(stats, held=True)
     out = [one for one in trace.slices if one.kind is SliceKind.OFFLOAD]

@@ -54,12 +54,12 @@ def assert_replays_are_eager_steps(machine: Machine, step: TrainingStep, replay:
         values = batch(machine, number)
         expected, actual = eager(*values), replay(*values)
         assert actual is replay.result
-        assert torch.equal(expected, actual), f"replay {number}"
+        assert torch.equal(expected, actual) or not machine.computes, f"replay {number}"
         losses.add(actual.item())
-    assert len(losses) == replays, "each batch has a loss of its own"
+    assert len(losses) == replays or not machine.computes, "each batch has a loss of its own"
     machine.finish()
     for one, other in zip(eager.parameters, step.parameters, strict=True):
-        assert torch.equal(one, other)
+        assert torch.equal(one, other) or not machine.computes
 
 
 def replays_of_a_step_with_offload_are_eager_steps(machine: Machine) -> None:
@@ -114,23 +114,30 @@ def a_step_that_goes_takes_nothing_from_another(machine: Machine) -> None:
         torch.accelerator.empty_cache()
         filled = [torch.full((1 << 20,), torch.nan, device=machine.device) for _ in range(32)]
         assert_replays_are_eager_steps(machine, step, replay, 3)
-        assert all(one.isnan().all() for one in filled)
+        assert all(one.isnan().all() for one in filled) or not machine.computes
 
 
 def memory_is_flat_over_recaptures(machine: Machine) -> None:
+    """Of the device after each capture, and of pinned memory once the offload is closed."""
     machine.require_graphs()
-    step, offload = TrainingStep(machine), machine.offload()
 
-    def held() -> tuple[int, int]:
+    def held() -> int:
         gc.collect()
         machine.finish()
         machine.runtime.poll()
         torch.accelerator.empty_cache()
-        return torch.accelerator.memory_reserved(machine.device), len(machine.runtime._pinned._records)
+        return torch.accelerator.memory_reserved(machine.device)
+
+    def pinned() -> int:
+        return len(machine.runtime._pinned._records)
+
+    held()
+    slabs, step, offload = pinned(), TrainingStep(machine), machine.offload()
 
     def recapture(number: int) -> None:
         with captured(machine, step, offload) as replay:
-            assert replay(*batch(machine, number)).isfinite()
+            assert replay(*batch(machine, number)).isfinite() or not machine.computes
+        step.optimizer.zero_grad()  # a gradient is memory of the graph, and keeps whatever was allocated beside it
 
     for number in range(2):
         recapture(number)
@@ -138,6 +145,10 @@ def memory_is_flat_over_recaptures(machine: Machine) -> None:
     for number in range(20):
         recapture(number)
         assert held() == before, f"capture {number}"
+    assert pinned() > slabs
+    offload.close()
+    held()
+    assert pinned() == slabs
 
 
 def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> None:
@@ -164,7 +175,8 @@ def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> 
         assert isinstance(raised, kind), raised
         assert machine.current == before
         assert capture_status() is CaptureStatus.NONE
-        assert torch.equal(first_gradient(machine, offload), first_gradient(machine, nullcontext()))
+        gradients = [first_gradient(machine, around) for around in (offload, nullcontext())]
+        assert torch.equal(*gradients) or not machine.computes
         step = TrainingStep(machine)
         with captured(machine, step, offload) as replay:
             assert_replays_are_eager_steps(machine, step, replay, 3)
@@ -220,9 +232,9 @@ def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
         assert any(save.coded is not None for save in replay.plan.saves), f"nothing is rounded\n{replay.plan}"
         drawn = torch.stack([replay(x).cpu() for _ in range(REPLAYS)])
     machine.finish()
-    assert len({one.numpy().tobytes() for one in drawn}) == REPLAYS
+    assert len({one.numpy().tobytes() for one in drawn}) == REPLAYS or not machine.computes
     one, mean = ((found - exact).square().mean() for found in (drawn[0], drawn.mean(0)))
-    assert 0 < mean < 4 * one / REPLAYS
+    assert 0 < mean < 4 * one / REPLAYS or not machine.computes
 
 
 STEP_SCENARIOS = scenarios_in(globals())

@@ -26,6 +26,9 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.sampling import run_seed
 from tests.threads import on_a_thread
 
+#: Bytes: a window that no test fills.
+_ALL = 256 << 20
+
 
 def follows_plans() -> bool:
     """Whether the test that runs is one of those whose second step follows a plan of the first, in this run.
@@ -60,13 +63,14 @@ class Backend(abc.ABC):
         """What moves the bytes."""
 
     def offload(self, **fields: Any) -> Offload:
-        """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise.
+        """An ``Offload`` that moves everything that can move, all at once, unless ``fields`` say otherwise.
 
         ``TESTS_CODEC=lossless`` has it pack, too: then tests of how many bytes move, or of which steps follow a plan,
         find other numbers.
         """
         plans, codec = True if follows_plans() else "auto", os.environ.get("TESTS_CODEC", "identity")
-        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, "codec": codec}
+        windows = {"max_inflight_bytes": _ALL, "prefetch_bytes": _ALL}
+        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, "codec": codec, **windows}
         if self._again and self._again[0].config == OffloadConfig(**{**base, **fields}):
             return self._again.pop(0)
         offload = self._make({**base, **fields})

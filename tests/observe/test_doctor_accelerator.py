@@ -93,7 +93,7 @@ def test_several_directories_without_a_speed_are_each_a_line() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
 def test_an_accelerator_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    virtual = torch.accelerator.current_accelerator() == torch.device("virtual")
+    virtual = torch.accelerator.current_accelerator(check_available=True).type == "virtual"
     if virtual:
         monkeypatch.setattr(probes, "_SIZE", 512)  # it computes on the CPU
     found = examine([tmp_path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.slabs import ExactSizes, HostSlot, PowersOfTwo, SlabSizes
 from tests.doubles.recording_accelerator import RecordingAccelerator
+from tests.processes import printed_by
 from tests.threads import collect, on_a_thread
 from tests.tiers.rig import System
 
@@ -181,6 +183,51 @@ def test_h28_a_forked_child_gives_back_nothing_of_its_parents(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     runtime.poll()
     assert len(double.registered) == 2, "the parent goes on"
+
+
+#: A child maps something of its own where a slab of its parent is, and stops when its interpreter has ended.
+ENDS = """
+import ctypes, mmap, os, signal, sys
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from tests.doubles.recording_accelerator import RecordingAccelerator
+
+runtime = AcceleratorRuntime(RecordingAccelerator(can_register=True))
+slab = runtime.host_buffer(1 << 20).fill_(7)
+start = slab.data_ptr()
+
+def flags(process):
+    # Those of the pages at the slab's address.
+    is_there = False
+    for line in open(f"/proc/{process}/smaps"):
+        first, dash, rest = line.partition(" ")[0].partition("-")
+        if dash:
+            is_there = int(first, 16) <= start < int(rest, 16)
+        elif is_there and line.startswith("VmFlags:"):
+            return line.split()
+    return []
+
+assert "dc" in flags("self"), "a fork copies them"  # "do not copy area on fork"
+child = os.fork()
+if child == 0:
+    library = ctypes.CDLL(None)
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mmap(start, 1 << 20, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10, -1, 0)  # MAP_FIXED
+    library.on_exit(getattr(library, "raise"), None)  # of the status
+    del slab, runtime
+    sys.exit(int(signal.SIGSTOP))
+_, status = os.waitpid(child, os.WUNTRACED)
+assert os.WIFSTOPPED(status), status
+mapped = flags(child)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+assert mapped and "dc" not in mapped, "the child has unmapped what is not its parent's any more"
+assert slab.sum() == 7 << 20
+"""
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system leaves no pages out of a fork")
+def test_h64_a_forked_child_has_no_pinned_page_and_unmaps_nothing_of_its_own() -> None:
+    printed_by("-c", ENDS)
 
 
 # -- waste ----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena
+from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.guard import Guard, NoHeadroomError
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import Headroom, host_headroom
@@ -43,21 +43,19 @@ class Readings:
 
 @pytest.fixture
 def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
+    """What the guard sees; the budgets of tiers are so large that they do not bind."""
     readings = Readings(FakeMachine(tmp_path))
     monkeypatch.setattr(guard, "host_headroom", readings)
+    monkeypatch.setattr(host, "HOST_FRACTION", 1000)
     return readings
 
 
-def guarded(readings: Readings, **fields: Any) -> tuple[HostTier, Guard, System]:
+def guarded(readings: Readings, budget: int | None = None, **fields: Any) -> tuple[HostTier, Guard, System]:
     system, watch = System(), Guard()
-
-    def take(nbytes: int) -> Tensor:
-        watch.admit(nbytes)
-        return system(nbytes)
-
-    arena = Arena(take, **{"slab_bytes": MIB, "idle_bytes": GIB, "given_back": watch.forget} | fields)
+    common = {"slab_bytes": MIB, "idle_bytes": GIB, "admit": watch.admit, "given_back": watch.forget}
+    arena = Arena(system, **common | fields)
     readings.held = lambda: arena._held
-    return HostTier(arena, 64 * GIB), watch, system
+    return HostTier(arena, budget), watch, system
 
 
 def fill(tier: HostTier, nbytes: int) -> list[HostSlot]:
@@ -164,7 +162,7 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
     monkeypatch.setattr(guard, "_guard", Guard())
     tier, _, _ = guarded(readings)
     runtime, system = SimulatedRuntime(), System()
-    other = HostTier(shared_arena(runtime, False, lambda: Arena(system, idle_bytes=GIB)), GIB)
+    other = HostTier(shared_arena(runtime, False, lambda: Arena(system, idle_bytes=GIB)))
     idle = other.reserve(512 * MIB)
     del idle
     own = tier._arena
@@ -194,10 +192,6 @@ def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) 
     double = RecordingAccelerator(can_register=True)
     runtime, watch = AcceleratorRuntime(double), Guard()
 
-    def take(nbytes: int) -> object:
-        watch.admit(nbytes)
-        return runtime.host_buffer(nbytes)
-
     def given_back() -> None:
         runtime.poll()
         watch.forget()
@@ -205,8 +199,76 @@ def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) 
     readings.held = lambda: sum(double.registered.values())
     readings.available = GIB + 96 * MIB
     sizes = runtime.slab_sizes()
-    tier = HostTier(Arena(take, idle_bytes=GIB, sizes=sizes, given_back=given_back), GIB)  # type: ignore[arg-type]
+    arena = Arena(runtime.host_buffer, idle_bytes=GIB, sizes=sizes, admit=watch.admit, given_back=given_back)
+    tier = HostTier(arena)
     slot = tier.reserve(64 * MIB)
     del slot
     other = reserve(tier, 80 * MIB)
     assert double.registered == {other.address: 80 * MIB}
+
+
+# -- a budget in bytes, and one that follows the machine --------------------------------------------------------------
+
+
+def test_a_budget_in_bytes_is_given_whatever_the_machine_says_and_one_warning_reports_it(readings: Readings) -> None:
+    tier, watch, system = guarded(readings, 8 * GIB, idle_bytes=16 * GIB)
+    slots = [tier.reserve(GIB)]
+    assert tier.warning() is None, "there is enough"
+    slots += fill(tier, GIB)
+    assert len(slots) == 8, "of 3 GiB"
+    assert tier.warning() == (
+        "host_budget=8GiB is taken as it was given, although memory is short: 1.0 GiB more of host memory would leave "
+        "less than 1.0 GiB of it for others, for 0 B of this machine's 16.0 GiB of memory are available. The system "
+        "may end processes that go beyond what it has. To change that, end other programs that take memory, or take a "
+        'machine with more of it, or leave it to host_budget="auto"'
+    )
+    assert tier.warning() is None, "it is said once"
+    assert tier.shortage.reason == "all of host_budget is in use: 8.0 GiB"
+    with pytest.raises(NoHeadroomError):
+        watch.admit(GIB)
+    slots.clear()
+    tier.release_idle()
+    system.refuse = True
+    assert len(fill(tier, GIB)) == 8, "what is idle stays"
+
+
+def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
+    readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "HOST_FRACTION", 0.5)
+    looks = Readings(readings.machine)
+    monkeypatch.setattr(host, "host_headroom", looks)
+    tier, _, _ = guarded(readings)
+    looks.held = readings.held
+    assert tier.budget == 3 * GIB // 2
+    slots = fill(tier, 32 * MIB)
+    assert len(slots) == 48
+    assert looks.looks == 2, "it has looked again when the budget was used up"
+    readings.available = looks.available = 6 * GIB
+    refused = 0
+    while (slot := tier.reserve(32 * MIB)) is None:
+        refused += 1
+    assert 0 < refused * 32 * MIB <= 256 * MIB, "a look is for so many bytes"
+    assert tier.budget == 3 * GIB
+    slots += [slot, *fill(tier, 32 * MIB)]
+    assert len(slots) == 96
+    readings.available = looks.available = GIB
+    assert tier.reserve(GIB) is None
+    assert tier.budget == 3 * GIB, "it never comes down: the guard says what is left"
+
+
+def test_a_caller_with_a_lock_does_not_look(readings: Readings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "HOST_FRACTION", 0.5)
+    looks = Readings(readings.machine)
+    monkeypatch.setattr(host, "host_headroom", looks)
+    tier, _, _ = guarded(readings)
+    looks.held = readings.held
+    slots = [tier.reserve(512 * MIB) for _ in range(3)]
+    assert None not in slots
+    before = looks.looks
+    with pytest.raises(MustGrow):
+        tier.at_hand(512 * MIB)
+    assert looks.looks == before
+    assert tier.reserve(512 * MIB) is None
+    assert looks.looks == before + 1
+    assert tier.at_hand(16 * MIB) is None, "no need to look again for these"

@@ -53,9 +53,9 @@ def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
     assert [tier.budget for tier in tiers] == [8 * MIB] * 3
     slots = [reserve(tier, 2 * MIB) for tier in tiers]
     slots.append(reserve(tiers[0], 2 * MIB))
+    machine.set_memory(available=8 * MIB)  # for this process took the rest
     assert all(tier.reserve(2 * MIB) is None for tier in tiers)
     assert sum(system.sizes) == 8 * MIB
-    machine.set_memory(available=8 * MIB)  # for this process took the rest
     late = HostTier(arena)
     assert late.budget == 8 * MIB, "what the arena holds is no less for them"
     assert late.reserve(4096) is None

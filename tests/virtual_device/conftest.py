@@ -3,25 +3,5 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import pytest
-
-from eager_offload import Offload
 
 collect_ignore = [] if "tests.virtual_device.plugin" in sys.modules else ["on_device"]
-
-
-@pytest.fixture
-def offloads() -> Iterator[Callable[..., Offload]]:
-    """Makes an ``Offload`` that moves everything that can move, unless told otherwise; all are closed at the end."""
-    made: list[Offload] = []
-
-    def make(**fields: Any) -> Offload:
-        made.append(Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields))
-        return made[-1]
-
-    yield make
-    for offload in made:
-        offload.close()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eager_offload.config import MIB, size_literal, variable_of
+from eager_offload.config import variable_of
 from eager_offload.tiers.limits import Limit
 
 #: The version of the keys. New keys leave it as it is; a key that goes or changes its meaning adds one.
@@ -145,9 +145,6 @@ class Diagnosis:
 
 #: Operations of forward for each number that is saved, by width: of a block, and of one that is checkpointed.
 _BLOCK, _CHECKPOINTED = 24 / 16, 24.0
-#: The two windows are memory that offloading does not free: no more than this part of the device's each.
-_PART_OF_MEMORY = 64
-_LARGEST_WINDOW, _SMALLEST_WINDOW = 256 * MIB, 16 * MIB
 #: Blocks that are worth offloading are at least this wide.
 _NARROW = 768
 
@@ -161,26 +158,13 @@ def recommended(devices: Sequence[Device], memory: Memory | None, disks: Sequenc
         settings["tier"] = "disk"
         if disks:
             settings["disk_path"] = (best or disks[0]).path  # or the self test shows what is wrong with it
-        room = None if memory is None else memory.headroom_bytes
     else:
         room = min((one.memory_bytes for one in accelerators if one.memory_bytes), default=None)
         if best is not None and memory is not None and room is not None and memory.budget_bytes < room:
             settings["disk_path"] = best.path  # what is saved can be more than the host has room for
         if all(one.pin_seconds is None for one in accelerators):
             settings["pin_memory"] = False
-    window = _window(room)
-    if window != _LARGEST_WINDOW:  # the default
-        settings["max_inflight_bytes"] = settings["prefetch_bytes"] = size_literal(window)
     return settings
-
-
-def _window(room: int | None) -> int:
-    """A power of two."""
-    most = _LARGEST_WINDOW if room is None else room // _PART_OF_MEMORY
-    window = _LARGEST_WINDOW
-    while window > max(most, _SMALLEST_WINDOW):
-        window //= 2
-    return window
 
 
 def _best_disk(disks: Sequence[Disk]) -> Disk | None:

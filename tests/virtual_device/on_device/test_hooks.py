@@ -50,7 +50,7 @@ def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert stats.bytes_out > 0
     assert waits == [0] * STEPS
-    assert max(peaks) <= max(plain) + 2 * MIB, "one copy and one target"
+    assert max(peaks) <= max(plain) + 3 * MIB, "two copies and one target"
 
 
 def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevice, offloads: Any) -> None:
@@ -74,9 +74,10 @@ def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevi
     assert stats.window_stall_seconds == 0
 
 
-def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(
+def test_a_stream_has_two_copies_and_those_that_have_not_started_when_their_graph_is_dropped_are_not_made(
     virtual: VirtualDevice, offloads: Any
 ) -> None:
+    """With one the link would be idle until the host notices that it is over."""
     offload = offloads(max_inflight_bytes="1GiB")
     x = torch.ones(512, 512).to(NAME).requires_grad_()
     runtime, copied = accelerator_runtime(), virtual.copied_bytes[0]
@@ -88,13 +89,13 @@ def test_copies_that_have_not_started_when_their_graph_is_dropped_are_not_made(
             y = x * 1
             for _ in range(4):
                 y = y.sin()
-        assert offload.stats().bytes_out > 2 * x.nbytes, "all that the window has room for is to leave"
+        assert offload.stats().bytes_out > 3 * x.nbytes, "all that the window has room for is to leave"
         del y
         offload.stats()
     stats = offload.stats(synchronize=True)
-    assert stats.bytes_out == virtual.copied_bytes[0] - copied == x.nbytes, "the one that the stream had been given"
-    assert stats.offloaded_bytes == stats.released_bytes == x.nbytes
-    assert stats.kept_bytes["newest"] == stats.saved_bytes - x.nbytes
+    assert stats.bytes_out == virtual.copied_bytes[0] - copied == 2 * x.nbytes, "those that the stream had been given"
+    assert stats.offloaded_bytes == stats.released_bytes == 2 * x.nbytes
+    assert stats.kept_bytes["newest"] == stats.saved_bytes - 2 * x.nbytes
 
 
 def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual: VirtualDevice, offloads: Any) -> None:
@@ -147,7 +148,7 @@ def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(
         peaks = [peak_of_a_step(offload, 2 * MIB) for _ in range(2)]
     stats = offload.stats(synchronize=True)
     assert stats.bytes_out > 0
-    assert max(peaks) <= plain + 4 * MIB, "one copy and one target"
+    assert max(peaks) <= plain + 6 * MIB, "two copies and one target"
 
 
 @pytest.mark.parametrize("plans", [False, True], ids=["decided", "followed"])

@@ -156,8 +156,10 @@ def test_training_loops_are_exact_and_take_less_of_the_device(
         limit = 0.9 * expected.peak if of_activations else expected.peak + 2 * max(_WINDOW, expected.largest)
         assert peak < limit, tell
     elif case.loop != "three_threads":  # whose peak without offload depends on how they meet
-        limit = expected.peak * (1 + 1 / 32) + 2 * expected.largest
-        assert peak <= limit, f"{tell}: more than one copy, one target and the part that a stream is given ahead above"
+        limit = expected.peak * (1 + 1 / 32) + 3 * expected.largest
+        assert peak <= limit, (
+            f"{tell}: more than two copies, one target and the part that a stream is given ahead above"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits for each of its transfers:RuntimeWarning")

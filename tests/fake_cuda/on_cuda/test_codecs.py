@@ -1,0 +1,47 @@
+"""Codecs that round, on CUDA: training goes on whatever a compiler does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import eager_offload.kernels.codecs as module
+from eager_offload import Offload
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.filterwarnings("default:eager_offload. .* computes other numbers:RuntimeWarning")  # as all kernels do here
+def test_what_rounds_is_compiled_and_training_goes_on_whatever_comes_of_it(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh, compile_it, outcomes = module.CodecKernels(), module._compile, []
+
+    def compiled(size: Any) -> Any:
+        try:
+            kernels = compile_it(size)
+        except Exception as error:
+            outcomes.append(str(error))
+            raise
+        outcomes.append("compiled")
+        return kernels
+
+    monkeypatch.setattr(module, "_compile", compiled)
+    monkeypatch.setattr(module, "_WORTH", 1)
+    for name in ("context", "eager.packing", "eager.saving"):
+        monkeypatch.setattr(f"eager_offload.{name}.CODECS", fresh)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)]).cuda()
+    offload = Offload(codec=codec, min_bytes=0, keep_last_bytes=0)
+    for _ in range(5):
+        with offload:
+            loss = model(torch.randn(512, 256, device="cuda")).sum()
+        loss.backward()
+        del loss
+    stats = offload.stats(synchronize=True)
+    assert stats.steps == 5
+    assert sum(stats.coded_bytes.values()) > 0
+    assert outcomes
+    assert all(outcome == "compiled" or "computes other numbers" in outcome for outcome in outcomes)
+    assert stats.demotions.get("uncompiled_codec", 0) == sum(outcome != "compiled" for outcome in outcomes)
+    offload.close()
