@@ -12,8 +12,8 @@ from tests.processes import printed_by
 MODULE = "tests.fake_cuda.on_cuda.sanitized"
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    printed = printed_by("-m", MODULE, *arguments, TORCH_CUDA_SANITIZER="1")
+def run(*arguments: str, **knobs: str) -> dict[str, Any]:
+    printed = printed_by("-m", MODULE, *arguments, TORCH_CUDA_SANITIZER="1", **knobs)
     return dict(json.loads(printed.splitlines()[-1]))
 
 
@@ -53,6 +53,6 @@ def test_it_sees_what_is_captured_and_finds_no_race() -> None:
     ],
 )
 def test_it_finds_each_wait_that_is_left_out(wait: str, first: str, second: str | None) -> None:
-    """``second``: ``None`` for any kernel of backward."""
-    races = run("train", wait)["races"]
+    """``second``: ``None`` for any kernel of backward. The link is slow, so that there is something to wait for."""
+    races = run("train", wait, FAKE_CUDA_GBPS="0.5")["races"]
     assert any(race[0] == first and second in (None, race[1]) for race in races), races
