@@ -464,12 +464,6 @@ def sanitizer() -> TorchDispatchMode | None:
     return found.dispatch if found is not None and found.enabled else None
 
 
-def with_sanitizer() -> AbstractContextManager[object]:
-    """Lets the sanitizer see what a thread of the library's own runs, since a mode is of the thread that entered it."""
-    checker = sanitizer()
-    return nullcontext() if checker is None else _only([checker])
-
-
 def set_over(
     tensor: Tensor, storage: torch.UntypedStorage, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> Tensor:

@@ -49,6 +49,23 @@ def test_h55_it_is_rarely_exceeded_and_used_up(
     assert allowance.keep >= min(device.saved, 0.9 * budget - device.other - 2 * device.spread)
 
 
+@settings(max_examples=200)
+@given(budget=st.integers(10_000, 1 << 40), before=st.floats(0, 0.95), seed=st.integers(0, 99), **PARTS)
+def test_h55_of_a_peak_that_is_not_known_it_is_enough_that_it_was_at_most_so_much(
+    budget: int, before: float, seed: int, other: float, saved: float, spread: float
+) -> None:
+    """A device remembers its highest peak; what was used before hides the first ones."""
+    device, allowance, highest = Device(budget, other, saved, spread, seed), Allowance(budget, 0), int(budget * before)
+    peaks = []
+    for _ in range(128):
+        kept = min(allowance.keep, device.saved)
+        peaks.append(device.peak(allowance.keep))
+        exact, highest = peaks[-1] > highest, max(peaks[-1], highest)
+        allowance.adapt(highest, kept, moved=kept < device.saved, exact=exact)
+    assert max(peaks) <= budget + device.spread
+    assert allowance.keep >= min(device.saved, 0.9 * budget - device.other - 2 * device.spread)
+
+
 @settings(max_examples=100)
 @given(grown=st.floats(0.01, 0.4), moved=st.booleans())
 def test_what_an_optimizer_makes_in_its_first_step_is_taken_off_before(grown: float, moved: bool) -> None:

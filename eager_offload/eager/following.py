@@ -281,8 +281,8 @@ class Run:
                 self._due += self._starts[number]
                 if self.keeper.plans.measures.is_close and self._staying[number] is None:
                     self.keeper.plans.saw(self, self.known, number, is_ask=False)
-                if self.keeper.budget is not None and self.keeper.budget.note_call():
-                    self.keeper.budget.look()
+                if self.keeper.budget is not None:
+                    self.keeper.budget.note_save()
                 lack = self._start_due(autograd_sequence()) if self._due else None
             if lack is not None:
                 offloader.go_on(lack, partial(self._start_due, autograd_sequence()))
@@ -544,9 +544,8 @@ class Run:
             order.unpacks += 1
             if (budget := self.keeper.budget) is not None:
                 if rank == 0:  # all that has to leave has begun to
-                    budget.look(self.keeper.kept_newest())
-                elif budget.note_call() or self.asked == len(self._asks):
-                    budget.look()
+                    budget.note_kept(self.keeper.kept_newest())
+                budget.note_ask(is_last=self.asked == len(self._asks))
             ahead, reload = self._ahead, storage.reload  # which may be given up meanwhile, if more of it was expected
             if not ask.keep:
                 if promised := record.promised.pop(storage.number, 0):  # `unpromise`, which would be a call

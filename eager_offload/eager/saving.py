@@ -211,8 +211,6 @@ class SavedTensors:
             return KeepReason.REGION
         try:
             with offloader.lock:
-                if self.budget is not None and self.budget.note_call():
-                    self.budget.look()
                 saved = self._save(tensor, queue, packed_at, forward, mark)
                 if packed_at <= queue.final_after or not isinstance(saved, SavedView) or saved.shares:
                     return saved
@@ -271,7 +269,7 @@ class SavedTensors:
                 queue.forward_is_over()
                 lack = self._start_due(queue, None)
                 if self.budget is not None:
-                    self.budget.look(self.kept_newest())
+                    self.budget.note_kept(self.kept_newest())
             if lack is not None:
                 offloader.go_on(lack, partial(self._start_due, queue, None), waits=waits)
 
@@ -482,6 +480,8 @@ class SavedTensors:
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
+        if self.budget is not None:
+            self.budget.note_save()
         return view
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -505,8 +505,7 @@ class SavedTensors:
         try:
             if self.budget is not None and view.run is None:
                 with offloader.lock:
-                    if self.budget.note_call():
-                        self.budget.look()
+                    self.budget.note_ask()
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._reloading.unpack(view)

@@ -32,7 +32,6 @@ from typing import NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import with_sanitizer
 from eager_offload.errors import TransferError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime
@@ -187,8 +186,7 @@ class Staging:
         for fence in room.fences:
             device.synchronize(fence.event)
         event.seconds = _carry(slot.read, room.tensor, slot)
-        with with_sanitizer():
-            landed = self._enqueue(target, room.tensor, stream, after)
+        landed = self._enqueue(target, room.tensor, stream, after)
         room.fences = (Fence(device, landed),)
         self._in.note_user(partial(device.synchronize, landed))
         # The caller may have been interrupted, and then nothing else holds what is being written.
