@@ -75,8 +75,8 @@ def bits(job: Job) -> None:
 
 
 def be_deterministic() -> None:
-    """Has kernels add in one order. Attention of cuDNN and of flash does not otherwise, and cuDNN's cannot."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Has kernels add in one order. Flash attention does so where nothing else is allowed, and cuDNN's cannot."""
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
