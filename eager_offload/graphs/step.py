@@ -263,8 +263,6 @@ def _warm_up(
                         check_alike(before, plans)
     finally:
         runtime.wait(here, runtime.record(stream))
-    if offload is not None:
-        offload.stats(synchronize=True)  # sources that are on their way would stay on the device in the capture
     return plans
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from eager_offload.graphs import (
 )
 from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
 from tests.threads import collect, on_a_thread
@@ -46,6 +48,12 @@ from tests.virtual_device.on_device.steps import Block, Resumable, assert_captur
 REPLAYS = 100
 #: In so many a missing edge shows.
 FEW = 20
+
+
+@pytest.fixture
+def offloads(offloads: Callable[..., Offload]) -> Callable[..., Offload]:
+    """With room for one copy in the window: what a captured step has on its way when forward ends stays."""
+    return partial(offloads, max_inflight_bytes=1)
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +249,63 @@ def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch, of
     torch.accelerator.synchronize()
     held.clear()
     assert chain.capture(offload).plan is not None
+
+
+# -- the same in each run ---------------------------------------------------------------------------------------------
+
+
+class Link:
+    """When the host finds a copy to be over: at once, not before it waits for that, or as a seed says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        answers, intact = random.Random(seed), AcceleratorEvent.query
+
+        def query(event: AcceleratorEvent) -> bool:
+            if type(event) is AcceleratorEvent and not event._done and answers.random() < seed / (RUNS - 1):
+                event.synchronize()
+            return intact(event) if type(event) is not AcceleratorEvent else event._done
+
+        monkeypatch.setattr(AcceleratorEvent, "query", query)
+
+
+#: Of one program, each with another link.
+RUNS = 20
+
+
+class Deep:
+    """Two forwards, of twelve layers each, which save 1 KiB; the window has room for two."""
+
+    settings: Mapping[str, Any] = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB"}
+
+    def __init__(self) -> None:
+        self._w = torch.full((16, 16), 0.01, device=NAME, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> None:
+        for _ in range(2):
+            h = x
+            for _ in range(12):
+                h = (h @ self._w).tanh()
+            h.sum().backward()
+
+
+def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(offloads: Any) -> None:
+    """Nor on the link, on what earlier steps have learnt of both, or on what they have on its way."""
+    found = set()
+    for seed in range(RUNS):
+        with pytest.MonkeyPatch.context() as patch:
+            Link(patch, seed)
+            offload, train, x = offloads(**Deep.settings), Deep(), torch.ones(16, 16, device=NAME)
+            for _ in range(seed % 3):
+                with offload:
+                    train(x)
+            step = capture_step(train, (x,), offload=offload, debug=True)
+        moved = copies(step, "copy out"), copies(step, "copy in")
+        work = tuple((node.kind, node.what, node.stream, node.after) for node in nodes_of(step.graph._graph))
+        found.add((moved, step.plans, tuple(sorted(step.kept.items())), work))
+        assert moved[0] == moved[1] == 2 * 10 * 1024
+        step.close()
+        offload.close()
+    assert len(found) == 1
 
 
 # -- what differs, and other errors -----------------------------------------------------------------------------------
