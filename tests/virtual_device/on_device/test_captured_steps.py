@@ -6,7 +6,7 @@ import gc
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -254,28 +254,20 @@ def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch, of
 # -- the same in each run ---------------------------------------------------------------------------------------------
 
 
-class Link:
-    """When the host finds a copy to be over: at once, not before it waits for that, or as a seed says."""
+def link(monkeypatch: pytest.MonkeyPatch, part: float, seed: int) -> None:
+    """Has the host find this part of all copies over when it looks, and others not before it has waited for them."""
+    answers = random.Random(seed)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-        answers, intact = random.Random(seed), AcceleratorEvent.query
+    def query(event: AcceleratorEvent) -> bool:
+        if not event._done and answers.random() < part:
+            event.synchronize()
+        return event._done
 
-        def query(event: AcceleratorEvent) -> bool:
-            if type(event) is AcceleratorEvent and not event._done and answers.random() < seed / (RUNS - 1):
-                event.synchronize()
-            return intact(event) if type(event) is not AcceleratorEvent else event._done
-
-        monkeypatch.setattr(AcceleratorEvent, "query", query)
-
-
-#: Of one program, each with another link.
-RUNS = 20
+    monkeypatch.setattr(AcceleratorEvent, "query", query)
 
 
 class Deep:
-    """Two forwards, of twelve layers each, which save 1 KiB; the window has room for two."""
-
-    settings: Mapping[str, Any] = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB"}
+    """Two forwards, of eight layers each, which save 1 KiB."""
 
     def __init__(self) -> None:
         self._w = torch.full((16, 16), 0.01, device=NAME, requires_grad=True)
@@ -283,26 +275,32 @@ class Deep:
     def __call__(self, x: Tensor) -> None:
         for _ in range(2):
             h = x
-            for _ in range(12):
+            for _ in range(8):
                 h = (h @ self._w).tanh()
             h.sum().backward()
 
 
-def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(offloads: Any) -> None:
-    """Nor on the link, on what earlier steps have learnt of both, or on what they have on its way."""
+@pytest.mark.filterwarnings("ignore:.*device_budget:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("setting", "runs"), [("keep_last_bytes", FEW), ("nothing", 5), ("max_slowdown", 5), ("device_budget", 5)]
+)
+def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str, runs: int, offloads: Any) -> None:
+    """Nor on the link, on what earlier steps have on its way, or, but for a budget, on whether there were any."""
+    settings = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
+    values = {"keep_last_bytes": 0, "max_slowdown": 0.1, "device_budget": torch.accelerator.memory_allocated() + 8192}
     found = set()
-    for seed in range(RUNS):
+    for seed in range(runs):
         with pytest.MonkeyPatch.context() as patch:
-            Link(patch, seed)
-            offload, train, x = offloads(**Deep.settings), Deep(), torch.ones(16, 16, device=NAME)
-            for _ in range(seed % 3):
+            link(patch, seed / (runs - 1), seed)
+            offload = offloads(**settings | {name: values[name] for name in values if name == setting})
+            train, x = Deep(), torch.ones(16, 16, device=NAME)
+            for _ in range(0 if setting == "device_budget" else seed % 3):
                 with offload:
                     train(x)
             step = capture_step(train, (x,), offload=offload, debug=True)
-        moved = copies(step, "copy out"), copies(step, "copy in")
         work = tuple((node.kind, node.what, node.stream, node.after) for node in nodes_of(step.graph._graph))
-        found.add((moved, step.plans, tuple(sorted(step.kept.items())), work))
-        assert moved[0] == moved[1] == 2 * 10 * 1024
+        found.add((step.plans, tuple(sorted(step.kept.items())), work))
+        assert copies(step, "copy out") == copies(step, "copy in") >= 8 << 10
         step.close()
         offload.close()
     assert len(found) == 1
