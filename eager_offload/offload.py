@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack
@@ -290,10 +290,24 @@ class Offload:
             )
         thread.step = step
         try:
-            with self:
+            with self._preparing() if isinstance(step, WarmUp) else nullcontext(), self:
                 yield
         finally:
             thread.step = None
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/offloader.py."""
+        accounts = self._accounts
+        self.stats(synchronize=True)  # what earlier steps have on its way is not over at the same time in each run
+        with accounts.lock:
+            accounts.preparing += 1
+        try:
+            yield
+        finally:
+            with accounts.lock:
+                accounts.preparing -= 1
+            self.stats(synchronize=True)  # a source that is on its way would stay on the device in the capture
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.

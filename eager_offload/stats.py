@@ -439,6 +439,8 @@ class Accounts(ForkSafeLock):
         self.counters = Counters()
         #: Writes down what happens, while a trace runs.
         self.observer: Observer | None = None
+        #: How many steps are prepared for a capture now; see the note in engine/offloader.py.
+        self.preparing = 0
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

@@ -24,7 +24,7 @@ one does. But they take no memory of the device, and where they stand for a disk
 A CUDA graph replays kernels and nothing that the host does, so Inductor would split a graph at each transfer and make
 a CUDA graph of each part. There would be as many as there are transfers, they own what they hand over until the step
 after, and what an operator returns as a tuple cannot be handed over at all: in 2.11 the next forward raises. So a graph
-that moves anything is compiled as without cudagraphs. Its backward follows, and what is found in a cache: both go by the
+that moves anything is compiled as without cudagraphs. So are its backward, and what is found in a cache: both go by the
 reason that Inductor keeps with what it has compiled.
 """
 

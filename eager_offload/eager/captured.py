@@ -9,11 +9,12 @@ A graph has every decision in it, so in a capture none is left to make: a ``Capt
 
 It differs from a ``Run``, which follows a plan in eager code, in what a graph is. A plan is no hint here: the first
 save or unpack that differs raises. No event of a capture is ever over, so a source goes once compute has waited for its
-copy, where the plan saw it go; what was still there when backward began goes one by one, a source for each unpack, and
-what backward would come to before that stays. The engine knows of none of these copies, since nothing runs: they are on
-streams of captures, and what they need stays with the run until compute has waited for them. Slots are parts of one
-slab that belongs to the graph. A forward that comes after another's backward uses the same ones: its copies out come
-behind compute, which has waited for each copy back.
+copy, where the plan saw it go: where the window had no room for the next copy, or at the end of forward. What was still
+there when backward began goes one by one, a source for each unpack, and what backward would come to before that stays.
+The engine knows of none of these copies, since nothing runs: they are on streams of captures, and what they need stays
+with the run until compute has waited for them. Slots are parts of one slab that belongs to the graph. A forward that
+comes after another's backward uses the same ones: its copies out come behind compute, which has waited for each copy
+back.
 
 What the warm-ups have rounded is rounded: packed by kernels of the graph when its copy is due, so that the source goes
 at once and the packed bytes do when the plan saw the source go. For stochastic rounding the graph has a seed of its own
@@ -141,10 +142,10 @@ class CapturedRun:
         self._forward = Forward(self._forward_number, LearnedForwards())
         self._starts = plan.starts()
         self._codings = codings_of(plan, self._policy)
-        #: The saves whose sources go before each save.
-        self._releases: list[list[int]] = [[] for _ in plan.saves]
+        #: The saves whose sources go before each save, and when forward is over.
+        self._releases: list[list[int]] = [[] for _ in range(len(plan.saves) + 1)]
         for number, save in enumerate(plan.saves):
-            if save.fate is Fate.OFFLOAD and 0 <= save.release < len(plan.saves):
+            if save.fate is Fate.OFFLOAD and save.release >= 0:
                 self._releases[save.release].append(number)
         self._late_releases = late_releases(plan)
         self._packed = self._asked = 0
@@ -253,6 +254,7 @@ class CapturedRun:
                     break
                 self._start(storage, sequence)
             self._due.popleft()
+        self._release_going()
 
     def _start(self, storage: CapturedStorage, sequence: int | None) -> None:
         number, nbytes = storage.number, storage.footprint.nbytes
@@ -310,7 +312,13 @@ class CapturedRun:
         """A context is left, of which the outermost is around all of the step; ``waits``: not by an exception."""
         if waits and not is_outermost and self._packed == len(self._plan.saves):
             self._due += [number for number in self._plan.end if number not in self._due]
-            self._start_due(None)
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        """Every operator has run: starts what is due, and lets go of what has gone at the end of forward."""
+        self._going += self._releases[-1]
+        self._releases[-1] = []
+        self._start_due(None)
 
     def miss(self, what: str) -> None:
         """Something is saved that no plan can say."""
@@ -346,7 +354,7 @@ class CapturedRun:
             self._differ(f"unpack {rank}", f"save {view.number} for those that {coding.codec.name} is for", reader)
         ask = asks[rank]
         self._asked = rank + 1
-        self._start_due(None)
+        self._end_forward()
         if (going := self._late_releases.get(rank)) in self._leaving:
             self._release(going)
         tensor = resident(view, storage, self._unpack_at_once)

@@ -90,8 +90,7 @@ class SavedTensors:
         self._queues: Living[ResidentQueue] = Living()
         #: Whether an automatic window says how many of the newest bytes stay.
         self._window_says_what_stays = config.learns_what_stays and config.prefetch_bytes == "auto"
-        #: Whether what was learnt to leave does so at once.
-        self._leaves_early = config.learns_what_stays or limit is not None
+        self._learns_what_stays = config.learns_what_stays
         self._use_windows()
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
@@ -148,8 +147,11 @@ class SavedTensors:
                 budget.begin()
                 message = budget.warning()
             if exposure is not None:
-                most = self._learned.most_bytes
-                exposure.begin(queue, most if budget is None else min(most, budget.keep))
+                if self._accounts.preparing:
+                    exposure.pause()  # its waits are those of the window, and none of a replay's
+                else:
+                    most = self._learned.most_bytes
+                    exposure.begin(queue, most if budget is None else min(most, budget.keep))
             keep = queue.limit = self._accounts.counters.keep_last_bytes = self.keep
             if keep != before:
                 self.plans.forget_all()
@@ -170,6 +172,12 @@ class SavedTensors:
     def _tell_windows(self) -> None:
         counters, windows = self._accounts.counters, self._windows
         counters.max_inflight_bytes, counters.prefetch_bytes = windows.inflight, windows.prefetch
+
+    @property
+    def _leaves_early(self) -> bool:
+        """Whether what was learnt to leave does so at once: not by the time that steps took, where one is prepared for
+        a capture."""
+        return self.exposure is not None or (self._learns_what_stays and not self._accounts.preparing)
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""

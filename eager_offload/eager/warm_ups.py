@@ -60,7 +60,7 @@ def late_releases(plan: StepPlan) -> dict[int, int]:
 def _late(plan: StepPlan) -> list[int]:
     """The saves whose sources are still there when backward begins, in the order in which their copies start."""
     order = [*(number for numbers in plan.starts() for number in numbers), *plan.end]
-    return [number for number in order if not 0 <= plan.saves[number].release < len(plan.saves)]
+    return [number for number in order if plan.saves[number].release < 0]
 
 
 def _without_vain_copies(plan: StepPlan) -> StepPlan:

@@ -19,6 +19,13 @@ the meantime (``_AHEAD_SECONDS``), if that is little of what the device would ho
 wait in the offloader, ordered by an event that is recorded at once; they are cancelled when backward asks for their
 bytes.
 
+[Note: a step that is prepared for a capture]
+A captured step does what the last step before it did, so no decision of that one may depend on how fast the host or
+the link is. While one is prepared (``Accounts.preparing``) no copy is held back, hence none is cancelled, and the host
+takes a copy out to be over when it has waited for it and not when an event says so. So a source goes when the window
+has no room for the next one, as in the graph, where no event is ever over: which bytes leave, and where each source
+goes, follow from the saves and the settings.
+
 [Note: an interrupt is a crash of the offloader]
 A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
 offloader in whose midst one came is *crashed*. From then on nothing more leaves through it, nothing is brought back
@@ -367,7 +374,7 @@ class DeviceOffloader:
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
             counters.inflight_bytes_peak = self.inflight_bytes
-        if at_once or not self.runtime.holds_copies_back:
+        if at_once or self.accounts.preparing or not self.runtime.holds_copies_back:
             self._start(transfer, source, slot, computed, key)
         else:
             self._held_back[transfer] = _HeldBack(source, slot, computed, key)
@@ -507,6 +514,7 @@ class DeviceOffloader:
             OffloadError: the transfer failed, and the host knows that already.
         """
         runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
+        transfer.is_awaited = transfer.is_awaited or stream is None
         if runtime.query(event):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
             return
@@ -599,6 +607,7 @@ class DeviceOffloader:
     def poll(self) -> None:
         """Notices owners that have died and transfers that are over; never blocks."""
         runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
+        preparing = self.accounts.preparing
         runtime.poll()
         while finalized:
             record = finalized.popleft()
@@ -606,6 +615,8 @@ class DeviceOffloader:
             if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
                 record.on_finalized()
         while out and runtime.query((transfer := next(iter(out))).event):
+            if preparing and not transfer.is_awaited:
+                break
             self._complete_queried(transfer)
         if self._held_back:
             self._start_held_back()
@@ -690,6 +701,7 @@ class DeviceOffloader:
     def wait_until_over(self, transfers: Sequence[Transfer]) -> None:
         """The host waits for ``transfers``; the caller that takes one up gets its failure. The lock is not held."""
         for transfer in transfers:
+            transfer.is_awaited = True
             with suppress(OffloadError):
                 self.runtime.synchronize(transfer.event)
 

@@ -165,8 +165,9 @@ def capture_step(
             ``fn(*inputs)``, with copies of ``inputs`` that stay, and does the same each time.
         inputs: the arguments of ``fn``: tensors and plain values in tuples, lists and dicts, of any depth.
         offload: entered around ``fn``. The last warm-up is written down as step plans, which the capture follows
-            strictly: what they move crosses the link in each replay. What the engine decides anew in each step stays
-            (``CapturedStep.kept``). ``offload.stats()`` counts the warm-ups alone.
+            strictly: what they move crosses the link in each replay, and does not depend on how fast the host or the
+            link was. What the engine decides anew in each step stays (``CapturedStep.kept``). ``offload.stats()``
+            counts the warm-ups alone.
         scalars: the numbers that ``fn`` reads and that change between replays; they live as long as the step.
         warmup: how many real steps come first, with ``inputs``, on the stream of the capture. With ``offload`` one at
             least, and more of them let it learn.
@@ -263,8 +264,6 @@ def _warm_up(
                         check_alike(before, plans)
     finally:
         runtime.wait(here, runtime.record(stream))
-    if offload is not None:
-        offload.stats(synchronize=True)  # sources that are on their way would stay on the device in the capture
     return plans
 
 

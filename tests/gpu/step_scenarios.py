@@ -32,7 +32,7 @@ WARMUP = 3
 
 def captured(machine: Machine, step: TrainingStep, offload: Offload | None = None, **arguments: Any) -> Any:
     """``step`` after ``WARMUP`` real ones, captured; with an offload that moves all that can move."""
-    offload = machine.offload() if offload is None else offload
+    offload = machine.offload(max_inflight_bytes=1) if offload is None else offload
     moved = offload.stats(synchronize=True).bytes_out
     found = capture_step(
         step, batch(machine, REPLAYS), offload=offload, scalars=(step.rate,), warmup=WARMUP, **arguments
@@ -132,7 +132,7 @@ def memory_is_flat_over_recaptures(machine: Machine) -> None:
         return len(machine.runtime._pinned._records)
 
     held()
-    slabs, step, offload = pinned(), TrainingStep(machine), machine.offload()
+    slabs, step, offload = pinned(), TrainingStep(machine), machine.offload(max_inflight_bytes=1)
 
     def recapture(number: int) -> None:
         with captured(machine, step, offload) as replay:
@@ -165,7 +165,7 @@ def after_a_capture_of_a_step_that_failed_the_next_is_good(machine: Machine) -> 
         if number == WARMUP:
             torch.ones(1, device=machine.device).item()
 
-    offload, before = machine.offload(), machine.current
+    offload, before = machine.offload(max_inflight_bytes=1), machine.current
     for during, kind in ((fail, Fault), (invalidate, RuntimeError)):
         raised: BaseException | None = None
         try:
@@ -227,7 +227,7 @@ def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
 
     exact = step(x).cpu()
     rules = CodecPolicy(lossless=False).rule("MmBackward0", BlockInt(8, rounding="sr"))
-    offload = machine.offload(codec=rules)
+    offload = machine.offload(codec=rules, max_inflight_bytes=1)
     with capture_step(step, (x,), offload=offload, warmup=WARMUP) as replay:
         assert any(save.coded is not None for save in replay.plan.saves), f"nothing is rounded\n{replay.plan}"
         drawn = torch.stack([replay(x).cpu() for _ in range(REPLAYS)])

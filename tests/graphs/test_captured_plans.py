@@ -14,7 +14,7 @@ def warm_up(releases: list[int], order: list[int], *, nbytes: int = 100) -> Warm
     """One forward whose saves leave one after the other, each a storage, and that asks for them in ``order``.
 
     Args:
-        releases: before which save each source was seen to have gone; -1 for later than the last.
+        releases: before which save each source was seen to have gone, their number for the end of forward; -1: later.
     """
     step = WarmUp()
     recording = step.begin()
@@ -24,6 +24,9 @@ def warm_up(releases: list[int], order: list[int], *, nbytes: int = 100) -> Warm
                 recording.released(earlier)
         recording.take(number, number, nbytes, True, nbytes, nbytes)
         recording.started(number)
+    for number, release in enumerate(releases):
+        if release == len(releases):
+            recording.released(number)
     for number in order:
         recording.asked(number, number, (), (), False, None)
     return step
@@ -81,3 +84,9 @@ def test_warm_ups_that_are_not_alike_name_the_first_difference() -> None:
 def test_the_plan_of_a_step_says_what_is_asked_for_as_it_was() -> None:
     (plan,) = warm_up([1, -1], [1, 0]).plans()
     assert plan.asks == (Ask(1), Ask(0))
+
+
+def test_what_has_gone_at_the_end_of_forward_leaves() -> None:
+    """As a context inside of the step ends, which starts all that is left."""
+    (plan,) = warm_up([1, 2, 4, 4], [3, 2, 1, 0]).plans()
+    assert fates(plan) == [Fate.OFFLOAD] * 4

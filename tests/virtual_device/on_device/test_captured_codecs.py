@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ from tests.virtual_device.on_device.test_captured_steps import copies, link_byte
 SIZE, FEW = 64, 12
 BYTES = SIZE * SIZE * 4
 SR = BlockInt(8, rounding="sr")
+
+
+@pytest.fixture
+def offloads(offloads: Callable[..., Offload]) -> Callable[..., Offload]:
+    """With room for one copy in the window: what a captured step has on its way when forward ends stays."""
+    return partial(offloads, max_inflight_bytes=1)
 
 
 class Products:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from eager_offload.graphs import (
 )
 from eager_offload.graphs import graph as of_graphs
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
 from tests.threads import collect, on_a_thread
@@ -46,6 +48,12 @@ from tests.virtual_device.on_device.steps import Block, Resumable, assert_captur
 REPLAYS = 100
 #: In so many a missing edge shows.
 FEW = 20
+
+
+@pytest.fixture
+def offloads(offloads: Callable[..., Offload]) -> Callable[..., Offload]:
+    """With room for one copy in the window: what a captured step has on its way when forward ends stays."""
+    return partial(offloads, max_inflight_bytes=1)
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +249,61 @@ def test_a_fork_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch, of
     torch.accelerator.synchronize()
     held.clear()
     assert chain.capture(offload).plan is not None
+
+
+# -- the same in each run ---------------------------------------------------------------------------------------------
+
+
+def link(monkeypatch: pytest.MonkeyPatch, part: float, seed: int) -> None:
+    """Has the host find this part of all copies over when it looks, and others not before it has waited for them."""
+    answers = random.Random(seed)
+
+    def query(event: AcceleratorEvent) -> bool:
+        if not event._done and answers.random() < part:
+            event.synchronize()
+        return event._done
+
+    monkeypatch.setattr(AcceleratorEvent, "query", query)
+
+
+class Deep:
+    """Two forwards, of eight layers each, which save 1 KiB."""
+
+    def __init__(self) -> None:
+        self._w = torch.full((16, 16), 0.01, device=NAME, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> None:
+        for _ in range(2):
+            h = x
+            for _ in range(8):
+                h = (h @ self._w).tanh()
+            h.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*device_budget:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("setting", "runs"), [("keep_last_bytes", FEW), ("nothing", 5), ("max_slowdown", 5), ("device_budget", 5)]
+)
+def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str, runs: int, offloads: Any) -> None:
+    """Nor on the link, on what earlier steps have on its way, or, but for a budget, on whether there were any."""
+    settings = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
+    values = {"keep_last_bytes": 0, "max_slowdown": 0.1, "device_budget": torch.accelerator.memory_allocated() + 8192}
+    found = set()
+    for seed in range(runs):
+        with pytest.MonkeyPatch.context() as patch:
+            link(patch, seed / (runs - 1), seed)
+            offload = offloads(**settings | {name: values[name] for name in values if name == setting})
+            train, x = Deep(), torch.ones(16, 16, device=NAME)
+            for _ in range(0 if setting == "device_budget" else seed % 3):
+                with offload:
+                    train(x)
+            step = capture_step(train, (x,), offload=offload, debug=True)
+        work = tuple((node.kind, node.what, node.stream, node.after) for node in nodes_of(step.graph._graph))
+        found.add((step.plans, tuple(sorted(step.kept.items())), work))
+        assert copies(step, "copy out") == copies(step, "copy in") >= 8 << 10
+        step.close()
+        offload.close()
+    assert len(found) == 1
 
 
 # -- what differs, and other errors -----------------------------------------------------------------------------------
