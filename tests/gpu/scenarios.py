@@ -197,7 +197,7 @@ def h07_one_tensor_for_three_consumers_is_copied_once(machine: Machine) -> None:
         stats = assert_settled(offload)
         assert_moved(stats, held=True)
         # A window that is smaller than `h` lets it wait for no later save: then it is copied for each.
-        saves = 1 if offload.config.size("max_inflight_bytes") >= x.nbytes else 3
+        saves = 1 if stats.max_inflight_bytes >= x.nbytes else 3
         assert stats.bytes_out <= (saves + 3) * x.nbytes, f"{regime}: h, and what each sine saves\n{stats}"
         assert stats.shared_bytes >= (4 - saves) * x.nbytes
 

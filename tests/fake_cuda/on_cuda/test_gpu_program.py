@@ -14,7 +14,6 @@ pytest.importorskip("benchmarks.gpu.stages", exc_type=ImportError)
 
 from benchmarks.gpu.results import RESULTS, latest, read
 from benchmarks.gpu.stages import STAGES
-
 from tests.building import ROOT
 
 SECONDS = 540
