@@ -307,7 +307,7 @@ class Offload:
         finally:
             with accounts.lock:
                 accounts.preparing -= 1
-            self.stats(synchronize=True)  # a source that is on its way would stay on the device in the capture
+        self.stats(synchronize=True)  # a source that is on its way would stay on the device in the capture
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.
