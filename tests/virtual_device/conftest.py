@@ -15,11 +15,14 @@ collect_ignore = [] if "tests.virtual_device.plugin" in sys.modules else ["on_de
 
 @pytest.fixture
 def offloads() -> Iterator[Callable[..., Offload]]:
-    """Makes an ``Offload`` that moves everything that can move, unless told otherwise; all are closed at the end."""
+    """Makes an ``Offload`` that moves everything that can move, all at once, unless told otherwise; all are closed at
+    the end."""
     made: list[Offload] = []
+    everything = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    windows = {"max_inflight_bytes": "256MiB", "prefetch_bytes": "256MiB"}  # which no test fills
 
     def make(**fields: Any) -> Offload:
-        made.append(Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields))
+        made.append(Offload(**everything | windows | fields))
         return made[-1]
 
     yield make
