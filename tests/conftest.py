@@ -178,14 +178,16 @@ def disk() -> Iterator[DiskBackend]:
 
 @pytest.fixture
 def offloads() -> Iterator[Callable[..., eo.Offload]]:
-    """Makes an ``Offload`` that moves everything that can move, unless told otherwise; all are closed at the end.
+    """Makes an ``Offload`` that moves everything that can move, all at once, unless told otherwise; closed at the end.
 
     Where an accelerator is: the virtual device, or the stand-in for CUDA.
     """
     made: list[eo.Offload] = []
+    everything = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    windows = {"max_inflight_bytes": "256MiB", "prefetch_bytes": "256MiB"}  # which no test fills
 
     def make(**fields: Any) -> eo.Offload:
-        made.append(eo.Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0} | fields))
+        made.append(eo.Offload(**everything | windows | fields))
         return made[-1]
 
     yield make

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eager_offload import Offload
 from eager_offload._torch import weak_storage
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
@@ -123,6 +124,33 @@ def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual
         offload.stats()
     offload.stats(synchronize=True)
     assert 0 < virtual.copied_bytes[0] - copied <= several / 32 * x.nbytes
+
+
+@pytest.mark.parametrize(("capacity", "windows"), [(1 << 30, [64, 4, 4]), (64 * MIB, [4, 4, 4]), (32 * MIB, [2, 2, 2])])
+def test_windows_are_of_the_last_step_and_at_most_a_16th_of_the_device(
+    virtual: VirtualDevice, capacity: int, windows: list[int]
+) -> None:
+    """16 tensors of a MiB."""
+    x, found = torch.linspace(-1, 1, MIB // 4).to(NAME).requires_grad_(), []
+
+    def step(around: AbstractContextManager[object]) -> Tensor:
+        with around:
+            y = x * 1
+            for _ in range(16):
+                y = y.sigmoid() * 2
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return gradient
+
+    expected = step(nullcontext())
+    with virtual.capacity(capacity):
+        offload = Offload(tier="host", min_bytes=0)
+        for _ in windows:
+            assert torch.equal(step(offload), expected)
+            stats = offload.stats(synchronize=True)
+            found.append(stats.max_inflight_bytes)
+    assert found == [window * MIB for window in windows]
+    assert stats.bytes_out > 0
+    offload.close()
 
 
 def peak_of_a_step(around: AbstractContextManager[object], nbytes: int) -> int:
