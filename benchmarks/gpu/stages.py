@@ -85,6 +85,7 @@ STAGES = (
     _way("ours", 75, 22, OURS),
     _way("ours, windows 256 MiB", 75, 22, replace(OURS, offload=_windows("256MiB"))),
     _way("ours, windows 1 GiB", 75, 22, replace(OURS, offload=_windows("1GiB"))),
+    _way("ours, windows 2 GiB", 75, 22, replace(OURS, offload=_windows("2GiB"))),
     _way("save_on_cpu", 75, 25, Way(around=saved_on_cpu, warm_up=1, steps=2)),
     _way("checkpoints by save_on_cpu", 45, 11, Way(run=checkpointed_on_cpu)),
     _way("HF, checkpointing", 45, 5, Way(build=lambda shape, run: HuggingFace(shape, offload=False)), "transformers"),
