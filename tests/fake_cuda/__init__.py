@@ -11,8 +11,8 @@ the device, the sanitizer, Inductor with Triton and ptxas.
     streams     a time line: one engine computes and one copies each way, events are points in it, and the host waits in
                 real time
     kernels     take the time that the environment gives them and compute nothing. So what tensors hold is garbage, and
-                nothing here can compare it. ``torch.cuda._sleep`` takes the time that it says, and ``fill_`` fills:
-                the host acts on a learning rate or a counter
+                nothing here can compare it. ``torch.cuda._sleep`` takes the time that it says, and ``fill_`` fills
+                up to 64 KiB: the host acts on a learning rate or a counter
     copies      move bytes when they end; memory that is not pinned makes the host wait
     captures    the rules of modes, isolation, joining, captured events and waiting; a graph's nodes run one behind the
                 other when it is launched

@@ -155,8 +155,9 @@ Event& event_of(cudaEvent_t handle);
 
 bool lies_in(const Ranges& ranges, const void* address, size_t nbytes = 1);
 
-// Whether what writes so many bytes does write them.
-bool moves_bytes(size_t nbytes);
+// What the host reads is no larger (counters, seeds): so much is copied also where no bytes are to move, and no more is
+// filled at all.
+constexpr size_t SMALL = 1 << 16;
 
 // ---- device.cpp
 

@@ -15,9 +15,6 @@ namespace {
 constexpr double GIB = 1 << 30;
 constexpr double COPY_LATENCY = 8e-6;
 constexpr double DEVICE_BANDWIDTH = 1e12;
-// Copies this small carry what the host reads (counters, seeds), also where no bytes are to move.
-constexpr size_t SMALL = 1 << 16;
-
 // No copy moves anything large, and none takes time.
 bool without_bytes() {
   static const bool value = setting("FAKE_CUDA_NO_BYTES", 0) != 0;
@@ -90,11 +87,11 @@ double seconds_of(Engine engine, size_t nbytes) {
   return COPY_LATENCY + nbytes / (engine == COMPUTE ? DEVICE_BANDWIDTH : bytes_per_second());
 }
 
-}  // namespace
-
 bool moves_bytes(size_t nbytes) {
   return !without_bytes() || nbytes <= SMALL;
 }
+
+}  // namespace
 
 bool lies_in(const Ranges& ranges, const void* address, size_t nbytes) {
   const Ranges::value_type* range = range_of(ranges, address);
@@ -319,7 +316,7 @@ cudaError_t cudaMemsetAsync(void* address, int value, size_t nbytes, cudaStream_
   Operation set;
   set.engine = COMPUTE;
   set.seconds = seconds_of(COMPUTE, nbytes);
-  if (moves_bytes(nbytes)) {
+  if (nbytes <= SMALL) {
     set.effect = [=] { std::memset(address, value, nbytes); };
   }
   return answer(enqueue(locked, stream_of(on), std::move(set)));
