@@ -18,8 +18,11 @@ from tests.hazards.programs import assert_identical, leaf
 
 #: Moves, all at once.
 EVERYTHING: dict[str, Any] = {
-    **{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0},
-    **{"max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB"},
+    "tier": "host",
+    "min_bytes": 0,
+    "keep_last_bytes": 0,
+    "max_inflight_bytes": "1MiB",
+    "prefetch_bytes": "1MiB",
 }
 CUDA = torch.device("cuda")
 
