@@ -42,7 +42,7 @@ ON_CPU = DEVICE.type == "cpu"
 DEFAULTS = (
     {"layers": 16, "width": 384, "heads": 6, "sequence": 768, "batch": 4, "steps": 5, "window": "32MiB"}
     if ON_CPU
-    else {"layers": 8, "width": 2048, "heads": 16, "sequence": 1024, "batch": 4, "steps": 20, "window": "256MiB"}
+    else {"layers": 8, "width": 2048, "heads": 16, "sequence": 1024, "batch": 4, "steps": 20, "window": "auto"}
 )
 
 

@@ -49,7 +49,9 @@ def checked():
         checker.assert_clean()
 
 def make():
-    return eo.Offload(runtime=simulated, tier="disk", disk_path=directory, min_bytes=0, keep_last_bytes=0)
+    windows = {"max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB"}  # a full one would wait
+    fields = {"tier": "disk", "disk_path": directory, "min_bytes": 0, "keep_last_bytes": 0}
+    return eo.Offload(runtime=simulated, **fields, **windows)
 
 def loss_of(x):
     return ((x * 2).tanh() @ x.exp()).sin().sum()

@@ -16,7 +16,14 @@ from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, leaf
 
-EVERYTHING: dict[str, Any] = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
+#: Moves, all at once.
+EVERYTHING: dict[str, Any] = {
+    "tier": "host",
+    "min_bytes": 0,
+    "keep_last_bytes": 0,
+    "max_inflight_bytes": "1MiB",
+    "prefetch_bytes": "1MiB",
+}
 CUDA = torch.device("cuda")
 
 
