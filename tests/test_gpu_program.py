@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.__main__ import DRAWING, Program, main, options_of
 from benchmarks.gpu.results import LOG, PICTURE, RESULTS, TABLE, latest, read
 from benchmarks.gpu.stages import STAGES, Stage
+from tests.processes import printed_by
 
 #: Stages that end in every way; the one that hangs has a child that hangs too, and that holds the pipe named FIFO.
 HANGS = """
@@ -72,6 +73,12 @@ def test_all_stages_fit_the_time_that_the_program_has() -> None:
     assert not any(";" in name for name in names)
     assert all(0 < one.expected < one.limit for one in STAGES)
     assert sum(one.expected for one in STAGES) <= options_of([]).seconds - DRAWING
+
+
+def test_no_stage_is_traced_by_torch_because_another_one_traces() -> None:
+    """Every stage imports all of them, and to import the sanitizer has torch call Python for each event and block."""
+    asked = "import sys, benchmarks.gpu.stages; print('torch.cuda._sanitizer' in sys.modules)"
+    assert printed_by("-c", asked) == "False\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on this machine")

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 
 import eager_offload as eo
 from benchmarks.gpu.results import Job
@@ -55,6 +54,8 @@ def sanitizer(job: Job) -> None:
 
 def _count_copies() -> list[int]:
     """Returns a list that the bytes of each copy between host and device which the sanitizer sees are added to."""
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode  # here: it has torch trace the device from then on
+
     seen: list[int] = []
     dispatch = CUDASanitizerDispatchMode.__torch_dispatch__
 
