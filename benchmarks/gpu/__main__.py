@@ -37,6 +37,8 @@ from benchmarks.gpu.stages import STAGES, Stage
 
 #: Seconds that a process has to show where it was before it is killed; and that the figure is left at the end.
 LAST_WORDS, DRAWING = 3, 15
+#: Seconds that a stage with tiny shapes has to have left to begin.
+SMALL = 15
 #: Bytes that the log takes of the beginning of what a stage printed, and of its end.
 HEAD, TAIL = 8 << 10, 120 << 10
 
@@ -78,13 +80,17 @@ def run(command: Sequence[str], limit: float, variables: dict[str, str]) -> tupl
 
 
 class Program:
-    """Runs stages one after the other until the deadline; ``failed`` are those that did not end well."""
+    """Runs stages one after the other until the deadline.
+
+    ``failed`` are those that did not end well, ``left_out`` those that another run has time for.
+    """
 
     def __init__(self, options: argparse.Namespace, scratch: str) -> None:
         self.options, self.environment = options, environment(scratch)
         self.folder: Path = options.output
         self.began = time.monotonic()
         self.failed: list[str] = []
+        self.left_out: list[str] = []
 
     @property
     def left(self) -> float:
@@ -96,9 +102,10 @@ class Program:
         """Runs a stage if what it needs is there, time included; its end is a result too."""
         job, began = Job(stage.name, self.folder, self.options.small), time.monotonic()
         missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
-        if missing or self.left < min(stage.expected, stage.limit):
+        if missing or self.left < min(stage.expected, SMALL if self.options.small else stage.limit):
             reason = f"{missing[0]} is not installed" if missing else f"{self.left:.0f} s are left"
             job.add(what="ran", ended=f"left out: {reason}")
+            self.left_out += [] if missing else [stage.name]
             return
         print(f"--- {stage.name}, after {began - self.began:.0f} s", flush=True)
         command = stage.run if isinstance(stage.run, tuple) else self._command(stage.name)
@@ -180,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
         program.draw()
     seconds, failed = time.monotonic() - program.began, "; ".join(program.failed) or "no stage"
     print(f"{len(chosen)} stages in {seconds:.0f} s; failed: {failed}")
+    if program.left_out:
+        print(f"left out, for another run: --only '{';'.join(program.left_out)}'")
     return int(bool(program.failed))
 
 
