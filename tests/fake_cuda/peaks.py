@@ -14,14 +14,14 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 import eager_offload as eo
-from benchmarks.peers import VARIANTS
+from benchmarks.peers import checkpointed, plain, saved_on_cpu, selectively_checkpointed
 from tests.fake_cuda import run
 from tests.fake_cuda.models import MODELS
 
@@ -89,10 +89,10 @@ def _peaks_of_way(name: str, way: str) -> list[int]:
 def _way(way: str) -> tuple[Any, Callable[[], AbstractContextManager[Any]], Callable[[], None]]:
     """Returns what calls each block, what stands around forward, and what ends it."""
     name, _, budget = way.partition(", ")
+    calls = {"selective checkpointing": selectively_checkpointed, "checkpointing": checkpointed}
+    call = calls.get(name.removeprefix("ours + "), plain)
     if not name.startswith("ours"):
-        method = VARIANTS[name].make(torch.device("cuda"))
-        return method.run, method.around, lambda: None
-    call = VARIANTS["checkpointing" if name == "ours + checkpointing" else "none"].make(torch.device("cuda")).run
+        return call, saved_on_cpu if name == "save_on_cpu" else nullcontext, lambda: None
     # What a machine has of memory says nothing here: no page is touched.
     offload = eo.Offload(host_budget="200GiB", **({"device_budget": budget} if budget else {}))
     return call, lambda: offload, offload.close
