@@ -150,9 +150,9 @@ class OffloadConfig:
     max_inflight_bytes: Size = "auto"
     """Bytes on their way out whose source is still held. Bounds the extra device memory in forward. A single storage
     that is larger travels alone. ``"auto"`` is the largest of three: an 8th of what the last step could have moved, but
-    at most 256 MiB; a 64th of it; and 4 times the largest tensor that moves, but for what backward begins with. It is
-    at most a quarter of what that step could have moved, and a 16th of the device's memory. In a first step it is 64
-    MiB, or 4 times the largest tensor that has left so far. The stats say what is in force."""
+    at most 256 MiB; a 64th of it; and 4 times the largest size that four of its tensors have. It is at most a quarter
+    of what that step could have moved, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the
+    largest size that four tensors have had so far. The stats say what is in force."""
 
     prefetch_bytes: Size = "auto"
     """Bytes brought back before they are asked for. Bounds the extra device memory in backward. A single storage that

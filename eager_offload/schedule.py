@@ -10,15 +10,16 @@ bytes. The callers carry out what is answered.
 [Note: automatic windows]
 A window is memory that offloading does not free, and what keeps the link busy. Of half a tensor it makes a step 28 %
 longer, of two tensors 4.5 %, of four 0.2 %; so ``"auto"`` is a small part of what a step could move, and at least four
-of the largest tensors that move, as long as that is no large part of it, or of the device. What leaves only when
-forward is over, such as logits, is asked for at once and hardly moves, so it makes no window large. ``"auto"`` follows
-the last step, literally: of steps that take turns each has the windows that the one before it asks for. It changes
-where a step begins and nowhere else, but in a first step, which is met as it comes. A forward that saves nothing that
-may leave is no step.
+times the largest size that four of its tensors have, as long as that is no large part of it, or of the device. One or
+two that are larger than all others, such as logits, and what a loss makes of them, make no window large: backward
+begins with them, so they hardly move. ``"auto"`` follows the last step, literally: of steps that take turns each has
+the windows that the one before it asks for. It changes where a step begins and nowhere else, but in a first step, which
+is met as it comes. A forward that saves nothing that may leave is no step.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import sys
 from collections import OrderedDict
@@ -35,7 +36,7 @@ AT_THE_EXIT = sys.maxsize
 
 #: Bytes: a window is hardly ever larger, and of which size it is where nothing is known.
 _LARGE_WINDOW, _FIRST_WINDOW = 256 << 20, 64 << 20
-#: So many of the largest tensors keep a link busy.
+#: So many tensors keep a link busy.
 _TENSORS = 4
 #: The parts of what a step could move that a window is, as long as it is not large, otherwise, and at most.
 _SMALL_PART, _LARGE_PART, _MOST_PART = 8, 64, 4
@@ -43,11 +44,17 @@ _SMALL_PART, _LARGE_PART, _MOST_PART = 8, 64, 4
 _DEVICE_PART = 16
 
 
+def largest_of(sizes: Iterable[int]) -> int:
+    """Returns the largest size that ``_TENSORS`` of ``sizes`` have or exceed; 0 where there are fewer."""
+    most = heapq.nlargest(_TENSORS, sizes)
+    return most[-1] if len(most) == _TENSORS else 0
+
+
 def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> int:
     """Returns the bytes of a window for steps that could move ``movable`` bytes. See [Note: automatic windows].
 
     Args:
-        largest: bytes of the largest storage that moves, but for what backward begins with: that is asked for at once.
+        largest: ``largest_of`` the storages that could move.
         device_bytes: memory of the device; ``None`` where that is not known.
     """
     wanted = max(min(_LARGE_WINDOW, movable // _SMALL_PART), movable // _LARGE_PART, _TENSORS * largest)
@@ -55,7 +62,7 @@ def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> 
 
 
 def first_window(largest: int, device_bytes: int | None = None) -> int:
-    """The same in a step before which nothing is known; ``largest``: of the storages that have left so far."""
+    """Returns the same of a step before which nothing is known; ``largest``: of the storages that it has saved."""
     return max(min(max(_FIRST_WINDOW, _TENSORS * largest), _most_of(device_bytes)), 1)
 
 
@@ -90,7 +97,7 @@ class Windows:
         return self._take(auto_window(movable, largest, self._device_bytes))
 
     def grow(self, largest: int) -> bool:
-        """Storages of up to ``largest`` bytes have left in a first step. Returns whether a window changes."""
+        """A first step has saved storages, ``largest`` as in ``first_window``. Returns whether a window changes."""
         return self._take(max(first_window(largest, self._device_bytes), self._auto))
 
     def _take(self, auto: int) -> bool:
@@ -129,9 +136,9 @@ class ResidentQueue:
         self.limit = limit
         #: What is in the queue weighs.
         self.nbytes = 0
-        #: Of its thread's step so far: bytes of the storages that may leave, and of the largest of those that have, or
-        #: could have, before forward was over.
+        #: Of its thread's step so far: bytes of the storages that may leave, and ``largest_of`` them.
         self.movable = self.largest = 0
+        self._most: list[int] = []  # a heap of the largest of them
         #: Up to this sequence number of the thread nothing is to leave; a later one is to be asked for with ``due``.
         self.final_after = AT_THE_EXIT
         # Oldest first. Ordered ones: to find the first of a `dict`, Python walks over all that was taken out before it.
@@ -170,6 +177,22 @@ class ResidentQueue:
         elif packed_at < self.final_after:
             self.final_after = packed_at
 
+    def begin_step(self) -> None:
+        """Counts what the step that begins could move anew."""
+        self.movable = self.largest = 0
+        self._most = []
+
+    def count(self, nbytes: int) -> None:
+        """Counts a storage of the step that may leave."""
+        self.movable += nbytes
+        most = self._most
+        if len(most) < _TENSORS:
+            heapq.heappush(most, nbytes)
+        elif nbytes > most[0]:
+            heapq.heapreplace(most, nbytes)
+        if len(most) == _TENSORS and most[0] > self.largest:
+            self.largest = most[0]
+
     def postpone(self, key: Key, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
         waiting = self._waiting[key]
@@ -186,12 +209,6 @@ class ResidentQueue:
         if self._awaited:
             self._awaited.clear()
             self.final_after = 0
-
-    def forward_is_over(self) -> None:
-        """Counts the largest of the storages that stay as the newest, but for those that were saved last."""
-        waiting = [one for one in self._waiting.values() if one.packed_at != AT_THE_EXIT]
-        last = max((one.packed_at for one in waiting), default=0)
-        self.largest = max([self.largest, *(one.nbytes for one in waiting if one.packed_at < last)])
 
     @property
     def awaiting_bytes(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
+from eager_offload.schedule import largest_of
 from eager_offload.stats import KeepReason
 
 #: The form of the file that ``StepPlan.save`` writes.
@@ -153,16 +154,13 @@ class StepPlan:
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes of the storages that leave, or could and stay."""
+        """Returns the bytes of the storages that leave, or could and stay."""
         return sum(save.storage_nbytes for save in self.saves if save.owner >= 0)
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest storage that leaves, or could, before forward is over; the last one does not."""
-        followed = [save for save in self.saves if save.owner >= 0]
-        last = followed[-1].owner if followed else -1
-        found = (save for number, save in enumerate(self.saves) if save.owner == number and number != last)
-        return max((save.storage_nbytes for save in found if save.start < len(self.saves)), default=0)
+        """Returns ``largest_of`` these storages."""
+        return largest_of(save.storage_nbytes for number, save in enumerate(self.saves) if save.owner == number)
 
     @property
     def asks_again(self) -> bool:

@@ -38,7 +38,7 @@ from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_o
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.plan.predict import Prediction
-from eager_offload.schedule import Windows
+from eager_offload.schedule import Windows, largest_of
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
 
@@ -257,7 +257,7 @@ def choose_among(
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
     aim = aim_of(config.to_text()) if aim is None else aim
-    windows, found = _windows(sorted((*firm, *free), key=first.__getitem__), config), None
+    windows, found = _windows((*firm, *free), config), None
     if aim is None:
         staying = _newest(free, config.newest_bytes(windows.prefetch))
     else:
@@ -270,10 +270,10 @@ def choose_among(
 
 
 def _windows(groups: Sequence[Group], config: OffloadConfig) -> Windows:
-    """The windows of a graph of which ``groups`` may move, in the order of need: ``"auto"`` is of its own bytes."""
+    """Returns the windows of a graph of which ``groups`` may move: ``"auto"`` is of its own bytes."""
     sizes = [group.nbytes for group in groups]
     windows = config.windows(lambda: memory_of(groups[0].base.meta["val"].device) if groups else None)
-    windows.begin(sum(sizes), max(sizes[1:], default=0))
+    windows.begin(sum(sizes), largest_of(sizes))
     return windows
 
 

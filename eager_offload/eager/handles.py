@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import detached, neg_view, set_over, version_of, weak_storage
+from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, version_of, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
@@ -390,7 +390,8 @@ class SavedView:
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
         view = _nothing(self.dtype, storage.device).data if self.conj or self.neg else alias.data
-        set_over(view, storage, offset, self.size, self.stride)
+        put = set_over if dispatch_modes() else Tensor.set_  # a call less for each reload
+        put(view, storage, offset, self.size, self.stride)
         if self.conj:
             view = view.conj()
         if self.neg:

@@ -73,8 +73,6 @@ class Offloading:
                     continue
             queue.discard(record)
             record.queue = None
-            if slot is not None and sequence is not None:
-                queue.largest = max(queue.largest, saved.footprint.nbytes)
             saved.started = queue, sequence, version_of(saved.aliases[0])
             if slot is None or reason is not None:
                 self.stay(saved, reason or KeepReason.BUDGET)

@@ -137,7 +137,7 @@ class SavedTensors:
         with offloader.lock, offloader.crashing():
             if self._windows.begin(queue.movable, queue.largest):
                 self._use_windows()
-            queue.movable = queue.largest = 0
+            queue.begin_step()
             self._tell_windows()
             if not learns:
                 return
@@ -274,7 +274,6 @@ class SavedTensors:
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                queue.forward_is_over()
                 lack = self._start_due(queue, None)
                 if self.budget is not None:
                     self.budget.note_kept(self.kept_newest())
@@ -348,7 +347,7 @@ class SavedTensors:
                 return KeepReason.ALIVE
             forward.taken(number)
         if first == number:
-            queue.movable += area.nbytes
+            queue.count(area.nbytes)
         if (learned := forward.learned) is None:
             queue.await_nothing()
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None

@@ -19,7 +19,7 @@ from eager_offload.plan.predict import Problem
 from eager_offload.plan.program import Program
 from eager_offload.plan.ranks import Asked, agreed, are_several, model_text
 from eager_offload.plan.solve import EQUAL
-from eager_offload.schedule import Windows
+from eager_offload.schedule import Windows, largest_of
 
 #: The device that this process has.
 _HERE = "here"
@@ -157,12 +157,9 @@ def _make(
 
 
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
-    """The windows of a step that goes like ``program``."""
+    """Returns the windows of a step that goes like ``program``."""
     windows = settings.windows(lambda: machine.memory_bytes or None)
-    last = max((save.node for save in program.saves), default=0)
-    newest = {save.storage for save in program.saves if save.node == last}
-    moved = (storage.nbytes for number, storage in enumerate(program.storages) if number not in newest)
-    windows.begin(program.movable_bytes, max(moved, default=0))
+    windows.begin(program.movable_bytes, largest_of(storage.nbytes for storage in program.storages))
     return windows
 
 
