@@ -426,27 +426,31 @@ class Arena:
             slab = slabs.add(memory)
             self._held += slab.nbytes
             self._note_idle(slab)
-        slabs, extent = self._allocate(nbytes, size, slabs)
-        if extent is None and self._ready:
-            self._is_changing = False
-            self._poll()
-            self._is_changing = True
-            slabs, extent = self._allocate(nbytes, size, slabs)
+        fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
+        extent = None if fitting is None else slabs.extents.allocate(fitting)
+        if extent is None:
+            slabs, extent = self._elsewhere(nbytes, size, slabs)
         if extent is None:
             self._is_changing = False
             raise self._new_slab(size, limit)
         self.served_bytes += nbytes
         return slabs.slab_at(extent.start), extent
 
-    def _allocate(self, nbytes: int, size: int, slabs: Slabs) -> tuple[Slabs, Extent | None]:
-        """Room in ``slabs``, or in what is reserved; ``None`` where neither has any."""
-        fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
-        extent = None if fitting is None else slabs.extents.allocate(fitting)
-        if extent is not None or nbytes < PAGE:
-            return slabs, extent
+    def _elsewhere(self, nbytes: int, size: int, slabs: Slabs) -> tuple[Slabs, Extent | None]:
+        """Returns room in what is reserved, or in ``slabs`` or there once nothing is kept ready; else ``None``."""
         reserved = self._slabs["reserved"]
-        extent = reserved.extents.allocate(size)
-        return (slabs, None) if extent is None else (reserved, extent)
+        if nbytes >= PAGE and (extent := reserved.extents.allocate(size)) is not None:
+            return reserved, extent
+        if not self._ready:
+            return slabs, None
+        self._is_changing = False
+        self._poll()
+        self._is_changing = True
+        fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
+        if fitting is not None and (extent := slabs.extents.allocate(fitting)) is not None:
+            return slabs, extent
+        extent = reserved.extents.allocate(size) if nbytes >= PAGE else None
+        return (slabs if extent is None else reserved), extent
 
     def _ready_for(self, nbytes: int, quota: Quota | None) -> FinalizerRecord[Slot] | None:
         """What is ready of ``nbytes`` bytes, for another one; the change goes on until that succeeds it."""
