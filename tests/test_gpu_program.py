@@ -88,6 +88,8 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path, capsys: pytest.C
     assert main(["--output", str(tmp_path / "none")]) == 0
     assert capsys.readouterr().out == "python -m benchmarks.gpu: skipped: torch finds no CUDA device on this machine\n"
     assert not (tmp_path / "none").exists()
+    with pytest.raises((RuntimeError, AssertionError)):  # a stage for which the device has gone is no good one
+        main(["--stage", "none", "--output", str(tmp_path)])
 
 
 def way(name: str, peak: float, seconds: float, **more: Any) -> dict[str, Any]:

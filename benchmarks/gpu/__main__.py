@@ -168,11 +168,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.figure is not None:
         figure.make(options.figure)
         return 0
-    if not torch.cuda.is_available():
-        print("python -m benchmarks.gpu: skipped: torch finds no CUDA device on this machine")
-        return 0
     if options.stage is not None:
         work(options)
+        return 0
+    if not torch.cuda.is_available():
+        print("python -m benchmarks.gpu: skipped: torch finds no CUDA device on this machine")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the stage that runs ends too

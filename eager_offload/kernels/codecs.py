@@ -132,7 +132,10 @@ class CodecKernels:
             if len(self._kernels) == _MOST:
                 continue
             if size.device not in self._without:
-                _logger.info("compiling %s; for the first kernel of a process this takes several seconds", size)
+                if size in self._expected:
+                    _logger.warning("compiling %s: the first kernel of a process takes several seconds", size)
+                else:
+                    _logger.info("compiling %s", size)
                 try:
                     with without_caller_modes():
                         self._kernels[size] = _compile(size)

@@ -13,8 +13,8 @@ def run(program: str, **knobs: str) -> dict[str, float]:
 
 
 def test_what_the_host_waits_while_compute_has_work_is_no_stall() -> None:
-    """Copies of 8 ms, and 40 ms of compute behind each save."""
-    found = run("host", FAKE_CUDA_GEMM_US="40000", FAKE_CUDA_GBPS="1")
+    """Copies of 8 ms, and 200 ms of compute behind each save."""
+    found = run("host", FAKE_CUDA_GEMM_US="200000", FAKE_CUDA_GBPS="1")
     assert found["moved"] > 32 << 20
     assert found["host"] > 4e-3
     assert found["stall"] < found["host"] / 4
