@@ -47,7 +47,7 @@ def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch
         elif language == "text":
             assert _lasting(printed.getvalue()) == _lasting(body)
             compared += 1
-    assert compared == 4
+    assert compared == 5
     names.clear()
     gc.collect()  # its functions and its names refer to each other
     host_runtime().close()  # a user's program leaves it to the threads to end when they have had nothing to do for long

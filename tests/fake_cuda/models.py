@@ -265,7 +265,7 @@ MODELS = {
     "Llama 1B": Model(
         lambda run: Llama(Shape(shared_heads=8), run).to(torch.bfloat16),
         lambda: (words(1, 32_769),),
-        (*CHECKPOINTING, "selective checkpointing", "ours, 30GiB"),
+        (*CHECKPOINTING, "selective checkpointing", "ours, windows 256MiB", "ours, windows 2GiB", "ours, 30GiB"),
         is_mixed=False,
     ),
     "Llama 8B, adapters": Model(

@@ -88,13 +88,18 @@ def _peaks_of_way(name: str, way: str) -> list[int]:
 
 def _way(way: str) -> tuple[Any, Callable[[], AbstractContextManager[Any]], Callable[[], None]]:
     """Returns what calls each block, what stands around forward, and what ends it."""
-    name, _, budget = way.partition(", ")
+    name, _, setting = way.partition(", ")
     calls = {"selective checkpointing": selectively_checkpointed, "checkpointing": checkpointed}
     call = calls.get(name.removeprefix("ours + "), plain)
     if not name.startswith("ours"):
         return call, saved_on_cpu if name == "save_on_cpu" else nullcontext, lambda: None
     # What a machine has of memory says nothing here: no page is touched.
-    offload = eo.Offload(host_budget="200GiB", **({"device_budget": budget} if budget else {}))
+    fields = {"host_budget": "200GiB"}
+    if setting.startswith("windows "):
+        fields |= dict.fromkeys(("max_inflight_bytes", "prefetch_bytes"), setting.removeprefix("windows "))
+    elif setting:
+        fields["device_budget"] = setting
+    offload = eo.Offload(**fields)
     return call, lambda: offload, offload.close
 
 

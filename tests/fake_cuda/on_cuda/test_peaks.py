@@ -8,6 +8,21 @@ from tests.fake_cuda.models import MODELS
 from tests.fake_cuda.peaks import compared, measured, recorded
 
 
+#: Bytes that torch's allocator on an H100 has counted of the 1B Llama: ``benchmarks/results/gpu``, ``docs/gpu.md``.
+ON_AN_H100 = {
+    "none": 64_608_901_632,
+    "checkpointing": 15_011_240_448,
+    "save_on_cpu": 12_594_141_696,
+    "ours, windows 256MiB": 12_866_918_912,
+    "ours, windows 2GiB": 14_611_749_376,
+}
+
+
+def test_peaks_are_those_of_an_h100_to_the_byte() -> None:
+    later = {way: peaks[1] for way, peaks in recorded()["Llama 1B"].items()}
+    assert {way: later[way] for way in ON_AN_H100} == ON_AN_H100
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", MODELS)
 def test_peaks_are_those_recorded(name: str) -> None:
