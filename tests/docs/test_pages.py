@@ -60,6 +60,7 @@ def _lasting(printed: str) -> list[str]:
     rows = re.compile(r" +(saves|\d[\d,-]*)  ")  # of a step plan: timing decides which are alike
     lines = [line for line in printed.splitlines() if not rows.match(line)]
     lines = [line if line.startswith(whole) else line.split()[0] for line in lines]
+    lines = [re.sub(r"[\d.]+", "_", line) if "stayed as the newest" in line else line for line in lines]
     timed = r"(?<=tensors )[\d.]+ \w+|(?<=\()[+-]?\d+ %(?=\))|(?<=waited )[\d.]+ %|(?<=stalled )[\d.]+ %"
     return [re.sub(timed, "_", line) for line in lines]
 

@@ -7,7 +7,6 @@ import pytest
 from tests.fake_cuda.models import MODELS
 from tests.fake_cuda.peaks import compared, measured, recorded
 
-
 #: Bytes that torch's allocator on an H100 has counted of the 1B Llama: ``benchmarks/results/gpu``, ``docs/gpu.md``.
 ON_AN_H100 = {
     "none": 64_608_901_632,
