@@ -103,7 +103,7 @@ def test_the_page_of_the_api_has_what_the_contract_has_and_no_internals(site: Pa
     anchors = Page(site / "api.html").anchors
     shown = {anchor.removeprefix("eager_offload.") for anchor in anchors if anchor.startswith("eager_offload.")}
     methods = {name.removeprefix("Offload.") for name in shown if name.startswith("Offload.")}
-    assert methods == {"stats", "reset_stats", "step_plan", "compile", "trace", "close"}
+    assert methods == {"stats", "reset_stats", "step_plan", "compile", "trace", "reserve", "close"}
     assert {f"OffloadStats.{name}" for name in ("device_bytes_peak", "to_dict", "advice")} <= shown
     settings = {name.removeprefix("OffloadConfig.") for name in shown if name.startswith("OffloadConfig.")}
     assert settings >= {field.name for field in dataclasses.fields(eo.OffloadConfig)} | {"from_env", "from_dict"}
