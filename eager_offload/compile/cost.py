@@ -239,7 +239,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
 
 @cache
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of memory that ``device`` has; ``None`` where that is not known."""
+    """Returns the bytes of memory that ``device`` has; ``None`` where that is not known."""
     if device.type == "cpu":
         return host_capacity()
     here = torch.accelerator.current_accelerator()

@@ -111,7 +111,7 @@ def _by_inductor(graph: Any, given: list[Tensor]) -> Launch:
 
 
 def _capability(device: torch.device) -> str:
-    """What ``device`` says it can do; nothing where its kind does not say."""
+    """Returns what ``device`` says that it can do; nothing where its kind does not say."""
     # Not `torch.accelerator.get_device_capability`: that of CUDA raises (to 2.13 at least).
     ask = getattr(torch.get_device_module(device), "get_device_capability", None)
     return "" if ask is None else repr(ask(device))

@@ -340,7 +340,7 @@ class Runtime(abc.ABC):
         return None
 
     def total_memory(self, device: torch.device) -> int | None:
-        """Bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
+        """Returns the bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
         return None
 
     def free_memory(self, device: torch.device) -> int:

@@ -61,7 +61,7 @@ class HostTier(Tier):
 
     def reserve(self, nbytes: int) -> HostSlot | None:
         slot = self._arena.allocate(nbytes, quota=self._quota)
-        if slot is None and self._is_to_look(nbytes):
+        if slot is None and self._count_refused(nbytes):
             self._refused_until_look = _REFUSED
             self._look()
             slot = self._arena.allocate(nbytes, quota=self._quota)
@@ -73,7 +73,7 @@ class HostTier(Tier):
         slot = self._arena.at_hand(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
-            if self._is_to_look(nbytes):
+            if self._count_refused(nbytes):
                 raise MustGrow(nbytes)
         return slot
 
@@ -111,8 +111,8 @@ class HostTier(Tier):
             f"{limit.remedy}, or give host_budget in bytes",
         )
 
-    def _is_to_look(self, nbytes: int) -> bool:
-        """Whether the budget, by which ``nbytes`` were refused, is to be worked out anew."""
+    def _count_refused(self, nbytes: int) -> bool:
+        """Counts bytes that the budget has refused. Returns whether it is to be worked out anew."""
         if not self._quota.pooled or self._quota.refusal is not None:
             return False
         self._refused_until_look -= nbytes

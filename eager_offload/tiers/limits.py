@@ -114,7 +114,7 @@ def host_headroom(system: System | None = None) -> Headroom:
 
 
 def host_capacity(system: System | None = None) -> int:
-    """Bytes of host memory that this process could take if nothing else did: the least of what its limits are set to.
+    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits.
 
     Args:
         system: as for ``host_headroom``.

@@ -1,4 +1,4 @@
-"""What tests over the stand-in may use."""
+"""Fixtures of the tests over the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked child has of memory that the driver has pinned where it lies."""
+"""A forked child has none of the memory that the driver has pinned where it lies."""
 
 from __future__ import annotations
 
