@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "marks": {"_torch", "errors", "selection", "tiers"},
     "skipping": {"_torch", "errors", "marks", "module_calls"},
     "active": {"_torch", "config", "tiers"},
-    "step_plan": {"config", "errors", "stats"},
+    "step_plan": {"config", "errors", "schedule", "stats"},
     "step_recorder": {"stats", "step_plan"},
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
