@@ -138,6 +138,11 @@ def work(options: argparse.Namespace) -> None:
     stage = next(stage for stage in _stages(options) if stage.name == options.stage)
     assert not isinstance(stage.run, tuple)
     stage.run(Job(stage.name, options.output, options.small))
+    if "TORCH_CUDA_SANITIZER" in os.environ:
+        sys.stdout.flush()
+        os._exit(
+            0
+        )  # torch's tracing calls Python from threads that may outlive the interpreter: a signal, and no verdict
 
 
 def _stages(options: argparse.Namespace) -> list[Stage]:

@@ -4,7 +4,8 @@
     .venv-cuda/bin/python -m tests.fake_cuda -m tests.fake_cuda.peaks --record     records them anew, in peaks.json
 
 No bytes move and nothing takes time: the device has always done what it was given. So a peak is a function of the
-program and the library alone, the same to the byte in each run.
+program and the library alone, the same to the byte in each run without offload, and with it up to a source or two that
+go as soon as the host has seen that their copies are over.
 """
 
 from __future__ import annotations

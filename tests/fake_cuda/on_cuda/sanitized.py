@@ -12,6 +12,7 @@ that stream, and has to come after all others.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -228,3 +229,5 @@ def main(program: str, without: str | None = None) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # torch's tracing calls Python from threads that may outlive the interpreter, which ends in a signal
