@@ -9,7 +9,7 @@ from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, size_literal, variable_of
 from eager_offload.errors import ConfigError
 
-#: The fields that a plan has been made for.
+#: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
 _WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
 _PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "codec")
 

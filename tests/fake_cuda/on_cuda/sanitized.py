@@ -197,7 +197,7 @@ def leave_out(what: str) -> None:
             if not is_skipped(stream, self.recorded_on):
                 wait_on(self, stream)
 
-        AcceleratorEvent.wait_on = wait  # type: ignore[method-assign]
+        AcceleratorEvent.wait_on = wait
 
     if what == "compute for a reload":
         skipping(lambda waits, of: of == back and waits not in (out, back))
@@ -207,12 +207,8 @@ def leave_out(what: str) -> None:
         skipping(lambda waits, of: waits == back and of not in (out, back))
     elif what == "the release of a source for its copy":
         query, synchronize = AcceleratorEvent.query, AcceleratorEvent.synchronize
-        AcceleratorEvent.query = (  # type: ignore[method-assign]
-            lambda self: self.recorded_on == out or query(self)
-        )
-        AcceleratorEvent.synchronize = (  # type: ignore[method-assign]
-            lambda self: None if self.recorded_on == out else synchronize(self)
-        )
+        AcceleratorEvent.query = lambda self: self.recorded_on == out or query(self)
+        AcceleratorEvent.synchronize = lambda self: None if self.recorded_on == out else synchronize(self)
     else:
         raise ValueError(what)
 
