@@ -126,11 +126,8 @@ class EnteredContext:
         if codecs and accelerator_in_use():
             accelerator: Any = torch.accelerator.current_accelerator()
             CODECS.expect(codecs, torch.device(accelerator.type, torch.accelerator.current_device_index()))
-        for reason in CODECS.compile_due():
-            with accounts.lock:
-                is_first = accounts.counters.demote("uncompiled_codec")
-            if is_first:
-                warn(reason)
+        for reason in accounts.demoted("uncompiled_codec", CODECS.compile_due()):
+            warn(reason)
 
     def give_up(self) -> None:
         """Undoes what is still to be undone, if an error or an interrupt came before that."""

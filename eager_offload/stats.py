@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -441,6 +441,14 @@ class Accounts(ForkSafeLock):
         self.observer: Observer | None = None
         #: How many steps are prepared for a capture now; see the note in engine/offloader.py.
         self.preparing = 0
+
+    def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:
+        """Counts a demotion of ``kind`` for each of ``reasons``. Returns those that the user is to be told of.
+
+        Takes the lock.
+        """
+        with self.lock:
+            return [reason for reason in reasons if self.counters.demote(kind)]
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

@@ -188,8 +188,7 @@ class SavedTensors:
         failures = [] if self.offloader.is_capturing() else CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
-            told = [reason for reason in failures if self._accounts.counters.demote("uncompiled_codec")]
-        for reason in told:
+        for reason in self._accounts.demoted("uncompiled_codec", failures):
             self.offloader.warn(reason)
         self.begin_forward(queue)
 
