@@ -81,7 +81,7 @@ class SavedTensors:
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
-        offloader.idle_slots.append(self.plans)
+        offloader.idle_slots.add(self.plans)
         self._reloading = Reloading(self._offloading, self.plans)
         self.order = self._reloading.order
         self._learned = LearnedForwards()
