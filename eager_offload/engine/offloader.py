@@ -385,17 +385,17 @@ class DeviceOffloader:
         """The copies out that no stream was given yet."""
         return list(self._held_back)
 
-    def copy_out_of(self, record: CountedBytes) -> Transfer | None:
-        """The copy out that is on its way of what ``record`` counts."""
-        return self._leaving.get(record)
-
-    def hand_on(self, record: CountedBytes, heir: CountedBytes) -> Transfer | None:
-        """The same; from here on ``heir`` counts its bytes."""
+    def hand_on(self, record: CountedBytes, heir: CountedBytes) -> None:
+        """Has ``heir`` count the bytes of the copy out that is on its way of what ``record`` counts, if there is one."""
         transfer = self._leaving.pop(record, None)
         if transfer is not None:
             transfer.record = heir
             self._leaving[heir] = transfer
-        return transfer
+
+    def cancel_copy_of(self, record: CountedBytes) -> bool:
+        """Does ``cancel`` for the copy out of what ``record`` counts; ``False`` where there is none."""
+        transfer = self._leaving.get(record)
+        return transfer is not None and self.cancel(transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
