@@ -125,7 +125,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         for counted in COUNTED:
             setattr(record, counted, getattr(self, counted))
         record.key, record.name, record.queue, record.saves = key, name, None, weakref.ref(self.saves)
-        record.leaving = self.saves.offloader.hand_on(self, record)
+        self.saves.offloader.hand_on(self, record)
         record.reload = None if self.reload is None else self.reload.transfer
         self.forget()
         self.adopted = saved  # last: where an interrupt came before, it is made anew

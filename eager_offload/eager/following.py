@@ -657,11 +657,9 @@ class Run:
 
     def _count_ask_of_source(self, storage: FollowedStorage) -> None:
         """The same of a storage whose source is held."""
-        if storage.state is LEAVING and self._offloader.runtime.holds_copies_back:
-            leaving = self._offloader.copy_out_of(storage)
-            if leaving is not None and self._offloader.cancel(leaving):
-                storage.slot = None
-                storage.stay(_NEWEST)
+        if storage.state is LEAVING and self._offloader.cancel_copy_of(storage):
+            storage.slot = None
+            storage.stay(_NEWEST)
         if storage.state is WAITING:  # backward has come to it, so that to move it now would be in vain
             storage.stay(_NEWEST)
         elif storage.state is LEAVING and not storage.asked:

@@ -128,15 +128,13 @@ Started: TypeAlias = tuple[ResidentQueue, int | None, int]
 class StorageRecord(BytesRecord["SavedStorage"]):
     """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
 
-    __slots__ = ("key", "leaving", "name", "queue", "reload", "saves")
+    __slots__ = ("key", "name", "queue", "reload", "saves")
     #: Names it in traces; it grows with every save.
     key: int
     #: Names what it covers: further saves of the same bytes are recognised by it.
     name: Hashable
     #: That in which it waits to leave.
     queue: ResidentQueue | None
-    #: The copy out, until that is over.
-    leaving: Transfer | None
     #: The copy that brings it back, or has.
     reload: Transfer | None
     #: Who saved it. Weak, since they hold the record.
@@ -152,7 +150,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
         if saved is not None and failure is None:
             saved.saves.on_arrival(saved, transfer)
         super().on_transferred(transfer, failure)
-        self.leaving = None
         if saved is not None:
             if failure is None:
                 saved.packed = None
@@ -219,7 +216,7 @@ class SavedStorage:
         number: int,
     ) -> None:
         self.record = record = StorageRecord(self, saves.offloader.on_death)
-        record.key, record.name, record.queue, record.leaving, record.reload = key, name, None, None, None
+        record.key, record.name, record.queue, record.reload = key, name, None, None
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint

@@ -91,7 +91,7 @@ class Offloading:
 
     def stay_after_all(self, saved: SavedStorage) -> None:
         """The copy of a storage was cancelled."""
-        saved.record.leaving = saved.slot = None
+        saved.slot = None
         saved.record.stay(KeepReason.NEWEST)
         if (observer := self.offloader.accounts.observer) is not None:
             observer.stays(saved.record.key)
@@ -132,7 +132,6 @@ class Offloading:
         keepalive: object = None,
     ) -> None:
         record = saved.record
-        record.leaving = transfer
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
         if (recorder := saved.forward.recorder) is not None:

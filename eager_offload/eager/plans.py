@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterator, Set
 from contextlib import suppress
@@ -86,24 +87,29 @@ class Following(Protocol):
 class Turn:
     """One forward among those of a thread, in the order in which they begin."""
 
-    __slots__ = ("_after", "_is_decided", "known")
+    __slots__ = ("_after", "_is_decided", "_known")
 
     def __init__(self, known: KnownPlan | None) -> None:
-        #: The plan that it is like, as far as is known by now.
-        self.known = known
-        self._is_decided = False
+        # Weak: a plan holds the turn that comes after its own, and that is mostly one of the same plan.
+        self._known = None if known is None else weakref.ref(known)
+        self._is_decided = known is not None
         self._after: Turn | None = None
+
+    @property
+    def known(self) -> KnownPlan | None:
+        """The plan that it is like, as far as is known by now and as long as any forward may follow it."""
+        return None if self._known is None else self._known()
 
     def precedes(self, turn: Turn) -> None:
         """``turn`` is the next one."""
-        if self.known is not None:
-            self.known.is_followed_by(turn)
+        if (known := self.known) is not None:
+            known.is_followed_by(turn)
         elif not self._is_decided:
             self._after = turn
 
     def decide(self, known: KnownPlan | None) -> None:
         """It was like ``known``, or like none."""
-        self.known, self._is_decided = known, True
+        self._known, self._is_decided = None if known is None else weakref.ref(known), True
         if known is not None and self._after is not None:
             known.is_followed_by(self._after)
         self._after = None

@@ -13,7 +13,7 @@ from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedVie
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.eager.plans import StepPlans
-from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
+from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
@@ -144,7 +144,7 @@ class Reloading:
     def _stay_if_it_can(self, saved: SavedStorage) -> None:
         """Backward has come to a storage, so that to move it from now on would be in vain."""
         record = saved.record
-        if record.leaving is not None and self._offloader.cancel(record.leaving):
+        if record.state is LEAVING and self._offloader.cancel_copy_of(record):
             self._offloading.stay_after_all(saved)
         elif record.state is WAITING:
             self.stay(saved)

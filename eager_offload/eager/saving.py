@@ -34,7 +34,7 @@ from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
-from eager_offload.engine.transfer import AWAY, KEPT, WAITING, Transfer
+from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError, PrecisionError
 from eager_offload.kernels.codecs import CODECS, Workspaces
 from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, LearnedForwards, Link, SaveKind
@@ -81,7 +81,7 @@ class SavedTensors:
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
-        offloader.idle_slots.append(self.plans)
+        offloader.idle_slots.add(self.plans)
         self._reloading = Reloading(self._offloading, self.plans)
         self.order = self._reloading.order
         self._learned = LearnedForwards()
@@ -574,13 +574,13 @@ class SavedTensors:
             nbytes = record.queue.discard(record)
             if record.state is WAITING:
                 self.offloader.resident_bytes -= nbytes
-        if record.leaving is not None and self.offloader.cancel(record.leaving):
+        if record.state is LEAVING and self.offloader.cancel_copy_of(record):
             record.stay(KeepReason.NEWEST)
             if (observer := self._accounts.observer) is not None:
                 observer.stays(record.key)
         if record.reload is not None:
             self.offloader.release(record.reload)
-        record.queue = record.leaving = record.reload = None  # a trace may hold it
+        record.queue = record.reload = None  # a trace may hold it
 
     def release_scratch(self) -> None:
         """Lets go of what codecs compute in, unless some graph is alive."""

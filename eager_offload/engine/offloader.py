@@ -53,6 +53,7 @@ from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, Counters
 from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import tell_after_fork
 
 _NO_THREAD = (
@@ -162,8 +163,8 @@ class DeviceOffloader:
         self.on_death = self.finalized.append
         #: The same of what one record knows of by their numbers, as long as something of them is counted.
         self.numbered: deque[Any] = deque()
-        #: Slots that are kept ready for a step, between two of them.
-        self.idle_slots: list[IdleSlots] = []
+        #: Who keeps slots ready for a step, between two of them; held weakly, since they know the offloader.
+        self.idle_slots: Living[IdleSlots] = Living()
         # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
         self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
         # What is on its way, each with its keepalive; the one that started first in front.
@@ -384,17 +385,17 @@ class DeviceOffloader:
         """The copies out that no stream was given yet."""
         return list(self._held_back)
 
-    def copy_out_of(self, record: CountedBytes) -> Transfer | None:
-        """The copy out that is on its way of what ``record`` counts."""
-        return self._leaving.get(record)
-
-    def hand_on(self, record: CountedBytes, heir: CountedBytes) -> Transfer | None:
-        """The same; from here on ``heir`` counts its bytes."""
+    def hand_on(self, record: CountedBytes, heir: CountedBytes) -> None:
+        """Has ``heir`` count the bytes of the copy out that is on its way of what ``record`` counts, if there is one."""
         transfer = self._leaving.pop(record, None)
         if transfer is not None:
             transfer.record = heir
             self._leaving[heir] = transfer
-        return transfer
+
+    def cancel_copy_of(self, record: CountedBytes) -> bool:
+        """Does ``cancel`` for the copy out of what ``record`` counts; ``False`` where there is none."""
+        transfer = self._leaving.get(record)
+        return transfer is not None and self.cancel(transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
