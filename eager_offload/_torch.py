@@ -577,7 +577,7 @@ def owned_by(tensor: Tensor) -> object:
 def detached(tensor: Tensor) -> Tensor:
     """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
     with _without_torch_function():
-        return tensor.detach()
+        return Tensor.detach(tensor)
 
 
 def _if_imported(module: str, name: str) -> Any:

@@ -33,18 +33,18 @@ class Original(weakref.ref[Tensor]):
     """A weak reference to a saved tensor that does not require grad, and its type and attributes.
 
     Args:
-        inside: the values of a wrapper, whose bytes are to leave: they are no attributes.
+        inside: the values of a wrapper, whose bytes are to leave. As attributes they go with the wrapper.
     """
 
-    __slots__ = ("_attributes", "_kind", "_slots")
+    __slots__ = ("_attributes", "_inside", "_kind", "_slots")
 
     def __new__(cls, tensor: Tensor, inside: Sequence[object] = ()) -> Original:
-        return super().__new__(cls, tensor)
+        return super().__new__(cls, tensor, _let_go if inside else None)
 
     def __init__(self, tensor: Tensor, inside: Sequence[object] = ()) -> None:
-        attributes, self._kind, parts = attributes_of(tensor), type(tensor), set(map(id, inside))
-        others = {name: value for name, value in attributes.items() if id(value) not in parts} if parts else attributes
-        self._attributes = attributes if len(others) == len(attributes) else others
+        self._attributes, self._kind = attributes_of(tensor), type(tensor)
+        parts = set(map(id, inside))
+        self._inside = [name for name, value in self._attributes.items() if id(value) in parts] if parts else ()
         self._slots: dict[str, Any] = {} if self._kind is Tensor else _slots_of(tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -59,6 +59,12 @@ class Original(weakref.ref[Tensor]):
         """Gives ``wrapper``, a ``detach()`` of the original, the attributes that it lacks."""
         for name, value in self._attributes.items():
             attributes_of(wrapper).setdefault(name, value)
+
+
+def _let_go(original: Original) -> None:
+    """A wrapper has gone: what is inside of it does too, and its other attributes stay. Runs as a finalizer does."""
+    for name in original._inside:
+        original._attributes.pop(name, None)
 
 
 def _slots_of(tensor: Tensor) -> dict[str, Any]:
