@@ -57,6 +57,7 @@ PRIVATE_NAMES = {
         "torch.Tensor._version",
         "torch.Tensor._is_view",
         "torch.Tensor._base",
+        "torch.Tensor._make_subclass",
     ),
     "plans, checks and compiled code take every operator for a function in Python": (
         "torch.ops.aten.relu.default._schema",
@@ -491,6 +492,21 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
 #: Whether something is a tensor of a subclass that says which tensors it is made of.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
+
+def has_own_memory(kind: type[Tensor]) -> bool:
+    """Whether tensors of ``kind`` are as plain ones to operators: ``Tensor``, and subclasses that leave dispatch alone.
+
+    Those add methods, attributes and a ``__torch_function__``. A class with a ``__torch_dispatch__`` decides itself
+    what its tensors are made of.
+    """
+    return kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def made_a(kind: type[Tensor], tensor: Tensor) -> Tensor:
+    """Returns an alias, of the type ``kind``, of a plain tensor, with one version counter; runs no code of ``kind``."""
+    return Tensor._make_subclass(kind, tensor)
+
+
 #: A view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
@@ -519,6 +535,27 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """``vars(tensor)``, the dictionary itself, past what a subclass makes of attributes."""
+    found: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    return found
+
+
+def unseen_version(tensor: Tensor) -> int:
+    """The same, where ``tensor`` may be of a subclass that would hear of it."""
+    with _without_torch_function():
+        return tensor._version
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of ``tensor``; ``None`` where it has none: of a sparse layout, or a wrapper inside a transform."""
+    try:
+        with _without_torch_function():
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 #: Whether autograd takes a tensor to be a view of another one.
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
@@ -540,7 +577,7 @@ def owned_by(tensor: Tensor) -> object:
 def detached(tensor: Tensor) -> Tensor:
     """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
     with _without_torch_function():
-        return tensor.detach()
+        return Tensor.detach(tensor)
 
 
 def _if_imported(module: str, name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from eager_offload._torch import storage_key
+from eager_offload._torch import storage_key, storage_of
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 
@@ -32,10 +32,8 @@ class LiveBytes:
         if self._finalized:
             self.poll()
         record = _KeptRecord(handle, self._on_death)
-        try:
-            record.name = storage_key(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # of a wrapper, or inside a transform
-            record.name = record
+        storage = storage_of(tensor)
+        record.name = record if storage is None else storage_key(storage)
         holders = self._holders.get(record.name, 0)
         self._holders[record.name] = holders + 1
         record.nbytes = 0 if holders else nbytes

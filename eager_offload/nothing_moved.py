@@ -11,7 +11,8 @@ _REASONS = {
     KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
     "of the CPU move only where a disk_path or a tier is given",
-    KeepReason.LAYOUT: "are of a layout that does not move, such as a sparse one",
+    KeepReason.LAYOUT: "have no plain memory that could move: for their layout, or since they are of a subclass of "
+    "Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what tensors they are made of",
     KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
     KeepReason.REGION: "were saved where nothing may move: in a region that is marked, or in a capture",
     KeepReason.NEWEST: "are the newest ones of a step, which stay since backward asks for them at once, and that is up "

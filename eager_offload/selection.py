@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import base_of, hint, is_plain_fake, is_view, is_wrapper
+from eager_offload._torch import attributes_of, base_of, has_own_memory, hint, is_fake, is_view, is_wrapper
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
@@ -61,10 +61,12 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
         min_bytes: a tensor that occupies fewer bytes stays, unless it is ``preferred``.
     """
     # What a tracer puts in the place of a tensor has its kind as a mark: it may be a parameter as well.
-    if type(tensor) is not Tensor and (isinstance(tensor, Parameter) or not is_plain_fake(tensor)):
-        # A parameter may be of any subclass, and so may its views.
-        is_one = isinstance(tensor, Parameter) or is_parameter(tensor)
-        return KeepReason.PARAMETER if is_one else KeepReason.LAYOUT
+    kind = type(tensor)
+    if kind is not Tensor:
+        if _is_made_one(tensor):
+            return KeepReason.PARAMETER
+        if not (has_own_memory(kind) or is_fake(kind)):  # a parameter's view may be of any subclass
+            return KeepReason.PARAMETER if is_parameter(tensor) else KeepReason.LAYOUT
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return KeepReason.LAYOUT
     nbytes = tensor.nbytes
@@ -95,7 +97,7 @@ def inner_values(wrapper: Tensor) -> list[Any]:
 def logical_bytes(tensor: Tensor) -> int:
     """The bytes that the stats count for a saved tensor that stays."""
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+    if kind is not Tensor and not has_own_memory(kind) and is_wrapper(tensor):
         return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
     try:
         nbytes = tensor.nbytes
@@ -118,7 +120,7 @@ def is_parameter(tensor: Tensor) -> bool:
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
     root = root_of(tensor) if is_view(tensor) else tensor
-    if type(root) is not Tensor and isinstance(root, Parameter):
+    if type(root) is not Tensor and _is_made_one(root):
         return True
     if not root.requires_grad:
         if root is tensor or not tensor.requires_grad:
@@ -141,6 +143,14 @@ def is_parameter(tensor: Tensor) -> bool:
             return True
         node = source
     return False
+
+
+def _is_made_one(tensor: Tensor) -> bool:
+    """``isinstance(tensor, Parameter)``, without a call of a subclass's own ``__getattr__``.
+
+    The mark in its place is of parameters of other subclasses, and of what a tracer puts in the place of a parameter.
+    """
+    return issubclass(type(tensor), Parameter) or bool(attributes_of(tensor).get("_is_param"))
 
 
 def own_bytes(tensor: Tensor) -> int:

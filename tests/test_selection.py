@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,7 +33,15 @@ def activation(*size: int) -> Tensor:
 
 
 class Odd(Tensor):
-    """A subclass, of which the library cannot know what its storage means."""
+    """A subclass that operators take as they take any tensor."""
+
+
+class Dispatching(Tensor):
+    """A subclass of which the library cannot know what its storage means."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
 
 
 def nested() -> Tensor:
@@ -64,7 +72,11 @@ REASONS: list[tuple[Callable[[], Tensor], KeepReason | None]] = [
     (lambda: torch.ones(512, 512).to_mkldnn(), KeepReason.LAYOUT),
     (lambda: torch.quantize_per_tensor(torch.ones(1024, 1024), 0.1, 0, torch.qint8), KeepReason.LAYOUT),
     (nested, KeepReason.LAYOUT),
-    (lambda: activation(512, 512).as_subclass(Odd), KeepReason.LAYOUT),
+    (lambda: activation(512, 512).as_subclass(Odd), None),
+    (lambda: torch.ones(512, 512).as_subclass(Odd), None),
+    (lambda: leaf(512, 512).as_subclass(Odd), KeepReason.PARAMETER),
+    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)), KeepReason.PARAMETER),
+    (lambda: torch.Tensor._make_subclass(Dispatching, torch.ones(512, 512)), KeepReason.LAYOUT),
 ]
 
 

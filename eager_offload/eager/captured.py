@@ -369,6 +369,7 @@ class CapturedRun:
         elif not ask.keep:
             self._drop(storage.number)
         if view.original is not None and tensor is not view.original():
+            tensor = view.original.like(tensor)
             own_until_taken(storage, tensor)
         return tensor
 

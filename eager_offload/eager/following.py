@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from eager_offload import marks
-from eager_offload._torch import autograd_sequence, version_of, weak_storage
+from eager_offload._torch import autograd_sequence, has_own_memory, storage_of, version_of, weak_storage
 from eager_offload.eager.coding import Coding, kind_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedRecord, FollowedStorage, RunRecord
@@ -73,11 +73,10 @@ class Adopter(Keeper, Protocol):
         """A handle of a run that is over is as one of an unknown step. The lock is held."""
 
 
-#: Types of which a plan is followed.
-_PLAIN = frozenset({Tensor, Parameter})
 # To ask the class for its member takes longer than to compare.
 _PARAMETER, _NEWEST = KeepReason.PARAMETER, KeepReason.NEWEST
 _DECIDE, _SHARE = Fate.DECIDE, Fate.SHARE
+_STRIDED = torch.strided
 
 
 def _no_storage() -> None:
@@ -90,11 +89,11 @@ def _is_like(tensor: Tensor, staying: Staying) -> bool:
     To stay is right for any tensor, so nothing is asked that would say only that the step is another one.
     """
     kind, (nbytes, storage_nbytes, reason, _) = type(tensor), staying
-    if kind is Parameter and reason is _PARAMETER:  # which stays whatever storage it is of
-        return tensor.nbytes == nbytes
     try:
+        if kind is Parameter and reason is _PARAMETER:  # which stays whatever storage it is of
+            return tensor.nbytes == nbytes
         return (
-            kind in _PLAIN
+            has_own_memory(kind)
             and tensor.nbytes == nbytes
             and tensor.untyped_storage().nbytes() == storage_nbytes
             and (reason is not _PARAMETER or is_parameter(tensor))
@@ -120,7 +119,7 @@ def resident(view: SavedView, storage: Any, unpack: Callable[[SavedView, Any], T
     found = storage.origin()
     if found is not None and found.nbytes() >= nbytes and not storage.rounds:
         return view.over(found, 0) if original is None else original
-    if original is not None and original.untyped_storage() is not found:
+    if original is not None and storage_of(original) is not found:
         return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
     if storage.returned is not None:
         found, first_byte = storage.returned.storage(), storage.returned.first_byte
@@ -244,7 +243,7 @@ class Run:
         if (staying := self._only_staying[number]) is not None and not (self._due or self.is_over or marks.standing):
             nbytes, _, reason, _ = staying
             if type(tensor) is Parameter and reason is _PARAMETER:  # as most of what stays, which is why it is here
-                if tensor.nbytes == nbytes:
+                if tensor.layout is _STRIDED and tensor.nbytes == nbytes:
                     self.packed = number + 1
                     held = tensor if tensor.is_leaf else what_stays_of(tensor)
                     return KeptTensor(held, version_of(tensor), reason)
@@ -317,12 +316,12 @@ class Run:
             if not _is_like(tensor, staying):
                 return "size"
             may_leave = staying.reason is not _PARAMETER and marks.any_marks()  # a parameter stays in any case
-            if may_leave and marks.mark_of(tensor.untyped_storage()) is Mark.PREFER:
+            if may_leave and marks.mark_of(tensor.untyped_storage()) is Mark.PREFER:  # `_is_like`, so it has one
                 self._count_kept(number)
                 self._counted = number + 1  # it is to leave, which is done as if no plan knew of it
                 return None
             return self._stay(tensor, staying)
-        if kind is not Tensor:
+        if kind is not Tensor and not has_own_memory(kind):
             return "layout"
         try:
             if tensor.nbytes != save.nbytes:

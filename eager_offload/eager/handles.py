@@ -21,9 +21,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, version_of, weak_storage
+from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, unseen_version, version_of, weak_storage
 from eager_offload.eager.coding import Coding
+from eager_offload.eager.originals import Original
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
@@ -86,8 +88,9 @@ class KeptTensor:
         self.reason = reason
 
     def unpack(self) -> Tensor:
-        tensor = self.tensor
-        if version_of(tensor) != self.version:
+        tensor, kind = self.tensor, type(self.tensor)
+        version = version_of if kind is Tensor or kind is Parameter else unseen_version
+        if version(tensor) != self.version:
             raise modified(tensor, tensor.size(), self.version)
         return tensor
 
@@ -350,9 +353,9 @@ class SavedView:
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.version: int = version_of(tensor)
-        self.alias = tensor.detach()
+        self.alias = Tensor.detach(tensor)  # a subclass may have one of its own
         #: What was saved; ``None`` where autograd would make an alias of it.
-        self.original = None if tensor.requires_grad else weakref.ref(tensor)
+        self.original = None if tensor.requires_grad else Original(tensor)
 
     @property
     def shares(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import torch
@@ -17,9 +18,11 @@ from eager_offload._torch import (
     current_autograd_node,
     dispatch_modes,
     function_modes,
+    has_own_memory,
     is_tracing,
     profiled,
     profiler_is_on,
+    storage_of,
     version_of,
     without_caller_modes,
     without_torch_function,
@@ -214,10 +217,13 @@ class Hooks:
         """Decides about a saved tensor; called by autograd while the operator that saves it is recorded.
 
         Args:
-            is_unseen: whether neither modes nor a profiler are to see anything of it any more.
+            is_unseen: whether neither modes, nor a profiler, nor the tensor's own class see anything of it any more.
         """
-        if not is_unseen and (dispatch_modes() or function_modes() or profiler_is_on()):
-            return self._pack_unseen(tensor)
+        if not is_unseen:
+            kind = type(tensor)
+            is_other = kind is not Tensor and kind is not Parameter
+            if is_other or dispatch_modes() or function_modes() or profiler_is_on():
+                return self._pack_unseen(tensor)
         if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
         thread = self._threads.state
@@ -246,9 +252,10 @@ class Hooks:
         return packed
 
     def _pack_unseen(self, tensor: Tensor) -> Packed:
-        """Decides where the caller has modes active, which are to see nothing of it, or a profiler, which is told."""
+        """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
+        where there is a profiler, which is told."""
         if not (dispatch_modes() or function_modes()):
-            with profiled("pack"):
+            with profiled("pack") if profiler_is_on() else nullcontext(), without_torch_function():
                 return self.pack(tensor, is_unseen=True)
         if is_tracing():
             self._leave_plans()
@@ -258,7 +265,7 @@ class Hooks:
         changes = allowing_changes()
         if changes is not None:
             self._leave_plans()
-        with without_caller_modes():
+        with without_caller_modes(), without_torch_function():
             packed = self.pack(tensor, is_unseen=True)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
@@ -365,9 +372,9 @@ class Hooks:
                 if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
                     recorder.left_in_parts(around.number)
             else:
-                plain = type(tensor) is Tensor or type(tensor) is Parameter
-                reason = handle.reason if isinstance(handle, KeptTensor) and plain else None
-                whole = tensor.untyped_storage().nbytes() if reason in _FOLLOWED else 0
+                own = storage_of(tensor) if has_own_memory(type(tensor)) else None  # a sparse parameter has none
+                reason = handle.reason if isinstance(handle, KeptTensor) and own is not None else None
+                whole = own.nbytes() if own is not None and reason in _FOLLOWED else 0
                 # A small part of a storage may be one of what leaves, in another step.
                 if reason in _FOLLOWED and (reason is not KeepReason.SMALL or whole == nbytes):
                     recorder.keep(nbytes, requires_grad, reason, whole)
@@ -438,10 +445,8 @@ class Hooks:
 
 
 def _mark_of(tensor: Tensor) -> Mark | None:
-    try:
-        return marks.mark_of(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without bytes of its own
-        return None
+    storage = storage_of(tensor)
+    return None if storage is None else marks.mark_of(storage)
 
 
 def _recomputes(node: object) -> bool:

@@ -22,7 +22,7 @@ from eager_offload.errors import warn
 from eager_offload.learning import SaveKind, SaveLog, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import whole
+from eager_offload.selection import logical_bytes, whole
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
 from eager_offload.step_recorder import StepRecorder
@@ -463,10 +463,7 @@ class StepPlans:
         Args:
             before: the thread's last forward.
         """
-        try:
-            nbytes = tensor.nbytes
-        except (NotImplementedError, RuntimeError):  # of a layout without bytes
-            return None
+        nbytes = logical_bytes(tensor)
         expected = before.known.next if before is not None and before.known is not None else None
         fitting = [known for known in self._known if known.fits(nbytes)]
         self._waits = len(fitting) > 1 and self._pause > 0

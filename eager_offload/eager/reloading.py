@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eager_offload._torch import weak_storage
+from eager_offload._torch import storage_of, weak_storage
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
@@ -174,7 +174,7 @@ class Reloading:
                     saved.forward.recorder.was_alive(saved.number)
             if not saved.rounds:
                 return view.over(storage, first_byte) if original is None else original
-        if original is not None and original.untyped_storage() is not storage:
+        if original is not None and storage_of(original) is not storage:
             return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
         if saved.returned is not None and stream == saved.stream:
             storage, first_byte = saved.returned.storage(), saved.returned.first_byte

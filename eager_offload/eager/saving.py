@@ -523,6 +523,7 @@ class SavedTensors:
             offloader.crash()
             raise
         if view.original is not None and tensor is not view.original():
+            tensor = view.original.like(tensor)
             own_until_taken(view.storage, tensor)
         return tensor
 

@@ -22,15 +22,23 @@ that and would go on with other values than were saved; here it raises.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import detached, finish_collective, is_fake, is_wrapper, version_of
+from eager_offload._torch import (
+    detached,
+    finish_collective,
+    is_fake,
+    is_wrapper,
+    unseen_version,
+    version_of,
+    without_torch_function,
+)
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
+from eager_offload.eager.originals import Original
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.errors import reentered
 from eager_offload.selection import inner_values, plain_tensors
@@ -55,10 +63,10 @@ class WrappedTensor:
 
     def __init__(self, original: Tensor, wrapper: Tensor, parts: list[_Part]) -> None:
         #: What was saved; ``None`` where autograd would make an alias of it.
-        self._original = None if original.requires_grad else weakref.ref(original)
+        self._original = None if original.requires_grad else Original(original, inner_values(original))
         self._wrapper = wrapper
         self._parts = parts
-        self._version = version_of(wrapper)
+        self._version = unseen_version(wrapper)
         self._lock = reentrant_lock()
 
     def views(self) -> list[SavedView]:
@@ -69,12 +77,12 @@ class WrappedTensor:
         wrapper = self._wrapper
         if self._lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
-        if version_of(wrapper) != self._version:
+        if unseen_version(wrapper) != self._version:
             raise modified(wrapper, wrapper.size(), self._version)
         returned = [part.handle.unpack() for part in self._parts]  # these may wait, so not under the lock
         if self._original is not None and (original := self._original()) is not None:
             return original
-        with self._lock:  # one graph may be run backward by two threads
+        with self._lock, without_torch_function():  # one graph may be run backward by two threads
             try:
                 for part, tensor in zip(self._parts, returned, strict=True):
                     part.tensor.data = tensor
@@ -83,6 +91,7 @@ class WrappedTensor:
                 for part in self._parts:
                     part.empty()
         if self._original is not None:
+            self._original.complete(made)
             own_until_taken(self._parts[0].handle.storage, made)  # other handles of the same wrapper share it
         return made
 

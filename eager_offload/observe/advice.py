@@ -212,7 +212,12 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         _MUCH,
         "are on a device that nothing can be moved from here: the CPU and the accelerator of torch.accelerator are.",
     )
-    yield from much("layout", _MUCH, "stayed for their layout: sparse and quantized tensors do not move.")
+    yield from much(
+        "layout",
+        _MUCH,
+        "stayed for their layout: sparse and quantized tensors do not move, and of a subclass of Tensor with a "
+        "__torch_dispatch__ only what its __tensor_flatten__ names does.",
+    )
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload._torch import is_fake, storage_key, without_dispatch_modes
+from eager_offload._torch import is_fake, storage_key, storage_of, without_dispatch_modes
 from eager_offload.marks import Mark
 from eager_offload.plan.program import Storage, living
 from eager_offload.selection import footprint
@@ -213,8 +213,5 @@ def _storage(block: Block, ops: int) -> Storage:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        storage = tensor.untyped_storage()
-        return storage if storage.nbytes() else None
-    except (NotImplementedError, RuntimeError):  # sparse, or without a storage
-        return None
+    storage = storage_of(tensor)
+    return storage if storage is not None and storage.nbytes() else None

@@ -23,6 +23,7 @@ from eager_offload._torch import (
     node_sequence,
     schema_of,
     storage_key,
+    storage_of,
     tensors_in,
     weak_storage,
     without_dispatch_modes,
@@ -34,7 +35,7 @@ from eager_offload.plan.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
 from eager_offload.plan.program import Op, Program, ProgramAsk, ProgramSave, Storage
-from eager_offload.selection import reason_to_stay
+from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
@@ -206,14 +207,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return _computed(func, args, named)
         if schema_of(func).is_mutable:
-            storages = (one.untyped_storage() for one in tensors if not is_fake(type(one)))
-            self._stale.update((storage_key(one), weak_storage(one)) for one in storages)
+            storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
+            self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
         return result
 
     def _has_numbers(self, tensor: Tensor) -> bool:
         if is_fake(type(tensor)):
             return False
-        stale = self._stale.get(storage_key(tensor.untyped_storage()))
+        storage = storage_of(tensor)
+        stale = None if storage is None else self._stale.get(storage_key(storage))
         return stale is None or stale() is None
 
     def _write_down(self, call: OperatorCall) -> None:
@@ -243,7 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def _pack(self, tensor: Tensor) -> _Handle:
         op = len(self._ops)
         self._blocks.note_deaths(op)
-        mark = marks.mark_of(tensor.untyped_storage()) if marks.any_marks() else None
+        storage = storage_of(tensor)
+        mark = None if storage is None or not marks.any_marks() else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
         if reason is None and (mark is marks.Mark.KEEP or marks.in_no_offload_region()):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
@@ -260,10 +263,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             reason = KeepReason.LAYOUT
         goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0
         number, stays = len(self._saves), None if goes_along else reason
-        whole = tensor.nbytes if block is None and reason is KeepReason.LAYOUT else tensor.untyped_storage().nbytes()
+        nbytes, is_apart = logical_bytes(tensor), block is None and reason is KeepReason.LAYOUT
+        whole = nbytes if storage is None or is_apart else storage.nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        save = ProgramSave(tensor.nbytes, tensor.requires_grad, stays, -1, whole, op, node)
+        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node)
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):

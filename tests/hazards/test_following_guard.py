@@ -27,6 +27,7 @@ from tests.hazards.probes import Allocations
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise, one_step
 from tests.hazards.test_following import assert_as_without, deep, follows, knowing, plan_of, with_a_late_share
 from tests.hazards.test_streams import Streams
+from tests.hazards.wrappers import Dissolving
 from tests.threads import collect
 
 SIDE = 16
@@ -53,10 +54,6 @@ def two(around: Around, *, in_order: bool = True, before: Callable[[], object] =
 
 
 # -- of what leaves ---------------------------------------------------------------------------------------------------
-
-
-class OfItsOwn(Tensor):
-    """What is decided by its class, which a plan does not know."""
 
 
 def constant(y: Tensor) -> Tensor:
@@ -95,8 +92,7 @@ CASES = [
     Case(
         "of another class",
         "layout",
-        lambda y: noise(SIDE, SIDE).as_subclass(OfItsOwn),
-        read=lambda saved: saved.as_subclass(Tensor),
+        lambda y: Dissolving(noise(SIDE, SIDE), torch.ones(1), ""),
     ),
     Case("a view of a weight", "layout", lambda y: nn.Parameter(noise(SIDE, SIDE)).t(), first=lambda y: y * 3),
     Case("nested", "layout", lambda y: torch.nested.nested_tensor([*noise(SIDE, SIDE).chunk(2)]), read=parts_of),

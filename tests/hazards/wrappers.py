@@ -52,6 +52,17 @@ class Scaled(Tensor):
         return return_and_correct_aliasing(func, args, kwargs, result)
 
 
+class Dissolving(Scaled):
+    """Whatever is done to it gives a plain tensor."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Dissolving, lambda wrapper: wrapper.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def two(make: Callable[[int], Tensor]) -> Tensor:
     """A wrapper of two tensors that differ."""
     return TwoTensor(make(1), make(2))

@@ -22,7 +22,8 @@ REASONS = {
     "parameter": "Weights, and views of them: they are there anyway, so that moving them frees nothing.",
     "device": "On a device that is neither the CPU nor the accelerator; or on the CPU beside an accelerator: "
     'give a disk_path, or tier="disk", to have those move.',
-    "layout": "Of a layout whose bytes cannot be moved as they are.",
+    "layout": "Of a layout whose bytes cannot be moved as they are, or of a subclass of Tensor with a "
+    "__torch_dispatch__ and no __tensor_flatten__.",
     "marked": "Marked with keep().",
     "region": "Saved inside of no_offload(), or while a graph was being captured, whose replays look for them there.",
     "newest": "The newest bytes, which backward asks for at once. keep_last_bytes bounds them.",
