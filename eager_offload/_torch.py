@@ -631,6 +631,15 @@ def checkpoint_store_key(func: object, args: object) -> object:
     return func if key is None else key(func, args)
 
 
+#: Of operators that return before what they return is filled, unless they are the one that waits for that.
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+
+
+def returns_before_it_is_done(func: object) -> bool:
+    """Whether an operator is a functional collective, whose result is filled once ``wait_tensor`` has waited for it."""
+    return getattr(func, "namespace", "") in _COLLECTIVES and "wait_tensor" not in str(func)
+
+
 # -- devices, streams, captured graphs --------------------------------------------------------------------------------
 
 
