@@ -23,8 +23,9 @@ it stores is asked for at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -39,6 +40,7 @@ from eager_offload._torch import (
     checkpoint_is_traced,
     checkpoint_store_key,
     current_backward,
+    is_collective,
     is_wrapper,
     on_checkpoints,
     returns_before_it_is_done,
@@ -48,9 +50,28 @@ from eager_offload._torch import (
     tensors_in,
     tree_map,
 )
+from eager_offload.eager import foreign
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
-from eager_offload.selection import is_parameter, logical_bytes, plain_tensors
+from eager_offload.selection import inner_values, is_parameter, logical_bytes, plain_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Where what a policy saves goes."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+    min_bytes: int
+    """What had better go to the CPU stays if it has fewer."""
+
+
+class _Thread(threading.local):
+    #: That of a plan, which the calling thread traces.
+    saver: Saver | None = None
+
+
+_thread = _Thread()
 
 #: What torch's mode stores. A policy may also be a bool.
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
@@ -71,10 +92,10 @@ class _Known:
 class StoredHandle:
     """What a mode's store has in place of a tensor."""
 
-    __slots__ = ("_handle", "_runs_again")
+    __slots__ = ("_handle", "_runs_again", "_unpack")
 
-    def __init__(self, handle: Any, *, runs_again: bool) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], *, runs_again: bool) -> None:
+        self._handle, self._unpack = handle, unpack
         #: Whether what was changed since is computed again.
         self._runs_again = runs_again
 
@@ -85,7 +106,7 @@ class StoredHandle:
             return handle.tensor
         try:
             with sharing_versions():
-                return active.unpack(handle)
+                return self._unpack(handle)
         except SavedTensorModifiedError as error:
             if self._runs_again:
                 raise _Changed from error
@@ -100,17 +121,17 @@ def _caching(base: Any) -> type:
 
         def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
             is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
-            self._offload = active.current() if is_forward else None
+            self._saver = _saver() if is_forward else None
             #: What the policy says of the operator that runs, if its results are to be handles.
             self._policy_of_saved: object = None
             super().__init__(policy_fn, storage, *arguments, **named)
-            if self._offload is not None:
+            if self._saver is not None:
                 storage[_KNOWN] = _Known()
 
         @property
         def policy_fn(self) -> Callable[..., Any]:
             # Not a method kept on the instance: that would be a cycle, which keeps all that is stored until gc runs.
-            return self._policy if self._offload is None else partial(_ask, self)
+            return self._policy if self._saver is None else partial(_ask, self)
 
         @policy_fn.setter
         def policy_fn(self, policy: Callable[..., Any]) -> None:
@@ -119,13 +140,13 @@ def _caching(base: Any) -> type:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self._offload is None:
+            if self._saver is None:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 if self._policy_of_saved is not None:
-                    _put_handles(self._offload, self.storage, func, args, self._policy_of_saved)
+                    _put_handles(self._saver, self.storage, func, args, self._policy_of_saved)
             finally:
                 self._policy_of_saved = None
                 self.respect_saved_tensors_hooks = respects
@@ -190,7 +211,7 @@ def _travels(policy: object, func: Any) -> bool:
     return schema is None or not (schema.is_mutable or any(result.alias_info for result in schema.returns))
 
 
-def _put_handles(offload: active.Owner, store: Any, func: Any, args: Sequence[Any], policy: object) -> None:
+def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], policy: object) -> None:
     """Puts handles into the newest entry of an operator, in place of the tensors."""
     entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
@@ -199,22 +220,50 @@ def _put_handles(offload: active.Owner, store: Any, func: Any, args: Sequence[An
 
     def handle(entry: Any) -> Any:
         value = getattr(entry, "val", None)
-        if not isinstance(value, Tensor) or parameters.intersection(_storages(value)):
-            return entry  # below autograd nothing tells a view of a parameter; it takes no memory
+        if not isinstance(value, Tensor) or _is_being_filled(value):
+            return entry
+        if parameters.intersection(_storages(value)):
+            return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
         if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or (
-            policy in _OFFLOADS and logical_bytes(value) >= offload.config.size("min_bytes")
+            policy in _OFFLOADS and logical_bytes(value) >= saver.min_bytes
         ):
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
-            return StoredHandle(offload.pack(value), runs_again=policy in _OFFLOADS)
+            return StoredHandle(saver.pack(value), saver.unpack, runs_again=policy in _OFFLOADS)
 
     entries[newest] = tree_map(handle, entries[newest])
+
+
+def _is_being_filled(tensor: Tensor) -> bool:
+    """Whether a collective may be filling ``tensor``, or what is inside: to take it would be to wait for that."""
+    return is_collective(tensor) or (is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor)))))
 
 
 def _storages(tensor: Tensor) -> set[int]:
     """What names the storages that ``tensor`` has bytes in."""
     plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
     return {storage_key(one.untyped_storage()) for one in plain if one.layout is torch.strided}
+
+
+def _saver() -> Saver | None:
+    """That of the calling thread."""
+    if _thread.saver is not None:
+        return _thread.saver
+    offload = active.current()
+    return None if offload is None else Saver(offload.pack, active.unpack, offload.config.size("min_bytes"))
+
+
+@contextmanager
+def saving_with(saver: Saver) -> Iterator[None]:
+    """What the calling thread's checkpoints save goes to ``saver``, without any ``with offload:``."""
+    foreign.add_patches(patches())
+    before = _thread.saver
+    with foreign.watch():
+        _thread.saver = saver
+        try:
+            yield
+        finally:
+            _thread.saver = before
 
 
 @cache
