@@ -150,13 +150,17 @@ PRIVATE_NAMES = {
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
-    "what should go to the CPU is recomputed": (
+    "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode",
         "torch.utils.checkpoint._CachedTorchDispatchMode",
         "torch.utils.checkpoint._is_compiling",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
     "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
+    "what selective checkpointing saves of a collective leaves before it is filled": (
+        "torch.ops._c10d_functional",
+        "torch.ops._c10d_functional_autograd",
+    ),
     "broken graphs: the library is compiled too": (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -596,14 +600,19 @@ def is_plain_fake(value: Tensor) -> bool:
     return type(value) is Tensor or is_fake(type(value))
 
 
+def is_collective(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is what a functional collective fills, as long as nothing has waited for that."""
+    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
 def finish_collective(tensor: Tensor) -> None:
     """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
 
     Every reader of such a tensor does the same first; it may be done any number of times.
     """
-    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if kind is not None and isinstance(tensor, kind):
-        tensor.trigger_wait()
+    if is_collective(tensor):
+        cast(Any, tensor).trigger_wait()
 
 
 def _require_storage_identity() -> None:
@@ -666,6 +675,15 @@ def checkpoint_store_key(func: object, args: object) -> object:
     """Under what selective checkpointing keeps the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
     return func if key is None else key(func, args)
+
+
+#: Of operators that return before what they return is filled, unless they are the one that waits for that.
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+
+
+def returns_before_it_is_done(func: object) -> bool:
+    """Whether an operator is a functional collective, whose result is filled once ``wait_tensor`` has waited for it."""
+    return getattr(func, "namespace", "") in _COLLECTIVES and "wait_tensor" not in str(func)
 
 
 # -- devices, streams, captured graphs --------------------------------------------------------------------------------

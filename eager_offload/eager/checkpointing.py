@@ -1,27 +1,34 @@
-"""Selective checkpointing inside of a context: values whose policy is to go to the CPU do.
+"""Selective checkpointing inside of a context: what a policy saves is saved as autograd's own saves are.
 
-torch's modes of selective checkpointing keep the results of an operator in a store of their own if its policy says
-*save*, and compute them again in backward if it says anything else, ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``
-included. The modes here are those modes, to which such a policy says *save*, and afterwards the store has handles in
-place of the tensors: the same handles that autograd gets for what it saves.
+torch's modes of selective checkpointing keep the results of an operator in a store of their own, where no hook sees
+them. The modes here are those modes, whose store has handles in place of the tensors: the same handles that autograd
+gets for what it saves.
 
-    policy_fn says MUST_CPU_OFFLOAD        torch's mode is told MUST_SAVE
+    policy_fn says MUST_SAVE               torch's mode stores the result
     store[operator] = result               store[operator] = handle(result)
     backward asks the store                the handle brings the result back
 
+torch computes again whatever a policy does not save, ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` included. Here its
+mode is told ``MUST_SAVE`` for these two, which also have the result leave if it is small or one of the newest.
 Operators that write to what they are given, or give back memory of it, run again as they do without the library: a
 store could only hold what a later operator may still change. What was changed after it was stored does too: the handle
-finds out, and the bytes of its time cannot be had from the store.
+finds out, and the bytes of its time cannot be had from the store. A changed result of the other two policies is torch's
+own error, or, with ``allow_cache_entry_mutation``, the result as it is by then; so it stays on the device there.
 
 What was decided when the forward began holds for its backward, wherever that runs. While a compiler traces nothing is
-changed: it reads the policies off its nodes (``compile/policies.py``). Outside of every context the modes are torch's.
+changed: it reads the policies off its nodes (``compile/policies.py``). Outside of every context the modes are torch's,
+and so they are for a forward that runs in backward, as an inner checkpoint does that an outer one computes again: what
+it stores is asked for at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,36 +39,80 @@ from eager_offload._torch import (
     Patch,
     checkpoint_is_traced,
     checkpoint_store_key,
+    current_backward,
+    is_collective,
     is_wrapper,
     on_checkpoints,
+    returns_before_it_is_done,
     schema_of,
     sharing_versions,
     storage_key,
-    version_of,
+    tensors_in,
+    tree_map,
 )
+from eager_offload.eager import foreign
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
-from eager_offload.stats import KeepReason
+from eager_offload.selection import inner_values, is_parameter, logical_bytes, plain_tensors
 
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Where what a policy saves goes."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+    min_bytes: int
+    """What had better go to the CPU stays if it has fewer."""
+
+
+class _Thread(threading.local):
+    #: That of a plan, which the calling thread traces.
+    saver: Saver | None = None
+
+
+_thread = _Thread()
+
+#: What torch's mode stores. A policy may also be a bool.
+_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
+#: What it does not store unless it is told to.
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-#: In a mode's store: whether what has such a policy is in it.
-_TRAVELS = "eager_offload"
+#: In a store, beside what its operators have: what its two modes have to know of it.
+_KNOWN = "eager_offload"
 
 
-class Travelling:
-    """What a mode's store has in place of a tensor that travels."""
+@dataclass
+class _Known:
+    """Of a store with handles in it."""
 
-    __slots__ = ("_handle",)
+    may_change: bool = False
+    """Whether the user allows what it has to change, and means what is there when backward asks."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+
+class StoredHandle:
+    """What a mode's store has in place of a tensor."""
+
+    __slots__ = ("_handle", "_runs_again", "_unpack")
+
+    def __init__(self, handle: Any, unpack: Callable[[Any], Tensor], *, runs_again: bool) -> None:
+        self._handle, self._unpack = handle, unpack
+        #: Whether what was changed since is computed again.
+        self._runs_again = runs_again
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
         """The tensor; called by torch's mode, which has an argument for tensors that may change."""
+        handle = self._handle
+        if allow_cache_entry_mutation and not self._runs_again and isinstance(handle, KeptTensor):
+            return handle.tensor
         try:
-            return active.unpack(self._handle)
+            with sharing_versions():
+                return self._unpack(handle)
         except SavedTensorModifiedError as error:
-            raise _Changed from error
+            if self._runs_again:
+                raise _Changed from error
+            raise SavedTensorModifiedError(
+                f"Tensor cached during selective activation checkpoint has been mutated: {error}"
+            ) from error
 
 
 def _caching(base: Any) -> type:
@@ -69,16 +120,18 @@ def _caching(base: Any) -> type:
         """In force while the forward of a checkpoint runs."""
 
         def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
-            self._offload = None if torch.compiler.is_compiling() else active.current()
-            self._travels: CheckpointPolicy | None = None
+            is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
+            self._saver = _saver() if is_forward else None
+            #: What the policy says of the operator that runs, if its results are to be handles.
+            self._policy_of_saved: object = None
             super().__init__(policy_fn, storage, *arguments, **named)
-            if self._offload is not None:
-                storage[_TRAVELS] = {}
+            if self._saver is not None:
+                storage[_KNOWN] = _Known()
 
         @property
         def policy_fn(self) -> Callable[..., Any]:
             # Not a method kept on the instance: that would be a cycle, which keeps all that is stored until gc runs.
-            return self._policy if self._offload is None else partial(_ask, self)
+            return self._policy if self._saver is None else partial(_ask, self)
 
         @policy_fn.setter
         def policy_fn(self, policy: Callable[..., Any]) -> None:
@@ -87,15 +140,15 @@ def _caching(base: Any) -> type:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self._offload is None:
+            if self._saver is None:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
-                if self._travels is not None:
-                    _send(self._offload, self.storage[checkpoint_store_key(func, args)], self._travels, args)
+                if self._policy_of_saved is not None:
+                    _put_handles(self._saver, self.storage, func, args, self._policy_of_saved)
             finally:
-                self._travels = None
+                self._policy_of_saved = None
                 self.respect_saved_tensors_hooks = respects
             return result
 
@@ -106,9 +159,14 @@ def _cached(base: Any) -> type:
     class CachedMode(base):  # type: ignore[misc]  # likewise
         """In force while a checkpoint runs its forward again. 2.11 asks the policy there too; later ones do not."""
 
+        def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
+            super().__init__(policy_fn, storage, *arguments, **named)
+            if _KNOWN in storage:
+                storage[_KNOWN].may_change = self.allow_cache_entry_mutation
+
         @property
         def policy_fn(self) -> Callable[..., Any]:
-            return partial(_saved, self._policy) if _TRAVELS in self.storage else self._policy
+            return partial(_stored, self._policy) if _KNOWN in self.storage else self._policy
 
         @policy_fn.setter
         def policy_fn(self, policy: Callable[..., Any]) -> None:
@@ -132,49 +190,80 @@ class _Changed(Exception):
 def _ask(mode: Any, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """The policy of an operator whose result was or will be made, as torch's mode is to be told."""
     policy = mode._policy(context, func, *args, **kwargs)
-    if not _is_stored(policy, func, args, kwargs):
+    if checkpoint_is_traced(func, args, kwargs) or not (policy in _SAVES or _travels(policy, func)):
         return policy
-    mode._travels = policy
+    mode._policy_of_saved = policy
     mode.respect_saved_tensors_hooks = False  # from 2.15 on it may have hooks pack what it saves: once is enough
     return CheckpointPolicy.MUST_SAVE
 
 
-def _saved(policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _stored(policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     policy = policy_fn(context, func, *args, **kwargs)
-    return CheckpointPolicy.MUST_SAVE if _is_stored(policy, func, args, kwargs) else policy
+    is_stored = _travels(policy, func) and not checkpoint_is_traced(func, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_stored else policy
 
 
-def _is_stored(policy: object, func: Any, args: object, kwargs: object) -> bool:
+def _travels(policy: object, func: Any) -> bool:
     """Whether the results of an operator go into a store although torch's mode would not put them there."""
-    if policy not in _OFFLOADS or checkpoint_is_traced(func, args, kwargs):
+    if policy not in _OFFLOADS:
         return False
-    schema = schema_of(func)
-    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
+    schema = schema_of(func)  # a higher-order operator has none; it neither writes nor gives back what it is given
+    return schema is None or not (schema.is_mutable or any(result.alias_info for result in schema.returns))
 
 
-def _send(offload: active.Owner, entries: Any, policy: CheckpointPolicy, args: Sequence[Any]) -> None:
-    """Puts handles into the newest of ``entries``, in place of the tensors."""
+def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], policy: object) -> None:
+    """Puts handles into the newest entry of an operator, in place of the tensors."""
+    entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
-    theirs = {storage_key(one.untyped_storage()) for one in args if _has_storage(one)}
-    entries[newest] = _with_handles(offload, entries[newest], policy, theirs)
+    parameters = {key for one in tensors_in(args) if is_parameter(one) for key in _storages(one)}
+    stays = returns_before_it_is_done(func) or (store[_KNOWN].may_change and policy not in _OFFLOADS)
+
+    def handle(entry: Any) -> Any:
+        value = getattr(entry, "val", None)
+        if not isinstance(value, Tensor) or _is_being_filled(value):
+            return entry
+        if parameters.intersection(_storages(value)):
+            return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
+        if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or (
+            policy in _OFFLOADS and logical_bytes(value) >= saver.min_bytes
+        ):
+            marks.prefer_offload(value)
+        with sharing_versions(), marks.Region() if stays else nullcontext():
+            return StoredHandle(saver.pack(value), saver.unpack, runs_again=policy in _OFFLOADS)
+
+    entries[newest] = tree_map(handle, entries[newest])
 
 
-def _with_handles(offload: active.Owner, entry: Any, policy: CheckpointPolicy, theirs: set[int]) -> Any:
-    if isinstance(entry, list | tuple):
-        return type(entry)(_with_handles(offload, one, policy, theirs) for one in entry)
-    value = getattr(entry, "val", None)
-    if type(value) is not Tensor or value.layout is not torch.strided:
-        return entry
-    if storage_key(value.untyped_storage()) in theirs:  # given to the operator, undeclared: it has no bytes of its own
-        return Travelling(KeptTensor(value, version_of(value), KeepReason.LAYOUT))
-    if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or value.nbytes >= offload.config.size("min_bytes"):
-        marks.prefer_offload(value)
-    with sharing_versions():
-        return Travelling(offload.pack(value))
+def _is_being_filled(tensor: Tensor) -> bool:
+    """Whether a collective may be filling ``tensor``, or what is inside: to take it would be to wait for that."""
+    return is_collective(tensor) or (is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor)))))
 
 
-def _has_storage(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not is_wrapper(value)
+def _storages(tensor: Tensor) -> set[int]:
+    """What names the storages that ``tensor`` has bytes in."""
+    plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
+    return {storage_key(one.untyped_storage()) for one in plain if one.layout is torch.strided}
+
+
+def _saver() -> Saver | None:
+    """That of the calling thread."""
+    if _thread.saver is not None:
+        return _thread.saver
+    offload = active.current()
+    return None if offload is None else Saver(offload.pack, active.unpack, offload.config.size("min_bytes"))
+
+
+@contextmanager
+def saving_with(saver: Saver) -> Iterator[None]:
+    """What the calling thread's checkpoints save goes to ``saver``, without any ``with offload:``."""
+    foreign.add_patches(patches())
+    before = _thread.saver
+    with foreign.watch():
+        _thread.saver = saver
+        try:
+            yield
+        finally:
+            _thread.saver = before
 
 
 @cache

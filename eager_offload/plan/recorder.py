@@ -30,6 +30,7 @@ from eager_offload._torch import (
 )
 from eager_offload.codecs import CodecPolicy
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
+from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.plan.calls import Calls, written_by
@@ -288,6 +289,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if not self._coder.is_idle:
             self._coder.ask(handle.save, asking_node())
         return handle.get()
+
+    @property
+    def saver(self) -> Saver:
+        """Takes what selective checkpointing saves, as autograd's own saves are taken."""
+        return Saver(self.pack, self.unpack, self._min_bytes)
 
     def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         with self._unseen():

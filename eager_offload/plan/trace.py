@@ -36,6 +36,7 @@ from eager_offload._torch import (
     without_dispatch_modes,
 )
 from eager_offload.codecs import CodecPolicy
+from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.numbers import by_itself, numbers_of_its_own
@@ -120,7 +121,11 @@ def run_step(
     else:
         call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     with recorder.watching(model), recorder:
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), checkpointed(model, again):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+            saving_with(recorder.saver),
+            checkpointed(model, again),
+        ):
             total = _loss_of(call(), loss)
         recorder.begin_backward()
         total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
