@@ -958,6 +958,17 @@ def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(module)["_compiled_call_impl"] = call
 
 
+def module_called_by(call: object) -> nn.Module | None:
+    """Returns the module that torch calls ``call`` for; ``None`` where others call it. For ``call`` itself to ask.
+
+    torch calls what a module has as an attribute, and does not say for which module. Whatever copies attributes as
+    they are (``copy.copy``, Accelerate's regional compilation, replicas) leaves several modules with one ``call``.
+    """
+    caller = sys._getframe(2).f_locals.get("self")
+    is_called = isinstance(caller, nn.Module) and vars(caller).get("_compiled_call_impl") is call
+    return caller if is_called else None
+
+
 def module_inside(compiled: OptimizedModule) -> nn.Module:
     """The module that ``torch.compile`` has made ``compiled`` of."""
     return compiled._orig_mod

@@ -217,7 +217,8 @@ class OffloadConfig:
     skip: Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
     stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
-    loop :meth:`Offload.skip_in <eager_offload.Offload.skip_in>` is given the model, once."""
+    loop :meth:`Offload.skip_in <eager_offload.Offload.skip_in>` is given the model, once. Calls of a module are meant,
+    ``module(x)``: ``module.forward(x)`` is not seen, and a pattern whose modules are never called is warned of."""
 
     enabled: bool = True
     """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it."""

@@ -46,6 +46,8 @@ class _Entered(active.Owner, Protocol):
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None: ...
 
+    def warn_of_skip_in_vain(self) -> None: ...
+
 
 class EnteredContext:
     """One ``with``: installs the hooks, and sees to what is left when they go."""
@@ -118,6 +120,8 @@ class EnteredContext:
                 offload._forwards += 1
                 if offload._forwards == _LOOKED_AT:
                     offload.warn_if_nothing_moved()
+                    if not has_compiled():  # what a compiler has traced may have called them
+                        offload.warn_of_skip_in_vain()
         if isinstance(error, RuntimeError) and _is_forbidden(error):
             raise _explained(error) from error
 

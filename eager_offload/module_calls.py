@@ -2,8 +2,14 @@
 
 [Note: Not by forward hooks] A forward hook registered with ``always_call=True`` is not called when a
 ``KeyboardInterrupt`` comes: saved-tensor hooks would stay installed in a notebook whose cell was stopped. What
-``module.compile()`` uses to call a module in another way lets a plain ``with`` do it, is left out of copies and pickles
-by torch itself, and stands outside of the code of a compiled module, so that no graph breaks.
+``module.compile()`` uses to call a module in another way lets a plain ``with`` do it, and stands outside of the code of
+a compiled module, so that no graph breaks.
+
+[Note: copies of modules that are called in another way]
+A copy is called in its own way. ``nn.Module`` leaves what is called in its place out of copies and pickles; classes
+that copy their attributes by themselves do not: ``DistributedDataParallel``, recurrent layers, parametrized modules. So
+a copy or a pickle of a ``ModuleCall`` is ``None``, which is what a module has there that is called in its own way. If
+attributes are copied as they are, the copy has the ``ModuleCall`` of the original, which looks for whom it is called.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
-from eager_offload._torch import module_call, own_call, set_module_call
+from eager_offload._torch import module_call, module_called_by, own_call, set_module_call
 
 #: Is given what it stands around, with the arguments by place and those by name, and returns what that returns.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -24,15 +31,17 @@ class ModuleCall:
     """Is called in place of a module, as long as it is used."""
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        self._module, self._inner = weakref.ref(module), module_call(module)  # weakly, or a module would hold itself
+        self._module, self._inner = weakref.ref(module), _call_of(module)  # weakly, or a module would hold itself
         self._around: Around | None = around
         self._users = 0
+        #: Whether the module has been called. Not known of calls that a compiler has traced.
+        self.has_run = False
         set_module_call(module, self)
 
     @classmethod
     def begin(cls, module: nn.Module, around: Around) -> ModuleCall:
         """From now on calls of ``module`` go by ``around``; once, however many users there are of the outermost."""
-        call = module_call(module)
+        call = _call_of(module)
         call = call if isinstance(call, cls) and call._around is around else cls(module, around)
         call._users += 1
         return call
@@ -48,6 +57,20 @@ class ModuleCall:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         module = self._module()
+        if not torch.compiler.is_compiling():  # a compiler has no frames to look at
+            called = module_called_by(self)
+            if called is not None and called is not module:
+                return own_call(called)(*arguments, **named)
+            self.has_run = True
         assert module is not None  # it is what is being called
         call = self._inner or own_call(module)
         return call(*arguments, **named) if self._around is None else self._around(call, arguments, named)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called for ``module`` in place of its own way, but for what it has of the module that it is a copy of."""
+    call = module_call(module)
+    return None if isinstance(call, ModuleCall) and call._module() is not module else call

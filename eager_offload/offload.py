@@ -261,6 +261,10 @@ class Offload:
         A copy or a pickle of the model has a part in it where this object is copied or pickled with it: its copy does
         the same there. A copy of this object alone skips the same modules; unpickled alone, it is to be told anew.
 
+        It is the call of a module, ``module(x)``, that counts: ``module.forward(x)``, or another method, is not seen. A
+        pattern of which no module has been called after three forwards is warned of, once, in a process that has
+        compiled nothing.
+
         Raises:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
         """
@@ -587,6 +591,16 @@ class Offload:
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
         if stats.offloaded_bytes == moved_before and not reported:
             self._warn_once("nothing", f"nothing moved, because {why(stats, self.config)}")
+
+    def warn_of_skip_in_vain(self) -> None:
+        """Warns, once, of patterns of ``skip`` of which no module has been called."""
+        if patterns := self._skipped.without_calls():
+            self._warn_once(
+                "skip",
+                f"skip={patterns} has had no effect so far: no module that it names has been called. What a module "
+                "saves stays where it is called, as module(x), and not where module.forward(x) is, or a method of its "
+                "own: name a module around it, or write `with eager_offload.no_offload():` there",
+            )
 
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:

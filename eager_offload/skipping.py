@@ -7,7 +7,7 @@ import difflib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +16,8 @@ from eager_offload.errors import ConfigError
 from eager_offload.marks import no_offload
 from eager_offload.module_calls import ModuleCall
 
+#: What a copy or a pickle of a hook takes along.
+_HookState: TypeAlias = "tuple[SkippedModules, nn.Module | None, frozenset[str], RemovableHandle]"
 #: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -35,13 +37,12 @@ class SkippedModules:
         self._hooks: list[weakref.ref[_Hook]] = []
         #: Those that copied modules have brought along, until ``begin``.
         self._arrived: list[weakref.ref[_Hook]] = []
-        #: The modules of the original, until ``begin``.
-        self._same: list[weakref.ref[nn.Module]] = []
+        #: The modules of the original, with the patterns that name each, until ``begin``.
+        self._same: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
 
     def __copy__(self) -> SkippedModules:
         copied = SkippedModules()
-        modules = [module for _, module in self._alive()] + [module for one in self._same if (module := one())]
-        copied._same = [weakref.ref(module) for module in modules]
+        copied._same = [(weakref.ref(module), hook.patterns) for hook, module in self._alive()] + self._same
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkippedModules:
@@ -67,9 +68,9 @@ class SkippedModules:
         self.begin()
         self._hooks = [weakref.ref(hook) for hook, _ in self._alive()]
         known = {id(module) for _, module in self._alive()}
-        for module in found:
+        for module, naming in found:
             if id(module) not in known:
-                self._skip(module)
+                self._skip(module, naming)
 
     def begin(self) -> bool:
         """Goes on with what copies have brought along. Whether there is any module that is skipped."""
@@ -81,9 +82,16 @@ class SkippedModules:
                     hook.begin()
             self._hooks += arrived
         else:
-            for module in [module for known in same if (module := known())]:
-                self._skip(module)
+            for known, patterns in same:
+                if (module := known()) is not None:
+                    self._skip(module, patterns)
         return bool(self._hooks)
+
+    def without_calls(self) -> list[str]:
+        """The patterns of which no module has been called yet: what such modules save may move."""
+        hooks = [hook for hook, _ in self._alive()]
+        called = {pattern for hook in hooks if hook.has_run for pattern in hook.patterns}
+        return sorted({pattern for hook in hooks for pattern in hook.patterns} - called)
 
     def end(self) -> None:
         """Has the modules called as before."""
@@ -96,8 +104,8 @@ class SkippedModules:
         """Of a module that has just been copied or unpickled, with this object or without."""
         self._arrived.append(weakref.ref(hook))
 
-    def _skip(self, module: nn.Module) -> None:
-        hook = _Hook(self, module)
+    def _skip(self, module: nn.Module, patterns: frozenset[str]) -> None:
+        hook = _Hook(self, module, patterns)
         hook.begin()
         self._hooks.append(weakref.ref(hook))
 
@@ -109,8 +117,10 @@ class SkippedModules:
 class _Hook:
     """A hook of one module that is skipped; see [Note: copies of skipped modules]."""
 
-    def __init__(self, skipped: SkippedModules, module: nn.Module) -> None:
+    def __init__(self, skipped: SkippedModules, module: nn.Module, patterns: frozenset[str]) -> None:
         self._skipped = skipped
+        #: Those that name the module.
+        self.patterns = patterns
         self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # or a module would hold itself
         self._handle = module.register_forward_pre_hook(self)
         self._call: ModuleCall | None = None
@@ -124,14 +134,15 @@ class _Hook:
         copied = memo[id(self)] = object.__new__(_Hook)
         # Looked up: a module that makes its copies by itself may not be there yet, and would be copied without end.
         module = memo.get(id(self.module()))
-        copied.__setstate__((copy.deepcopy(self._skipped, memo), module, copy.deepcopy(self._handle, memo)))
+        skipped, handle = copy.deepcopy(self._skipped, memo), copy.deepcopy(self._handle, memo)
+        copied.__setstate__((skipped, module, self.patterns, handle))
         return copied
 
-    def __getstate__(self) -> tuple[SkippedModules, nn.Module | None, RemovableHandle]:
-        return self._skipped, self.module(), self._handle
+    def __getstate__(self) -> _HookState:
+        return self._skipped, self.module(), self.patterns, self._handle
 
-    def __setstate__(self, state: tuple[SkippedModules, nn.Module | None, RemovableHandle]) -> None:
-        self._skipped, module, self._handle = state
+    def __setstate__(self, state: _HookState) -> None:
+        self._skipped, module, self.patterns, self._handle = state
         self._module = None if module is None else weakref.ref(module)
         self._call = None
         if module is not None:
@@ -139,6 +150,11 @@ class _Hook:
 
     def module(self) -> nn.Module | None:
         return None if self._module is None else self._module()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the module has been called."""
+        return self._call is not None and self._call.has_run
 
     def begin(self) -> None:
         if (module := self.module()) is not None:
@@ -161,17 +177,20 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[nn.Module, frozenset[str]]]:
+    """The modules that patterns name, and for each those that do."""
     modules: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(plain_name(name), []).append(module)
     names = [name for name in modules if name]
-    found: dict[int, nn.Module] = {}
+    found: dict[int, tuple[nn.Module, frozenset[str]]] = {}
     for pattern in patterns:
-        matching = [name for name in names if fnmatchcase(name, pattern)]
+        matching = [modules[name][-1] for name in names if fnmatchcase(name, pattern)]  # the last: inside of wrappers
         if not matching:
             raise _no_match(pattern, names)
-        found |= {id(modules[name][-1]): modules[name][-1] for name in matching}  # the last is inside of the wrappers
+        for module in matching:
+            _, naming = found.get(id(module), (module, frozenset[str]()))
+            found[id(module)] = module, naming | {pattern}
     return list(found.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,38 @@ def test_h48_a_part_of_a_model_that_outlives_it_can_be_copied(fields: dict[str, 
     for other in copy.deepcopy(head), saved(head):
         assert module_call(other) is None
         assert other(torch.ones(1, 64)).shape == (1, 64)
+
+
+# -- what is not called -----------------------------------------------------------------------------------------------
+
+
+class Direct(Model):
+    """Uses its head without calling it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.forward(self.layers(x)).square().sum()
+
+
+def test_a_pattern_whose_module_is_never_called_is_warned_of_once(fields: dict[str, Any]) -> None:
+    model, offload = Direct(), eo.Offload(skip=["*_head", "*.norm", "layers"], **fields)
+    offload.skip_in(model)
+    expected = gradients(model, None)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        for _ in range(5):
+            assert all(map(torch.equal, gradients(model, offload), expected))
+    assert ["no module that it names has been called" in str(one.message) for one in warned] == [True]
+    assert r"skip=['*_head'] has had no effect" in str(warned[0].message)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy])
+def test_a_copied_offload_knows_what_is_called(make: Any, fields: dict[str, Any]) -> None:
+    model, offload = Direct(), eo.Offload(skip=["lm_head", "*.norm"], **fields)
+    offload.skip_in(model)
+    copied = make(offload)
+    with pytest.warns(RuntimeWarning, match=r"skip=\['lm_head'\] has had no effect") as warned:
+        _ = [gradients(model, copied) for _ in range(5)]
+    assert len(warned) == 1
+    for one in copied, offload:
+        one.close()

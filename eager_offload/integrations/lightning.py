@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
@@ -194,22 +194,42 @@ def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
 
 
+class _OffloadedStep:
+    """A strategy's training step in ``with offload``. A copy or a pickle is that of the step alone: the copy's own."""
+
+    def __init__(self, step: Callable[..., Any], offload: Offload) -> None:
+        self._step = step
+        #: ``None`` once it is to go, which another's around it can keep it from.
+        self.offload: Offload | None = offload
+        update_wrapper(self, step)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with self.offload or nullcontext():
+            return self._step(*arguments, **named)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _same, (self._step,)  # a method, which is copied as the method of its copied object
+
+
+def _same(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step
+
+
 def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
     """From now on training steps run in ``with offload``, until what is returned is called."""
 
-    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(inner)
-        def training_step(*arguments: Any, **named: Any) -> Any:
-            with wanted[0] if wanted else nullcontext():  # another's may stand around ours when it is to go
-                return inner(*arguments, **named)
-
-        return training_step
-
     def take_off() -> None:
-        wanted.clear()
+        for step in made:
+            step.offload = None
+        made.clear()
         patch.take_off()
 
-    wanted = [offload]  # beside the patch, which holds the strategy: no cycle through what stands in that
+    made: list[_OffloadedStep] = []
+
+    def around(step: Callable[..., Any]) -> _OffloadedStep:
+        made.append(_OffloadedStep(step, offload))
+        return made[-1]
+
     patch = Patch(strategy, "training_step", around)
     patch.put_on()
     return take_off

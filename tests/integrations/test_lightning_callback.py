@@ -172,6 +172,27 @@ def test_another_wrapper_around_the_step_stays_when_ours_goes(tmp_path: Path) ->
     assert callback.offload.stats().saved_tensors == 0
 
 
+class Copying(Steps, importlib.import_module(MAIN).LightningModule):  # type: ignore[misc]  # a base by name
+    """Has its strategy copied in the middle of a fit."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy = self.trainer.strategy
+        self.copies = [copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))]
+
+
+def test_h61_a_copy_of_what_is_fitted_steps_by_itself(tmp_path: Path) -> None:
+    module = Copying()
+    callback = OffloadCallback(**fields(tmp_path))
+    trainer_of(MAIN, tmp_path, callback, max_steps=1).fit(module, loader())
+    assert moved(callback.offload) > 0
+    for strategy in module.copies:
+        module.seen.clear()
+        loss = strategy.training_step(next(iter(loader())), 0)
+        assert module.seen == [], "the module that was fitted"
+        assert strategy.lightning_module.seen[-1] == "training"
+        loss.backward()
+
+
 def test_validation_test_and_predict_run_without_it(tmp_path: Path) -> None:
     callback = OffloadCallback(**fields(tmp_path))
     trainer, module = trainer_of(MAIN, tmp_path, callback), module_of(MAIN, Steps)
