@@ -102,6 +102,10 @@ PRIVATE_NAMES = {
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
     "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
+    "where autograd compiles a backward, saved tensors of eager code break its graph": (
+        "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
+        "torch._dynamo.external_utils.call_hook",
+    ),
     "a forward that compiled code has offloaded is warned of as one of which nothing could be seen": (
         "torch._dynamo.utils.counters",
     ),
@@ -211,6 +215,7 @@ PATCHED = {
         "torch._inductor.config.custom_partitioner_fn",
     ),
     "for good, since other threads may be compiling; in graphs that move something": (
+        "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
         "torch._inductor.graph.GraphLowering.codegen",
         "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
@@ -1253,6 +1258,54 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
         return call
 
     return [Patch(kind, "_call_func", around)]
+
+
+def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
+    """Has saved tensors of eager code be unpacked right before a backward that autograd compiles runs.
+
+    Dynamo traces the unpack hooks that such a backward calls, and breaks the graph where it cannot. In the place of
+    what is unpacked beforehand it is given the tensors, which hooks that return what they are given hand on: the graph
+    is the one without hooks, and so are its kernels.
+
+    Args:
+        is_ours: whether an unpack hook is one that is to be called beforehand.
+    """
+    try:
+        kind: Any = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
+        call_hook = importlib.import_module("torch._dynamo.external_utils").call_hook
+        original = kind.end_capture
+    except (ImportError, AttributeError):
+        return  # what the table says
+
+    @functools.wraps(original)
+    def end_capture(self: Any, *args: Any) -> tuple[Callable[..., Any], Any]:
+        run, compiled = original(self, *args)
+        calls = self.fx_tracer.graph.find_nodes(op="call_function", target=call_hook)
+        unpacks = [
+            (hook.args[1], data.args[1])
+            for call in calls
+            if call.kwargs.get("hook_type") == "unpack_hook"
+            for hook, data in [call.args]
+        ]
+
+        @functools.wraps(run)
+        def unpack_and_run(
+            compiled_fn: Any, inputs: Any, sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Sequence[Any]
+        ) -> Any:
+            hooks, packed = list(hooks), list(packed)
+            for hook, data in unpacks:
+                if is_ours(hooks[hook]):
+                    packed[data] = hooks[hook](packed[data])
+                    hooks[hook] = _as_it_is
+            return run(compiled_fn, inputs, sizes, scalars, hooks, packed)
+
+        return (unpack_and_run if unpacks else run), compiled
+
+    kind.end_capture = end_capture
+
+
+def _as_it_is(unpacked: Tensor) -> Tensor:
+    return unpacked
 
 
 def has_compiled() -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, cast
+from urllib.parse import unquote
 
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
@@ -40,6 +41,8 @@ _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB"
 _POLICIES = ("max", "free")
 _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
+#: What a text has in place of characters that end or change a literal in a source; ``unquote`` undoes ``%``.
+_TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -360,14 +363,18 @@ class OffloadConfig:
         return {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:
-        """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs."""
+        """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs.
+
+        It is JSON in printable ASCII without ``"`` and backslashes: compilers write it into source code in C++, between
+        quotes and without escapes.
+        """
         given = self.changed()
-        return json.dumps(given, default=_json, sort_keys=True) if given else ""
+        return json.dumps(given, default=_json, sort_keys=True).translate(_TO_LITERAL) if given else ""
 
     @classmethod
     def from_text(cls, text: str) -> OffloadConfig:
         """The config that ``to_text`` wrote."""
-        return cls(**json.loads(text)) if text else cls()
+        return cls(**json.loads(unquote(text.replace("'", '"')))) if text else cls()
 
     def switched(self) -> OffloadConfig:
         """With ``enabled`` as ``EAGER_OFFLOAD`` in the environment says, if it does."""

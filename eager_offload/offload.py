@@ -19,7 +19,7 @@ from eager_offload._torch import (
     without_caller_modes,
 )
 from eager_offload.compile.aim import text_of
-from eager_offload.compile.hooks import hook_pair
+from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.context import EnteredContext
@@ -546,6 +546,7 @@ class Offload:
     def _prepare_for_compiled_code(self) -> None:
         """Has compilers put transfers into their graphs, or says that they cannot."""
         self._serves_compiled_code = True
+        serve_compiled_backwards()
         try:
             from eager_offload.compile import aot_hooks, inductor
 

@@ -66,7 +66,7 @@ def aim_of(text: str) -> Aim | None:
 def key_of(text: str) -> str:
     """What compilers key on what they have made for that text."""
     config_key, _, _ = text.partition("\n")
-    if '"device_budget": "auto"' not in config_key:
+    if OffloadConfig.from_text(config_key).device_budget != "auto":
         return text
     return f"{text}\n{_free(config_key)}"
 

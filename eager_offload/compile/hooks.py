@@ -13,13 +13,14 @@ pair for an equal configuration would compile everything anew.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph
 
 from eager_offload import active
-from eager_offload._torch import EmptyGraphModule, hide_from_compilers
+from eager_offload._torch import EmptyGraphModule, hide_from_compilers, unpack_before_compiled_backwards
 from eager_offload.compile.aim import key_of
 from eager_offload.compile.cache_key import cache_key
 from eager_offload.tiers.forking import ForkSafeLock
@@ -83,6 +84,12 @@ def offloads(packed: Tensor, text: str) -> Tensor:
     """What the graph of a hook calls: nothing happens, if it is traced after all. Dynamo, when it traces a
     backward, must not: it would take the graph for what the hook does."""
     return packed
+
+
+@cache
+def serve_compiled_backwards() -> None:
+    """Has backwards that autograd compiles take what these hooks have packed, for as long as the process lives."""
+    unpack_before_compiled_backwards(lambda hook: hook is active.unpack or isinstance(hook, UnpackHook))
 
 
 for hidden in (offloads, PackHook.__call__, active.unpack):
