@@ -1,13 +1,14 @@
-"""Why nothing moved, in a sentence that says what to change: of plain loops and of every integration."""
+"""Why saved tensors stay, and the settings that would change it: for the warning that nothing moved, and for advice."""
 
 from __future__ import annotations
 
-from eager_offload.config import OffloadConfig, size_text
+from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.step_memory import WORTH, WORTH_BYTES, StepMemory
 
 #: What goes on behind the bytes of a reason.
 _REASONS = {
-    KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}: set a smaller min_bytes",
+    KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}",
     KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
     "of the CPU move only where a disk_path or a tier is given",
@@ -15,8 +16,8 @@ _REASONS = {
     "Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what tensors they are made of",
     KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
     KeepReason.REGION: "were saved where nothing may move: in a region that is marked, or in a capture",
-    KeepReason.NEWEST: "are the newest ones of a step, which stay since backward asks for them at once, and that is up "
-    "to {newest}: a small model has no need to move anything, and keep_last_bytes=0 moves it anyway",
+    KeepReason.NEWEST: "are the newest ones, which stay since backward asks for them at once, and that is up to "
+    "{newest}",
     KeepReason.ALIVE: "are of tensors that something else keeps alive until backward: let go of them before it",
     KeepReason.BUDGET: "found no room in any tier: raise host_budget or disk_budget, or name another disk_path",
     KeepReason.FAILED: "could not be copied: an earlier warning says why",
@@ -24,7 +25,7 @@ _REASONS = {
 
 
 def why(stats: OffloadStats, config: OffloadConfig) -> str:
-    """What follows "nothing moved, because".
+    """What follows "nothing moved, because": the reason, and the settings that would change it.
 
     Args:
         stats: of a run of which nothing was offloaded.
@@ -37,30 +38,82 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
         )
     if not stats.saved_tensors:
         return "no saved tensor was seen: put `with offload:` around the forward, under grad mode"
+    if not stats.kept_bytes:
+        return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
+    _, cause = main_reason(stats, config)
+    step = StepMemory(stats, config)
+    return cause + (settings_text(step, step.peak.without_offload, config) if step.rows else "")
+
+
+def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) -> tuple[KeepReason | None, str]:
+    """Returns the reason for which most of a step's bytes stay, and a clause that says so; of parameters at last.
+
+    Args:
+        share: of what a step saves; ``None`` and no clause where less stays for each reason.
+    """
     others = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason != KeepReason.PARAMETER}
     kept = others or stats.kept_bytes
-    if not kept:
-        return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
-    reason = max(kept, key=lambda reason: kept[reason])
-    newest = config.newest_bytes(stats.prefetch_bytes)
-    if reason == KeepReason.NEWEST and config.newest_bytes(1) == 0:
-        return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
-    if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
-        return f"the {size_text(sum(kept.values()))} that were saved fit into device_budget beside all else"
+    steps = max(stats.steps, 1)
+    whole = stats.saved_bytes - stats.kept_bytes.get(KeepReason.PARAMETER, 0) if others else sum(kept.values())
+    reason = max(kept, key=lambda reason: kept[reason], default=None)
+    if reason is None or kept[reason] < share * whole:
+        return None, ""
+    whole = max(whole, sum(kept.values()))
+    saved, stays = size_text(whole // steps), size_text(kept[reason] // steps)
+    return KeepReason(reason), _clause(KeepReason(reason), saved, stays, stats, config, is_all=kept[reason] == whole)
+
+
+def _clause(
+    reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
+) -> str:
     is_bounded = config.device_budget is not None or config.slowdown is not None
-    if reason == KeepReason.NEWEST and is_bounded and not (stats.device_budget or stats.keep_last_bytes):
-        total, stay = size_text(sum(kept.values())), size_text(kept[reason])
-        return (
-            f"of the {total} that were saved, {stay} stay as was decided for compiled code: by its budget, since the "
-            "link hides no more, or since less than a window frees nothing"
-        )
-    if reason == KeepReason.NEWEST and config.slowdown is not None:
-        return (
-            f"of the {size_text(sum(kept.values()))} that were saved, {size_text(kept[reason])} stay, as long as "
-            f"{config.says_slowdown} has not found that they move in time: that takes some steps"
-        )
-    sentence = _REASONS[KeepReason(reason)].format(
-        min_bytes=size_text(config.size("min_bytes")), newest=size_text(newest)
+    if reason is KeepReason.NEWEST:
+        if config.newest_bytes(1) == 0:
+            return f"{stays} a step were asked for, or closed upon, before they left"
+        if 0 < stats.device_memory_peak <= stats.device_budget:
+            return f"the {saved} that a step saves fit into device_budget beside all else"
+        if is_bounded and not (stats.device_budget or stats.keep_last_bytes):
+            return (
+                f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
+                "since the link hides no more, or since less than a window frees nothing"
+            )
+        if config.slowdown is not None:
+            return (
+                f"of the {saved} that a step saves, {stays} stay, as long as {config.says_slowdown} has not found "
+                "that they move in time: that takes some steps"
+            )
+    newest = size_text(config.newest_bytes(stats.prefetch_bytes))
+    sentence = _REASONS[reason].format(min_bytes=size_text(config.size("min_bytes")), newest=newest)
+    return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"
+
+
+def settings_text(
+    step: StepMemory, held: int, config: OffloadConfig, *, waits: bool = False, says_none: bool = True
+) -> str:
+    """Returns a sentence about the settings with which ``step`` holds least, to follow another one.
+
+    Args:
+        held, waits: as for ``StepMemory.best_trial``.
+        says_none: whether there is a sentence where no setting is worth its while.
+    """
+    best = step.best_trial(held, waits=waits)
+    if best is None:
+        if not says_none:
+            return ""
+        share = f"{WORTH:.0%}".replace("%", " %")
+        return f". None of the settings that were tried lowers that by {share} and by {size_text(WORTH_BYTES)}"
+    fields = best.fields.items()
+    set_to = [f"{name}={_literal(value)}" for name, value in fields if value not in (None, ())]
+    left_out = [name for name, value in fields if value in (None, ())]
+    parts = ([f"with {' and '.join(set_to)}"] if set_to else []) + [f"without {name}" for name in left_out]
+    given = {**vars(config), **best.fields}
+    known = "" if "auto" not in (given["max_inflight_bytes"], given["prefetch_bytes"]) else ", once one like it has run"
+    text = " and ".join(parts)
+    return (
+        f". {text[0].upper()}{text[1:]} a step holds at most {size_text(best.peak.held)} of its "
+        f"{size_text(best.peak.without_offload)}{known}"
     )
-    share = "all" if len(kept) == 1 else size_text(kept[reason])
-    return f"of the {size_text(sum(kept.values()))} that were saved, {share} {sentence}"
+
+
+def _literal(value: object) -> str:
+    return f'"{size_literal(value)}"' if isinstance(value, int) and value else repr(value).replace("'", '"')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -36,6 +36,21 @@ class KeepReason(StrEnum):
 
 #: To ask the class for its member takes longer than to compare.
 _SMALL = KeepReason.SMALL
+#: So many steps are written down, and then one in so many: of those that follow no plan.
+_WRITTEN, _WRITTEN_AGAIN = 8, 16
+
+
+class SavedRow(NamedTuple):
+    """One save of a step, as far as it takes memory of the device."""
+
+    nbytes: int
+    """Bytes that it is the first of its step to hold; 0 for a further save of a storage."""
+    size: int
+    """Bytes of the tensor, which ``min_bytes`` is compared with: the most of those that hold the same bytes and stay."""
+    reason: KeepReason | None
+    """Why it stays; ``None`` for what may move."""
+    operator: int
+    """Equal for what one operator saves."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +220,12 @@ class OffloadStats:
     """How many graphs those were."""
     keeps_freed_memory: bool = False
     """Whether CPU tensors moved in a process whose C library keeps freed memory; see ``release_freed_memory``."""
+    copies_within_host: bool = False
+    """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
+    failed_forwards: int = 0
+    """Outermost contexts that were left by an error."""
+    failed_bytes: int = 0
+    """Bytes that could have moved of what was saved in them, at most: no backward asks for it."""
     empty_forwards: int = 0
     """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
     is_approximate: bool = False
@@ -215,6 +236,8 @@ class OffloadStats:
     """What it ran with; no field, and not compared."""
     _planned: ClassVar[Planned | None] = None
     """The plan that was followed, likewise."""
+    _rows: ClassVar[tuple[SavedRow, ...]] = ()
+    """What a step has saved, of the largest that was written down, likewise; empty where none was."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``. ``Offload`` puts them here: nothing below imports what observes."""
     _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
@@ -227,6 +250,17 @@ class OffloadStats:
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON can hold them; ``OffloadStats(**stats.to_dict())`` is equal to ``stats``."""
         return dataclasses.asdict(self)
+
+    def with_counted(self, counted: dict[str, Any]) -> OffloadStats:
+        """Stats of these fields, and of what these ones know besides: a part of the same run."""
+        stats = OffloadStats(**counted)
+        stats._know(self._config, self._planned, self._rows)
+        return stats
+
+    def _know(self, config: OffloadConfig, planned: Planned | None, rows: tuple[SavedRow, ...]) -> None:
+        # __setattr__: the one way to give something to a frozen dataclass
+        for name, value in (("_config", config), ("_planned", planned), ("_rows", rows)):
+            object.__setattr__(self, name, value)
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -250,12 +284,14 @@ class Counters:
         live: LiveBytes | None = None,
         plan: PlanOutcome | None = None,
         planned: Planned | None = None,
+        rows: tuple[SavedRow, ...] = (),
     ) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
         # Those of a snapshot, by its names; what is not here is at its default there.
         self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
         self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
+        self.failed_forwards = self.failed_bytes = 0
         self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
         self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = 0
         self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
@@ -265,7 +301,7 @@ class Counters:
         self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
         self.out_seconds = self.in_seconds = self.slowdown = 0.0
-        self.keeps_freed_memory = self.is_approximate = False
+        self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.coded_bytes: dict[str, int] = {}
         self.packed_bytes: dict[str, int] = {}
@@ -274,6 +310,8 @@ class Counters:
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
         self.planned = planned
+        #: Of the largest step that was written down; and whether one was since counting began.
+        self.rows, self.has_own_rows = rows, False
         #: When the first `with` that is counted was entered.
         self.began: float | None = None
         #: Whether what is saved next is the first of a step.
@@ -347,6 +385,22 @@ class Counters:
         self.resident_bytes_peak = max(self.resident_bytes_peak, resident_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, resident_bytes + self.live.kept)
 
+    @property
+    def writes_rows(self) -> bool:
+        """Whether the next step is to be written down: the first ones are, and of those after them some."""
+        return self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
+
+    def step_of(self, rows: list[SavedRow]) -> None:
+        """A step has saved ``rows``. The largest step is the one that the peaks are of."""
+        if rows and (not self.has_own_rows or sum(row.nbytes for row in rows) >= sum(row.nbytes for row in self.rows)):
+            self.rows, self.has_own_rows = tuple(rows), True
+
+    def fail_step(self, rows: Sequence[SavedRow] | None) -> None:
+        """A forward has ended in an error; ``rows``: what it has saved, ``None`` where that was not written down."""
+        rows = self.rows if rows is None else rows
+        self.failed_forwards += 1
+        self.failed_bytes += sum(row.nbytes for row in rows if row.reason is None)
+
     def demote(self, kind: str) -> bool:
         """Counts a demotion; true the first time, when the user is to be warned."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
@@ -371,15 +425,14 @@ class Counters:
         values: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()
         }
-        for name in ("live", "planned", "began", "step_begins", "graphs"):
+        for name in ("live", "planned", "rows", "has_own_rows", "began", "step_begins", "graphs"):
             del values[name]
         values["kept_bytes"] = {reason.value: nbytes for reason, nbytes in self.kept_bytes.items() if nbytes}
         values["compiled_graphs"] = len(self.graphs)
         values["seconds"] = 0.0 if self.began is None else time.perf_counter() - self.began
         stats = OffloadStats(**values)
-        if config is not None:  # __setattr__: the one way to give something to a frozen dataclass
-            object.__setattr__(stats, "_config", config)
-            object.__setattr__(stats, "_planned", self.planned)
+        if config is not None:
+            stats._know(config, self.planned, self.rows)
         return stats
 
 

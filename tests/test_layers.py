@@ -26,7 +26,8 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"_torch", "config", "errors", "tiers"},
     "simulation": {"_torch", "errors", "runtime", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
-    "nothing_moved": {"config", "stats"},
+    "step_memory": {"config", "schedule", "stats"},
+    "nothing_moved": {"config", "stats", "step_memory"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "errors", "selection", "tiers"},
     "skipping": {"_torch", "errors", "marks", "module_calls"},
@@ -51,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
-        *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats", "tiers", "trace_file"),
+        *("_torch", "config", "eager", "engine", "errors", "nothing_moved", "runtime", "selection", "stats"),
+        *("step_memory", "tiers", "trace_file"),
     },
     "offload": {
         *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),

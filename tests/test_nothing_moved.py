@@ -36,7 +36,7 @@ def test_a_plain_loop_is_warned_once_at_its_own_line_after_its_third_forward() -
     offload = eo.Offload()
     assert warned(offload, 2) == []
     (warning,) = warned(offload, 3)
-    assert "min_bytes, which is 1.0 MiB: set a smaller min_bytes" in str(warning.message)
+    assert "min_bytes, which is 1.0 MiB. None of the settings that were tried lowers that" in str(warning.message)
     assert linecache.getline(__file__, warning.lineno).strip() == "with offload:"
     assert warning.filename == __file__
     assert issubclass(warning.category, RuntimeWarning)
@@ -47,14 +47,14 @@ def test_a_plain_loop_is_warned_once_at_its_own_line_after_its_third_forward() -
 def test_a_shorter_run_is_warned_when_it_is_closed() -> None:
     offload = eo.Offload(min_bytes=0)
     assert warned(offload, 1) == []
-    with pytest.warns(RuntimeWarning, match="the newest ones of a step.* keep_last_bytes=0 moves it anyway"):
+    with pytest.warns(RuntimeWarning, match="are the newest ones, which stay"):
         offload.close()
 
 
 def test_what_fits_into_a_budget_has_no_need_to_move() -> None:
     offload = eo.Offload(min_bytes=0, device_budget="1TiB")
     warned(offload, 1)
-    with pytest.warns(RuntimeWarning, match=r"that were saved fit into device_budget beside all else$"):
+    with pytest.warns(RuntimeWarning, match=r"that a step saves fit into device_budget beside all else\."):
         offload.close()
     offload = eo.Offload(min_bytes=0, keep_last_bytes="auto", device_budget=1)
     stats = replace(offload.stats(), saved_tensors=1, kept_bytes={"newest": 9}, device_budget=1, device_memory_peak=9)
@@ -89,7 +89,10 @@ def test_a_forward_that_is_cut_short_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("counted", "sentence"),
     [
-        *(({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}}, "of the 3.0 MiB that were") for reason in KeepReason),
+        *(
+            ({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}}, "of the 3.0 MiB that a step")
+            for reason in KeepReason
+        ),
         ({"saved_tensors": 9, "kept_bytes": {"parameter": 9 << 20, "small": 7}}, "smaller than min_bytes"),
         ({"saved_tensors": 9, "kept_bytes": {"alive": 8 << 20, "small": 7}}, "8.0 MiB are of tensors that something"),
         ({"saved_tensors": 2}, "the 2 tensors that were saved have no bytes"),

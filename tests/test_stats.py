@@ -12,7 +12,7 @@ import pytest
 import eager_offload as eo
 from eager_offload.config import size_text
 from eager_offload.engine.transfer import BytesRecord
-from eager_offload.stats import Accounts, Counters, KeepReason
+from eager_offload.stats import Accounts, Counters, KeepReason, SavedRow
 from tests.hazards.backends import assert_balanced
 
 MIB = 1 << 20
@@ -95,6 +95,8 @@ peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2,048.0 TiB disk
 fallbacks  write_failed 1
 written    2.3 GiB to disk, 2.2 TB a day if it goes on
 compiled   1 graph, 3 runs
+advice     Memory fell: at most 304.0 MiB of saved tensors on the device, 743.0 MiB without offload
+           (-59 %).
 advice     Once a write to a tier failed, and the bytes stayed: the first warning tells why. Look
            after the disk, or name another as disk_path."""
 WHAT_IT_REPORTS = eo.OffloadStats(
@@ -162,8 +164,10 @@ def test_the_report_of_nothing_has_no_empty_brackets() -> None:
 
 
 def test_the_report_gives_advice_for_the_configuration_that_ran() -> None:
-    counters = Counters()
-    counters.kept(KeepReason.SMALL, 200 << 10)
+    counters, small = Counters(), 200 << 10
+    for _ in range(64):
+        counters.kept(KeepReason.SMALL, small)
+    counters.step_of([SavedRow(small, small, KeepReason.SMALL, operator) for operator in range(64)])
     assert 'min_bytes="64KiB"' in str(counters.snapshot(eo.OffloadConfig(min_bytes="256KiB")))
     (said,) = counters.snapshot(eo.OffloadConfig(min_bytes="512KiB")).advice
     assert 'min_bytes="128KiB"' in said

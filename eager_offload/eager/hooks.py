@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from contextlib import nullcontext
+from collections.abc import Hashable
+from contextlib import nullcontext, suppress
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from eager_offload._torch import (
     is_tracing,
     profiled,
     profiler_is_on,
+    storage_key,
     storage_of,
     version_of,
     without_caller_modes,
@@ -43,8 +45,8 @@ from eager_offload.errors import reentered
 from eager_offload.learning import Forward
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
-from eager_offload.stats import Accounts, KeepReason
+from eager_offload.selection import footprint, is_parameter, logical_bytes, reason_to_stay
+from eager_offload.stats import Accounts, KeepReason, SavedRow
 from eager_offload.step_plan import SAID, StepPlan
 
 #: What autograd holds in place of a saved tensor.
@@ -52,7 +54,8 @@ Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
 #: Reasons of what takes no memory of the device because it is saved, or none that is known; and of what is too small to
 #: be worth the time that following it to its end takes.
-_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT, KeepReason.SMALL})
+_OF_NO_MEMORY = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
+_NOT_FOLLOWED = _OF_NO_MEMORY | {KeepReason.SMALL}
 
 #: Reasons that a plan gives: the others are those of a region, a mark or a failure, and are looked at each time.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL, KeepReason.ALIVE})
@@ -80,6 +83,8 @@ class ThreadState:
         self.recorder: Recording | None = None
         #: The last forward that followed a plan or was recorded; ``None`` where one came after it that was neither.
         self.turn: Turn | None = None
+        #: What the forward of that sequence has saved, row by row; ``None`` where it is not written down.
+        self.rows: StepRows | None = None
         #: What says which of the two it is in a step that is to be captured.
         self.step: WarmUp | CapturedRun | None = None
 
@@ -88,7 +93,7 @@ class ThreadState:
         self.sequence = next(_sequences)
         self.packed = 0
         self._forwards = {}
-        self.may_follow, self.run, self.recorder = True, None, None
+        self.may_follow, self.run, self.recorder, self.rows = True, None, None, None
         queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
@@ -113,7 +118,7 @@ class ThreadState:
 
     def follow(self, run: Run, saves: SavedTensors) -> None:
         """The current forward follows a plan. What is decided anew in it teaches nothing: it is a part of a forward."""
-        self.run, self._forwards[saves] = run, run.forward
+        self.run, self._forwards[saves], self.rows = run, run.forward, None
 
     def queue(self, saves: SavedTensors) -> ResidentQueue:
         queue = self.queues.get(saves)
@@ -135,6 +140,37 @@ class ThreadState:
                 self.recorder.is_void = True  # a plan is of one device
             forward = self._forwards[saves] = saves.new_forward(self.sequence, self.recorder)
         return forward
+
+
+class StepRows:
+    """Writes down what one forward saves, as far as it takes memory of the device: ``rows``, a save each."""
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        self.rows: list[SavedRow] = []
+        #: Of the storages that stay, the place of their row.
+        self._places: dict[Hashable, int] = {}
+
+    def add(self, tensor: Tensor, handle: Packed) -> None:
+        """``tensor`` was saved, and is what ``handle`` stands for."""
+        if isinstance(handle, SavedView):
+            nbytes = 0 if handle.shares else handle.storage.footprint.nbytes
+            self.rows.append(SavedRow(nbytes, tensor.nbytes, None, autograd_sequence()))
+        elif isinstance(handle, KeptTensor) and handle.reason not in _OF_NO_MEMORY:
+            with suppress(NotImplementedError, RuntimeError):  # of a wrapper, or inside a transform
+                self._add_kept(tensor, handle.reason)
+
+    def _add_kept(self, tensor: Tensor, reason: KeepReason) -> None:
+        size, storage = tensor.nbytes, tensor.untyped_storage()
+        if size == 0 or (reason is KeepReason.SMALL and is_parameter(tensor)):
+            return
+        area, name = footprint(tensor, storage.nbytes()), storage_key(storage)
+        place = self._places.setdefault(name if area.whole else (name, area.start), len(self.rows))
+        if place < len(self.rows):
+            earlier, size = self.rows[place], max(self.rows[place].size, size)
+            self.rows[place] = earlier._replace(size=size, nbytes=max(earlier.nbytes, area.nbytes))
+        else:
+            self.rows.append(SavedRow(area.nbytes, size, reason, autograd_sequence()))
 
 
 class _Threads(threading.local):
@@ -233,6 +269,8 @@ class Hooks:
                 thread.end_recording()
             if thread.may_follow:
                 thread.may_follow = False
+                if self._accounts.counters.writes_rows:
+                    thread.rows = StepRows(thread.sequence)
                 self._begin_run(tensor, thread)
             run = thread.run
         if run is not None:
@@ -249,7 +287,29 @@ class Hooks:
         packed = self._decide(tensor, thread)
         if (recorder := thread.recorder) is not None:
             self._record(recorder, tensor, packed)
+        if (rows := thread.rows) is not None:
+            self._write(rows, tensor, packed)
         return packed
+
+    def _write(self, rows: StepRows, tensor: Tensor, handle: Packed) -> None:
+        """Writes a save down among those of its step; the one before may be over, in the same context."""
+        thread = self.thread
+        if rows.sequence != thread.sequence:
+            self._end_rows(thread)
+            rows = thread.rows = StepRows(thread.sequence)
+        rows.add(tensor, handle)
+        if len(rows.rows) == _MOST_SAVES:
+            thread.rows = None
+
+    def _end_rows(self, thread: ThreadState, *, failed: bool = False) -> None:
+        """What the calling thread has written down is a whole step, or what there was of one that failed."""
+        rows, thread.rows = thread.rows, None
+        with self._accounts.lock:
+            counters = self._accounts.counters
+            if failed:
+                counters.fail_step(None if rows is None else rows.rows)
+            elif rows is not None:
+                counters.step_of(rows.rows)
 
     def _pack_unseen(self, tensor: Tensor) -> Packed:
         """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
@@ -406,6 +466,7 @@ class Hooks:
                 thread.run = None
         if is_outermost:
             thread.may_follow, thread.recorder = False, None
+            self._end_rows(thread, failed=not waits)
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
 

@@ -148,6 +148,8 @@ class Offloaders:
                 counters.keeps_freed_memory = torch.device("cpu") in self._offloaders and keeps_freed_memory()
             else:
                 counters.host_bytes_peak = max(counters.host_bytes_peak, tier.peak_bytes)
+                users = [runtime for runtime, tiers in self._tiers.items() if tier in tiers and tier.peak_bytes]
+                counters.copies_within_host |= any(isinstance(runtime, HostRuntime) for runtime in users)
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
@@ -158,7 +160,7 @@ class Offloaders:
             self.snapshot_peaks()  # what was written so far is not counted any more
             before = self._accounts.counters
             plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
-            counters = self._accounts.counters = Counters(before.live, plan, before.planned)
+            counters = self._accounts.counters = Counters(before.live, plan, before.planned, before.rows)
             counters.max_inflight_bytes, counters.prefetch_bytes = before.max_inflight_bytes, before.prefetch_bytes
             counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
             counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)

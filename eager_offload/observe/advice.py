@@ -1,6 +1,7 @@
 """What limited a run, and which knob to turn: sentences that follow from the stats and the configuration alone.
 
-What is said first matters most. Shares of time are of the time since counting began, so a run that mostly does
+Memory is what offload is for, so what it did to that is said first, and nothing else is praised where it did not fall.
+Shares of time are of the time since counting began, so a run that mostly does
 something else hears less. Beside a plan no knob is named that does not go with one.
 """
 
@@ -9,14 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
-from eager_offload.stats import OffloadStats
+from eager_offload.observe.memory import of_memory
+from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.step_memory import WORTH, StepMemory
 
 #: A share of the time that compute may wait without a word.
 _STALL = 0.03
 #: A share of the time in which transfers of one way ran: forward and backward take about half of it each.
 _BUSY = 0.4
-#: Shares of the saved bytes from which a reason to stay is worth a sentence.
-_MUCH, _MOST = 0.10, 0.30
+#: A share of the saved bytes from which a reason to stay is worth a sentence.
+_MUCH = 0.10
+#: What is said of those that no setting changes.
+_STAYS = {
+    KeepReason.ALIVE: "stayed since something else keeps the originals alive until backward: outputs that are "
+    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before backward.",
+    KeepReason.DEVICE: "are on a device that nothing can be moved from here: the CPU and the accelerator of "
+    "torch.accelerator are.",
+    KeepReason.LAYOUT: "stayed for their layout: sparse and quantized tensors do not move, and of a subclass of Tensor "
+    "with a __torch_dispatch__ only what its __tensor_flatten__ names does.",
+}
 #: A share of the offloaded bytes from which it is worth a sentence that they were moved in vain.
 _VAIN = 0.30
 #: Of ``plan_misses``: what is counted where no plan was followed, so that none was differed from.
@@ -25,15 +37,24 @@ _NO_MISSES = ("room", "decided", "twice")
 _WEARS = 10.0
 #: Of a shorter run nothing is said about a day.
 WEAR_SECONDS = 60.0
+#: Bytes of a window that there is none of.
+_LEAST_WINDOW = 64 * MIB
 #: Bytes of a step from which it is worth a sentence that a process does not shrink.
 _SHRINKS = 64 * MIB
 
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     """What is to be said of a run, or a part of it, a sentence or two each; that all is well if nothing is."""
-    parts = (_of_the_context, _of_tiers, _of_budgets, _of_waits, _of_what_stays, _of_what_moves_in_vain)
+    found = tuple(_of_the_context(stats, config))
+    if found:
+        return found
+    memory = of_memory(stats, config, waits=_stalls(stats))
+    parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
     found = tuple(sentence for part in parts for sentence in part(stats, config))
-    return found or (_is_fine(stats),)
+    found += tuple(_of_what_stays(stats, memory.reason))
+    if memory.fell and not found:
+        found = (f"Nothing held this run up: {_waited(stats)}.",)
+    return memory.sentence, *found
 
 
 def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -47,6 +68,15 @@ def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]
         )
     elif config.enabled and not stats.saved_tensors:
         yield "No saved tensor was seen. Put `with offload:` around the forward, under grad mode."
+
+
+def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
+    """What no backward has followed."""
+    if stats.failed_forwards:
+        yield (
+            f"{_times(stats.failed_forwards)} a forward ended in an error, and what it had saved was dropped: the "
+            "peaks are of those forwards too. offload.reset_stats() counts anew."
+        )
 
 
 def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -112,7 +142,7 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """What it waits for."""
     if not _stalls(stats):
         return
-    waited, a_step = _waited(stats), _of_a_step(stats)
+    waited, a_step, step = _waited(stats), _of_a_step(stats), StepMemory(stats, config)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
     window, ahead = stats.max_inflight_bytes, stats.prefetch_bytes
     # What else it may be where transfers cannot be timed.
@@ -121,23 +151,27 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     if stats.plan is not None:
         yield f"{waited.capitalize()}. {_planned_waits(stats)}"
     elif _busy(stats) >= _BUSY:
-        yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config)}"
-    elif in_forward and window < a_step:
-        yield (
-            f"{waited.capitalize()}, mostly in forward for room in the in-flight window. Where memory allows, raise "
-            f'max_inflight_bytes from {size_text(window)} to "{size_literal(2 * window)}".{otherwise}'
-        )
-    elif not in_forward and ahead < a_step:
-        yield (
-            f"{waited.capitalize()}, mostly in backward for what was not back yet. Where memory allows, raise "
-            f'prefetch_bytes from {size_text(ahead)} to "{size_literal(max(2 * ahead, 64 * MIB))}".{otherwise}'
-        )
+        yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config, step)}"
+    elif in_forward and window < a_step and (more := _more(step, "max_inflight_bytes", window)):
+        yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {more}{otherwise}"
+    elif not in_forward and ahead < a_step and (more := _more(step, "prefetch_bytes", ahead)):
+        yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {more}{otherwise}"
     else:  # a step is shorter than the way there and back
+        larger = "" if (least := step.larger_min_bytes) is None else f'min_bytes="{size_literal(least)}", '
         yield (
-            f"{waited.capitalize()}, though the windows hold all that a step offloads and transfers had time to spare: "
-            "backward asks for the newest bytes at once. Let what is small or computes little stay, with a larger "
-            "min_bytes, keep_last_bytes or `with eo.no_offload():`."
+            f"{waited.capitalize()}, and windows hold most of what a step offloads: backward asks for the newest bytes "
+            f"at once. Let what computes little stay, with {larger}`with eo.no_offload():` or skip."
         )
+
+
+def _more(step: StepMemory, field: str, window: int) -> str:
+    """A sentence about a larger window, and what it costs; empty where hardly anything would be moved in time."""
+    larger = 2 * window or _LEAST_WINDOW
+    peak = step.peak_with({field: larger})
+    if peak.held > (1 - WORTH) * peak.without_offload:
+        return ""
+    cost = f": a step then holds at most {size_text(peak.held)}" if step.rows else ""
+    return f'Where memory allows, raise {field} from {size_text(window)} to "{size_literal(larger)}"{cost}.'
 
 
 def _planned_waits(stats: OffloadStats) -> str:
@@ -158,66 +192,32 @@ def _planned_waits(stats: OffloadStats) -> str:
     )
 
 
-def _slow_link(stats: OffloadStats, config: OffloadConfig) -> str:
+def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> str:
     """Transfers run all the time, and compute waits for them all the same."""
-    rate, larger = _rate(stats), 4 * config.size("min_bytes") or MIB
+    rate, larger = _rate(stats), step.larger_min_bytes
     less = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
     less = less or "To move less, "
     if config.slowdown is None and config.keep_last_bytes == "auto":
         less += 'policy="free" moves what the link hides and no more; or '
     return (
         f"while transfers ran {_percent(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
-        f"{less}checkpoint a part of the model, put `with eo.no_offload():` around modules that compute little, or try "
-        f'min_bytes="{size_literal(larger)}".'
+        f"{less}checkpoint a part of the model, or put `with eo.no_offload():` around modules that compute little"
+        + ("." if larger is None else f', or set min_bytes="{size_literal(larger)}".')
     )
 
 
-def _of_what_stays(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Each reason for which much of what is saved stays; parameters take no part."""
+def _of_what_stays(stats: OffloadStats, said: KeepReason | None) -> Iterator[str]:
+    """Each reason for which much of what is saved stays, that no setting changes; parameters take no part.
+
+    Args:
+        said: the reason that memory has not fallen for, of which enough is said.
+    """
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
-
-    def much(reason: str, share: float, sentence: str) -> Iterator[str]:
+    for reason, sentence in _STAYS.items():
         nbytes = stats.kept_bytes.get(reason, 0)
-        if nbytes and nbytes >= share * may_move:
-            yield f"{size_text(nbytes)} ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}"
-
-    yield from much(
-        "alive",
-        _MUCH,
-        "stayed since something else keeps the originals alive until backward: outputs that are collected in a list, "
-        "attributes of modules, tensors that the training loop still names. Let go of them before backward.",
-    )
-    least = config.size("min_bytes")
-    smaller = max(least // 4, 1)
-    if stats.plan is None and least >= 2 and stats.small_bytes_largest >= smaller:  # else none of them would move
-        yield from much(
-            "small",
-            _MUCH,
-            f'stayed as smaller than min_bytes, which is {size_text(least)}. Try min_bytes="{size_literal(smaller)}".',
-        )
-    # A step may save less than the line holds.
-    newest = config.newest_bytes(stats.prefetch_bytes)
-    most = min(newest, stats.resident_bytes_peak or newest)
-    smaller = max(most // 4, MIB)
-    is_said_by_others = stats.plan is not None or config.device_budget is not None or config.slowdown is not None
-    if most > smaller and not is_said_by_others and not _stalls(stats):
-        yield from much(
-            "newest",
-            _MOST,
-            f'stayed as the newest bytes, and compute hardly waits: keep_last_bytes="{size_literal(smaller)}" leaves '
-            "fewer of them on the device.",
-        )
-    yield from much(
-        "device",
-        _MUCH,
-        "are on a device that nothing can be moved from here: the CPU and the accelerator of torch.accelerator are.",
-    )
-    yield from much(
-        "layout",
-        _MUCH,
-        "stayed for their layout: sparse and quantized tensors do not move, and of a subclass of Tensor with a "
-        "__torch_dispatch__ only what its __tensor_flatten__ names does.",
-    )
+        if nbytes and nbytes >= _MUCH * may_move and reason is not said:
+            a_step = size_text(nbytes // max(stats.steps, 1))
+            yield f"{a_step} a step ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}"
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -227,21 +227,11 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
         if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
             yield f"{size_text(nbytes)} ({_percent(nbytes / stats.offloaded_bytes)} of what was offloaded) {sentence}"
 
-    yield from much(
-        stats.released_bytes, "were never asked for: run forwards without a backward under torch.no_grad()."
-    )
-    if config.slowdown is None:  # else what stays is learnt from what is waited for
-        if stats.plan is not None:
-            knob = "A plan for a larger device_budget leaves them where they are."
-        elif config.device_budget is not None:
-            knob = "A larger device_budget leaves them where they are."
-        elif config.keep_last_bytes != "auto":
-            knob = 'keep_last_bytes="auto" learns which those are.'
-        else:
-            newest = config.newest_bytes(stats.prefetch_bytes)
-            knob = f'Try keep_last_bytes="{size_literal(2 * newest or 64 * MIB)}".'
+    never_asked = max(stats.released_bytes - stats.failed_bytes, 0)
+    yield from much(never_asked, "were never asked for: run forwards without a backward under torch.no_grad().")
+    if (knob := _knob_of_what_stays(stats, config)) is not None:
         vain = "were asked for before they had left, so that moving them was in vain."
-        yield from much(stats.forwarded_bytes, f"{vain} {knob}")
+        yield from much(stats.forwarded_bytes, f"{vain}{knob}")
     daily = stats.terabytes_a_day
     if daily >= _WEARS and stats.seconds >= WEAR_SECONDS:
         yield f"{daily:,.0f} TB a day would be written to disk, which wears it" + (
@@ -256,10 +246,22 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
         )
 
 
-def _is_fine(stats: OffloadStats) -> str:
-    if not stats.offloaded_bytes:
-        return "Nothing has left yet: all that was saved is among what has to stay."
-    return f"Nothing held this run up: {_waited(stats)}."
+def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | None:
+    """What has more of the newest bytes stay; empty for nothing that costs little, ``None`` where that is learnt."""
+    if config.slowdown is not None or 0 < stats.device_memory_peak <= stats.device_budget:
+        return None
+    if stats.plan is not None:
+        return " A plan for a larger device_budget leaves them where they are."
+    if config.device_budget is not None:
+        return " A larger device_budget leaves them where they are."
+    if config.keep_last_bytes != "auto":
+        return ' keep_last_bytes="auto" learns which those are.'
+    more, step = 2 * config.newest_bytes(stats.prefetch_bytes) or _LEAST_WINDOW, StepMemory(stats, config)
+    peak = step.peak_with({"keep_last_bytes": more})
+    if peak.held > (1 - WORTH) * peak.without_offload:
+        return ""
+    cost = f": a step then holds at most {size_text(peak.held)}" if step.rows else ""
+    return f' Try keep_last_bytes="{size_literal(more)}"{cost}.'
 
 
 # -- shares and sizes -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from eager_offload.tiers.base import Slot
 from eager_offload.trace_file import HOST_STALLS, MemorySample, SliceKind, Trace
 
 #: Of the stats, what does not add up from step to step.
-_NO_AMOUNTS = ("device_budget", "keep_last_bytes", "plan", "slowdown")
+_NO_AMOUNTS = ("device_budget", "keep_last_bytes", "max_inflight_bytes", "plan", "prefetch_bytes", "slowdown")
 
 
 class _Wait(NamedTuple):
@@ -112,7 +112,7 @@ class TraceRecorder:
             seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
             config=dataclasses.asdict(self._config),
             stats=counted,
-            advice=advise(OffloadStats(**counted), self._config),
+            advice=advise(after.with_counted(counted), self._config),
             saved=saved,
             slices=slices,
             memory=tuple(self._memory.entries),
