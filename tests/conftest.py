@@ -40,6 +40,7 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
+from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
@@ -141,6 +142,13 @@ def _nothing_was_compiled() -> Iterator[None]:
     yield
     if compiler := sys.modules.get("torch._dynamo.utils"):
         compiler.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_was_told() -> Iterator[None]:
+    """One that is an error in a test is raised where a user's line comes next: in the same test at the latest."""
+    yield
+    tell()
 
 
 @pytest.fixture(scope="module")

@@ -386,7 +386,7 @@ class DeviceOffloader:
         return list(self._held_back)
 
     def hand_on(self, record: CountedBytes, heir: CountedBytes) -> None:
-        """Has ``heir`` count the bytes of the copy out that is on its way of what ``record`` counts, if there is one."""
+        """Has ``heir`` count the bytes of the copy out of what ``record`` counts, where that is on its way."""
         transfer = self._leaving.pop(record, None)
         if transfer is not None:
             transfer.record = heir
