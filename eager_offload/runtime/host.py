@@ -68,6 +68,7 @@ class HostRuntime(Runtime):
         self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
         self._in.pauses = self.arena.rest
         self._polled: Living[Pollable] = Living()
+        # [Note: copies that are held back] in engine/offloader.py: it takes the next ones.
         self._out.runs_dry = self._out.pauses = partial(_poll_all, self._polled)
         self._bandwidth: float | None = None
         self._process = psutil.Process()
