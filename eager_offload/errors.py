@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import warnings
+from collections import deque
 from functools import partial
 from typing import Any
 
 #: Whose frames a warning is never about.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
+#: Warnings that the user makes errors of and that were not raised yet, of the whole process.
+_untold: deque[str] = deque()
 
 
 class OffloadError(RuntimeError):
@@ -150,8 +154,36 @@ def reentered() -> OffloadError:
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the caller's code that led here, past the frames of this library and of torch."""
+    """Warns at the line of the caller's code that led here, past the frames of this library and of torch.
+
+    Never raises. Where the user's filters make an error of the warning, or a ``warnings.showwarning`` of theirs fails,
+    ``tell`` raises that later: here it would come in the midst of a transfer, a compilation or other hooks.
+    """
+    try:
+        _warn(message)
+    except Exception:
+        _untold.append(message)
+
+
+def tell() -> None:
+    """Gives the warnings that would have raised before, at a line of the user's where nothing is under way.
+
+    Raises:
+        Warning: the first of them that is still an error; the others wait for the next such line.
+    """
+    while _untold:
+        try:
+            message = _untold.popleft()
+        except IndexError:  # another thread was faster
+            return
+        _warn(message)
+
+
+def _warn(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=level)
+
+
+atexit.register(tell)  # what came after the last such line

@@ -30,7 +30,7 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, warn
+from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.nothing_moved import why
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
@@ -223,6 +223,8 @@ class Offload:
         self.refuse_reentry()
         if self._hooks.thread.step is None and self._offloaders.is_capturing():
             raise captured("an Offload was entered")
+        if self._hooks.thread.step is None:
+            tell()
         if not self._serves_compiled_code and compiler_is_loaded():
             self._prepare_for_compiled_code()
         foreign.add_patches(checkpointing.patches())
@@ -251,6 +253,8 @@ class Offload:
             context.__exit__(kind, error, trace)
         finally:
             context.give_up()
+        if kind is None and self._hooks.thread.step is None:  # a step is not captured now
+            tell()
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.
@@ -493,6 +497,7 @@ class Offload:
             raise captured("host memory was reserved")
         with without_caller_modes():
             self._offloaders.reserve(wanted)
+        tell()
 
     def close(self) -> None:
         """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.
@@ -513,6 +518,7 @@ class Offload:
             self._serves_compiled_code = self._has_passes = False
         if self._forwards and self._innermost() is None:
             self.warn_if_nothing_moved()
+        tell()
 
     def offloader_of(self, device: torch.device) -> DeviceOffloader:
         """What carries out the transfers that compiled code asks for on ``device``.

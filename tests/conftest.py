@@ -40,7 +40,8 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
-from eager_offload.runtime.host import host_runtime  # noqa: E402
+from eager_offload.errors import tell  # noqa: E402
+from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
 from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
@@ -141,6 +142,26 @@ def _nothing_was_compiled() -> Iterator[None]:
     yield
     if compiler := sys.modules.get("torch._dynamo.utils"):
         compiler.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_was_told() -> Iterator[None]:
+    """One that is an error in a test is raised where a user's line comes next: in the same test at the latest."""
+    yield
+    tell()
+
+
+@pytest.fixture(autouse=True)
+def _copies_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many copies of a small step begin before its backward comes is a matter of time, and tests count what moved:
+    on a CPU the thread is given each copy at once. ``held_back`` is for tests of the rule itself."""
+    monkeypatch.setattr(HostRuntime, "holds_copies_back", False)
+
+
+@pytest.fixture
+def held_back(_copies_begin_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies on a CPU are held back, as they are outside of tests."""
+    monkeypatch.setattr(HostRuntime, "holds_copies_back", True)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ it raises, they are dropped, the graphs are compiled as if no ``Offload`` were t
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from functools import cache
 
@@ -24,6 +23,7 @@ from eager_offload.compile.insert import insert_into_pair, insert_report
 from eager_offload.compile.regions import name_results_of_pair
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
+from eager_offload.errors import warn
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
@@ -78,12 +78,10 @@ def offload_between(
         choice = choose(ours, theirs, num_outputs, config, aim=aim_of(text), whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
-        warnings.warn(
-            "eager_offload: a compiled graph is not offloaded, since the pass that would have done it raised "
+        warn(
+            "a compiled graph is not offloaded, since the pass that would have done it raised "
             f"{type(error).__name__}: {error}. Its results are right, its memory is as without; please report it, with "
-            "TORCH_LOGS=aot_graphs",
-            RuntimeWarning,
-            stacklevel=2,
+            "TORCH_LOGS=aot_graphs"
         )
         ours, theirs = forward.graph, backward.graph
         choice = choose_nothing(ours, num_outputs)

@@ -495,7 +495,7 @@ class StepPlans:
         return False
 
     def tell(self) -> None:
-        """Warns that the plan that was given does not fit. The lock is not held: the user may turn it into an error."""
+        """Warns that the plan that was given does not fit. The lock is not held: how it is shown is the user's."""
         if self._unfit:
             message, self._unfit = self._unfit, ""
             warn(message)

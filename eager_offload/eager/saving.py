@@ -157,7 +157,7 @@ class SavedTensors:
                 self.plans.forget_all()
             if exposure is not None:
                 self._learned.keep(keep, self._queue_bytes)
-        if message:  # the user may turn it into an error
+        if message:  # with the lock not held: a warnings.showwarning is the user's
             self.offloader.warn(message)
 
     def _use_windows(self) -> None:

@@ -11,13 +11,14 @@ enqueued until its event is over, the offloader holds both ends. Where the copy 
 the runtime holds them.
 
 [Note: copies that are held back]
-A copy that a stream of an accelerator has been given cannot be taken back. Given all that the window allows, a slow
-link would hold sources that backward has long done with, and the device's peak would rise above that without offload.
+A copy that a transfer stream has been given cannot be taken back. Given all that the window allows, a slow link would
+hold sources that backward has long done with, and the device's peak would rise above that without offload.
 So a stream has two copies at a time (``_ALWAYS``): the one that runs, and one that begins when that is over, since the
 host turns to it only with the next save, and the link would be idle until then. It has more, as much as it carries in
 the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold anyway (``_AHEAD_PART``). The others
 wait in the offloader, ordered by an event that is recorded at once; they are cancelled when backward asks for their
-bytes.
+bytes, and when their graph goes. On a CPU, where a transfer stream is a thread, that takes the next ones by itself when
+it has done what it was given (``poll_from_thread``).
 
 [Note: a step that is prepared for a capture]
 A captured step does what the last step before it did, so no decision of that one may depend on how fast the host or
@@ -386,7 +387,7 @@ class DeviceOffloader:
         return list(self._held_back)
 
     def hand_on(self, record: CountedBytes, heir: CountedBytes) -> None:
-        """Has ``heir`` count the bytes of the copy out that is on its way of what ``record`` counts, if there is one."""
+        """Has ``heir`` count the bytes of the copy out of what ``record`` counts, where that is on its way."""
         transfer = self._leaving.pop(record, None)
         if transfer is not None:
             transfer.record = heir

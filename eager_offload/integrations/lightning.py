@@ -23,6 +23,7 @@ from typing import Any, Unpack
 from eager_offload import ConfigError, Offload
 from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields
+from eager_offload.errors import tell
 from eager_offload.integrations.calls import warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.integrations.settings import Given, missing, offload_from
@@ -138,6 +139,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
                 summarize(self.offload)
         finally:
             self._leave()
+        tell()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave()

@@ -20,7 +20,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
-from eager_offload.errors import warn
+from eager_offload.errors import tell, warn
 from eager_offload.integrations.calls import OffloadedCalls, is_training
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.integrations.settings import Given, missing, offload_from
@@ -184,6 +184,7 @@ class OffloadTrainerCallback(TrainerCallback):
                 summarize(self.offload)
         finally:
             self.remove()
+        tell()
 
     def __getstate__(self) -> dict[str, Any]:
         config = None if self.offload is None else self.offload.config

@@ -16,7 +16,7 @@ from torch import Tensor
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import ConfigError, OffloadError, captured, warn
+from eager_offload.errors import ConfigError, OffloadError, captured, tell, warn
 from eager_offload.observe.recorder import TraceRecorder
 from eager_offload.stats import Accounts, OffloadStats
 from eager_offload.trace_file import write_trace
@@ -88,6 +88,7 @@ class Tracing:
                 f"nothing ran inside `with offload.trace({os.fspath(self.path)!r}):`, so no trace is written: put it "
                 "around whole steps, forward and backward"
             )
+            tell()
             return
         if error is not None:
             found = dataclasses.replace(found, error=f"{type(error).__name__}: {error}")

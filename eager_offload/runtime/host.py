@@ -51,6 +51,7 @@ class HostRuntime(Runtime):
     knows_time = True
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True
+    holds_copies_back = True
     # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
     seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
@@ -67,7 +68,8 @@ class HostRuntime(Runtime):
         self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
         self._in.pauses = self.arena.rest
         self._polled: Living[Pollable] = Living()
-        self._out.pauses = partial(_poll_all, self._polled)
+        # [Note: copies that are held back] in engine/offloader.py: it takes the next ones.
+        self._out.runs_dry = self._out.pauses = partial(_poll_all, self._polled)
         self._bandwidth: float | None = None
         self._process = psutil.Process()
         tell_after_fork(self)

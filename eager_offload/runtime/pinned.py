@@ -26,13 +26,13 @@ node of any of them.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 
 import torch
 from torch import Tensor
 
 from eager_offload.config import size_text
+from eager_offload.errors import warn
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
@@ -177,10 +177,8 @@ class PinnedMemory:
             self._warned = True
         reason, limit = str(error).partition("\n")[0], pinning_limit()
         lock = "" if limit is None else f", which is {size_text(limit)} now,"
-        warnings.warn(
+        warn(
             f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
             f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
-            "host_budget may help; pin_memory=False says that it is meant so",
-            RuntimeWarning,
-            stacklevel=4,
+            "host_budget may help; pin_memory=False says that it is meant so"
         )

@@ -130,6 +130,8 @@ class TransferThread:
         #: Is called on the thread when there was no work for a moment, and before it ends; again after another moment
         #: if it returns ``False``. What it waits for must not wait for the thread.
         self.pauses: Callable[[], bool | None] = lambda: None
+        #: The same, as soon as all that was enqueued is done: it may enqueue what was held back until then.
+        self.runs_dry: Callable[[], bool | None] = lambda: None
         #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
@@ -194,7 +196,7 @@ class TransferThread:
 
     def stop(self) -> None:
         """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end."""
-        self.pauses = lambda: None
+        self.runs_dry = self.pauses = lambda: None
         thread = self._thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._stops = True  # what it has not come to stays: a later wait starts another one
@@ -275,7 +277,7 @@ class TransferThread:
             while items and not self._stops:
                 event = items[0]
                 if event is None:
-                    self._pause()
+                    self._call(self.pauses)
                     items.popleft()
                     ends = True
                     break
@@ -294,14 +296,17 @@ class TransferThread:
 
     def _rest_until_idle(self) -> bool:
         """Dozes, then sleeps until there is work; ``False`` where there is, ``True`` where it is time to end."""
+        has_asked = self._call(self.runs_dry) is not False
         self._dozes = True
         self._rest(_DOZE_SECONDS)
         self._dozes = False
+        if not has_asked:
+            self._call(self.runs_dry)
         if self._items or self._stops:
             return False
         self._sleeps = True
         rung = self._rest(_PAUSE_SECONDS)
-        while not rung and self._pause() is False:
+        while not rung and self._call(self.pauses) is False:
             rung = self._rest(_PAUSE_SECONDS)
         rung = rung or self._rest(_IDLE_SECONDS)
         self._sleeps = False
@@ -317,9 +322,9 @@ class TransferThread:
             return False
         return True
 
-    def _pause(self) -> bool | None:
+    def _call(self, listener: Callable[[], bool | None]) -> bool | None:
         with self._pausing:
-            return self.pauses()
+            return listener()
 
     def _end_turn(self) -> bool:
         """Another thread takes over if work has come meanwhile: its caller may be waiting for the end of this one.
