@@ -1,4 +1,4 @@
-"""H06: not one byte of a parameter moves, whatever shape it is saved in."""
+"""H06, H67: not one byte of a parameter moves, whatever shape or layout it is saved in, and its gradient has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.hazards.backends import Backend
+from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import Around, leaf, one_step, same_gradients
+from tests.hazards.programs import REGIMES, Around, leaf, one_step, same_gradients
 
 
 def a_linear_layer_saves_a_transpose_of_its_weight() -> Sequence[Tensor]:
@@ -161,3 +162,80 @@ def test_h06_the_cast_of_a_weight_that_autocast_caches(dtype: torch.dtype, backe
         assert stats.kept_bytes["parameter"] >= 2 * 2 * 32 * 64
         # The input of each layer in two bytes, what goes into GELU in two: the casts would double that.
         assert stats.bytes_out <= 2 * (16 * 32 + 16 * 64 + 16 * 64) + 4 * 16 * 32
+
+
+# -- without a storage ------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "bsc": lambda dense: dense.to_sparse_bsc((2, 2)),
+    "mkldnn": Tensor.to_mkldnn,
+}
+
+
+@pytest.mark.sampled(3, quick=True)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("is_parameter", [True, False], ids=["a parameter", "a tensor"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_h67_a_weight_that_becomes_sparse_and_dense_again(layout: str, is_parameter: bool, backend: Backend) -> None:
+    """It has neither a storage nor, in some layouts, a size in bytes: steps that are alike but for it are others."""
+
+    def program(around: Around) -> list[object]:
+        gradients, seen = list[Tensor | None](), list[object]()
+        for is_sparse in (False, False, True, True, True, False):
+            dense, x = torch.eye(16), leaf(16, 16)
+            weight = LAYOUTS[layout](dense) if is_sparse else dense
+            weight = nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+            with around:
+                y = watching((x * 3).tanh(), lambda saved: seen.append([str(saved.layout), saved.to_dense()]), weight)
+                y = watching(y.sin(), lambda saved: seen.append(saved.to_dense()), weight).exp().sum()
+            del weight, dense
+            y.backward()
+            gradients.append(x.grad)
+        return [gradients, seen]
+
+    for stats in same_gradients(program, backend, regimes=REGIMES[:1], step_plans=True):
+        assert stats.kept_bytes["parameter" if is_parameter else "layout"] > 0
+
+
+def test_h67_a_sparse_weight_is_trained(backend: Backend) -> None:
+    def program(around: Around) -> list[object]:
+        sparse, layer = nn.Parameter(torch.eye(16).to_sparse()), nn.Linear(16, 16)
+        with torch.no_grad():
+            layer.weight.copy_(leaf(16, 16, grad=False)), layer.bias.zero_()
+        for seed in range(5):
+            with around:
+                loss = layer(torch.sparse.mm(sparse, layer(leaf(16, 16, seed=seed, grad=False)))).sin().sum()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in (sparse, *layer.parameters()):
+                    parameter.sub_(parameter.grad * 0.1)
+                    parameter.grad = None
+        return [sparse.detach().to_dense(), *layer.parameters()]
+
+    for stats in same_gradients(program, backend, regimes=REGIMES[:1]):
+        assert stats.kept_bytes["parameter"] > 0
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["sparse", "sparse beside views"])
+def test_h67_gradients_that_are_sparse_or_views_of_one_buffer(views: bool, backend: Backend) -> None:
+    def program(around: Around) -> list[object]:
+        torch.manual_seed(0)
+        table, layer = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 16)
+        optimizer = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1)
+        if views:
+            flat = torch.zeros(16 * 16 + 16)
+            layer.weight.grad, layer.bias.grad = flat[: 16 * 16].view(16, 16), flat[16 * 16 :]
+        for step in range(5):
+            with around:
+                loss = layer(table(torch.arange(step, step + 12))).tanh().square().sum()
+            loss.backward()
+            if step % 2:  # else gradients are accumulated
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=not views)
+        return [table.weight.detach(), *layer.parameters()]
+
+    same_gradients(program, backend, regimes=REGIMES[:1])
