@@ -236,7 +236,9 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], polic
 
 def _is_being_filled(tensor: Tensor) -> bool:
     """Whether a collective may be filling ``tensor``, or what is inside: to take it would be to wait for that."""
-    return is_collective(tensor) or (is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor)))))
+    return is_collective(tensor) or (
+        is_wrapper(tensor) and any(map(_is_being_filled, tensors_in(inner_values(tensor))))
+    )
 
 
 def _storages(tensor: Tensor) -> set[int]:

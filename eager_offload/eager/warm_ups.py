@@ -35,9 +35,9 @@ class WarmUp:
             plan = recording.whole_plan()
             if plan is None or plan.asks_again:
                 raise CaptureStateError(
-                    "a warm-up did what no step plan can say, so a capture cannot follow it: it saved tensors in a "
-                    "dispatch mode, such as that of selective checkpointing, or of two devices, or ran backward of a "
-                    "graph twice. Capture the step without `offload`, or leave that out"
+                    "a warm-up did what no step plan can say, so a capture cannot follow it: it saved tensors where "
+                    "torch allows them to change (allow_mutation_on_saved_tensors), or of two devices, or ran backward "
+                    "of a graph twice. Capture the step without `offload`, or leave that out"
                 )
             if plan.saves:
                 found.append(_without_vain_copies(plan))

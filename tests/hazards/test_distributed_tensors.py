@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.hazards.backends import Backend
 from tests.hazards.blocks import ROWS, WIDTH, Block
@@ -147,3 +148,30 @@ def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, 
     assert waited[:2] == [False, False]
     assert len(waited) > 2 * len(REGIMES)
     assert all(waited[2:])
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # torch's own, of this interface
+def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_saves(
+    mesh: DeviceMesh, backend: Backend
+) -> None:
+    """The copy could come before the collective, and to wait for it would end its overlap with compute."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    waited = list[bool]()
+
+    def block(x: Tensor) -> Tensor:
+        filled = collectives.all_gather_tensor_autograd(x.sin(), 0, mesh)
+        y = (x * 3).tanh()
+        waited.append(filled.completed)
+        return y * filled.cos()
+
+    def program(offload: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        with offload:
+            y = checkpoint(block, x * 2, use_reentrant=False, context_fn=contexts).sum()
+        y.backward()
+        return x.grad
+
+    for stats in same_gradients(program, backend, moved=0.5):
+        assert stats.kept_bytes["region"] == ROWS * WIDTH * 4
+    assert waited
+    assert not any(waited)

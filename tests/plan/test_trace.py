@@ -7,13 +7,15 @@ import logging.handlers
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
 from eager_offload._torch import FakeTensorMode
@@ -21,7 +23,8 @@ from eager_offload.plan.program import Program
 from eager_offload.plan.trace import trace
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
-from tests.plan.programs import Stack, forward_flops, small
+from tests.hazards.programs import assert_identical
+from tests.plan.programs import Stack, forward_flops, gradients, small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,6 +215,30 @@ def test_what_a_model_checkpoints_itself_is_computed_again_in_the_trace(reentran
     program = trace(model, x, min_bytes=0)
     assert_like(program, really(lambda: model(x), 0))
     assert len(program.ops) - program.forward_ops > 2 * program.forward_ops
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_a_models_checkpoints_save_is_planned_and_followed(steps: int, tmp_path: Path) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x.sum()
+
+    model, x = Checkpointed(3, 32, 4, 2, 64), torch.randn(16, 32, requires_grad=True)
+    seen_by_hooks, _ = really(lambda: model(x), 1 << 10)
+    assert len(trace(model, x, min_bytes=1 << 10).saves) > len(seen_by_hooks)
+    model.zero_grad()
+    expected = gradients(model, lambda: model(x))
+    plan = eo.plan(model, x, steps=steps, policy="max", config={"min_bytes": "1KiB"})
+    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
+    assert_identical(expected, gradients(model, lambda: model(x), offload))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.bytes_out > 0
+    offload.close()
 
 
 def test_regions_marks_and_skipped_modules_stay() -> None:

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.virtual_device import NAME
 
@@ -29,20 +30,28 @@ WORDS, TOKENS, SEQUENCES = 64, 48, 4
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
-    """A layer of a transformer with a causal mask, checkpointed where ``reentrant`` says how."""
+_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+
+class Layer(nn.Module):
+    """A layer of a transformer with a causal mask, checkpointed where ``reentrant`` says how.
+
+    Args:
+        selective: whether a checkpoint saves products.
+    """
+
+    def __init__(self, reentrant: bool | None = None, *, selective: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.projection, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.reentrant = reentrant
+        self.how = {"context_fn": partial(create_selective_checkpoint_contexts, _PRODUCTS)} if selective else {}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
             return self._inner(x)
-        out: Tensor = checkpoint(self._inner, x, use_reentrant=self.reentrant)
+        out: Tensor = checkpoint(self._inner, x, use_reentrant=self.reentrant, **self.how)
         return out
 
     def _inner(self, x: Tensor) -> Tensor:
@@ -57,11 +66,11 @@ class Layer(nn.Module):
         return out
 
 
-def transformer(layers: int = 3, *, reentrant: bool | None = None) -> nn.Sequential:
+def transformer(layers: int = 3, *, reentrant: bool | None = None, selective: bool = False) -> nn.Sequential:
     """From words to a score for each word."""
     return _on_device(
         nn.Embedding(WORDS, WIDTH),
-        *(Layer(reentrant) for _ in range(layers)),
+        *(Layer(reentrant, selective=selective) for _ in range(layers)),
         nn.LayerNorm(WIDTH),
         nn.Linear(WIDTH, WORDS),
     )
@@ -180,6 +189,10 @@ def checkpointed(around: Around) -> Trace:
     return _train(transformer(reentrant=False), [words() for _ in range(STEPS)], around)
 
 
+def checkpointed_selectively(around: Around) -> Trace:
+    return _train(transformer(reentrant=False, selective=True), [words() for _ in range(STEPS)], around)
+
+
 def checkpointed_by_reentry(around: Around) -> Trace:
     return _train(transformer(reentrant=True), [words() for _ in range(STEPS)], around)
 
@@ -262,6 +275,7 @@ LOOPS: dict[str, Loop] = {
         accumulation,
         sizes_that_vary,
         checkpointed,
+        checkpointed_selectively,
         checkpointed_by_reentry,
         backward_inside,
         several_graphs,

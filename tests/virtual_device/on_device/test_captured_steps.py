@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from eager_offload import CapacityError, Offload
 from eager_offload.eager.captured import CapturedRun
@@ -727,15 +727,20 @@ def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice, offloads:
 # -- what is inside of a step -----------------------------------------------------------------------------------------
 
 
-def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(virtual: VirtualDevice, offloads: Any) -> None:
-    offload = offloads()
+@pytest.mark.parametrize("saved", [[], [torch.ops.aten.mm.default]], ids=["nothing", "products"])
+def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(
+    saved: list[Any], virtual: VirtualDevice, offloads: Any
+) -> None:
+    offload, contexts = offloads(), partial(create_selective_checkpoint_contexts, saved)
     generator = torch.Generator().manual_seed(0)
     w = (torch.randn(16, 16, generator=generator) / 4).to(NAME).requires_grad_()
 
     def step(x: Tensor) -> Tensor:
         with offload:
             h = (x @ w).tanh().exp()
-            h = checkpoint(lambda h: (h @ w).tanh().exp(), h, use_reentrant=False, preserve_rng_state=False)
+            h = checkpoint(
+                lambda h: (h @ w).tanh().exp(), h, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
             loss = (h @ w).sin().sum()
         return torch.autograd.grad(loss, w)[0]
 

@@ -47,7 +47,7 @@ QUICK = {
     ("plain_mlp", "registered"),
     ("plain_transformer", "pinned by torch"),
     ("batch_norm_and_dropout", "disk"),
-    ("checkpointed", "pageable"),
+    ("checkpointed_selectively", "pageable"),
     ("two_devices", "registered"),
     ("side_stream", "registered"),
     ("three_threads", "pageable"),
