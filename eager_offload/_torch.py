@@ -180,6 +180,9 @@ PRIVATE_NAMES = {
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
     ),
+    "a module with another one's attributes, copied as they are, calls that one": (
+        "torch.nn.Module._wrapped_call_impl",
+    ),
     "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
     "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
     "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -44,8 +45,8 @@ class Owner(Protocol):
     def count_kept(self, region: str) -> None:
         """Counts what a compiled graph keeps that moves nothing."""
 
-    def saw_foreign_hooks(self) -> None:
-        """Other hooks were entered inside the innermost context of the calling thread."""
+    def saw_foreign_hooks(self, count: int) -> None:
+        """So many pairs of other hooks hid what was saved inside of a context of this object."""
 
 
 class Context(Protocol):
@@ -58,6 +59,8 @@ class Context(Protocol):
     pack_hook: object
     #: Whether a context that was entered after this one has seen what was saved inside of this one.
     hears_of_saves: bool
+    #: The hooks of others that were put right on top of its own, which may hide from it what is saved under them.
+    above: Above
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -71,6 +74,27 @@ class Context(Protocol):
 
     def overlook(self, nodes: int) -> None:
         """So many nodes of autograd were made since it was entered by what is none of the user's forward."""
+
+
+class Above:
+    """The hooks of others that went on top of a context's own, by what they are made of: see ``eager/foreign.py``."""
+
+    def __init__(self) -> None:
+        #: The kinds of pack hooks, each as often as one was entered.
+        self.entered: list[object] = []
+        #: Of these, those that call our pack hook for what they are given.
+        self.delegating: set[object] = set()
+
+    def hiding(self) -> int:
+        """How many of the hooks that were entered hide what is saved."""
+        return sum(kind not in self.delegating for kind in self.entered)
+
+
+def kind_of(pack_hook: object) -> object:
+    """What the pack hooks have in common that a library makes anew for each use: their code, or their class."""
+    while isinstance(pack_hook, partial):
+        pack_hook = pack_hook.func
+    return getattr(getattr(pack_hook, "__func__", pack_hook), "__code__", type(pack_hook))
 
 
 class _Thread(threading.local):
@@ -143,8 +167,11 @@ def packing(text: str) -> Owner:
     The innermost ``with`` is the one whose hooks autograd calls.
     """
     contexts = thread.contexts
-    if contexts and (offload := contexts[-1].offload).config_key == text:
-        return offload
+    if contexts:
+        if (above := contexts[-1].above).entered and not is_ours(top := top_pack_hook()):
+            above.delegating.add(kind_of(top))  # which is what autograd has called
+        if (offload := contexts[-1].offload).config_key == text:
+            return offload
     return _innermost(text) or _entered_last(text) or serving(text)
 
 
@@ -184,6 +211,11 @@ def serving(text: str) -> Owner:
 def has_hook(text: str, pack_hook: object) -> None:
     """Tells by which pack hook, which lives for ever, the configuration ``text`` is known to autograd."""
     _pack_hooks[id(pack_hook)] = text
+
+
+def is_ours(pack_hook: object) -> bool:
+    """Whether autograd's saved tensors go to this library by ``pack_hook``, whoever has put it on."""
+    return id(pack_hook) in _pack_hooks or any(context.pack_hook is pack_hook for context in thread.contexts)
 
 
 def configuration_on_top() -> str | None:

@@ -67,6 +67,7 @@ class EnteredContext:
         self._packed_before = 0
         #: Whether another context, entered after this one, has seen what was saved inside of it.
         self.hears_of_saves = False
+        self.above = active.Above()
 
     def __enter__(self) -> None:
         offload, thread = self.offload, self._thread
@@ -116,6 +117,8 @@ class EnteredContext:
                     "inside it hide them, or the forward ran elsewhere. Enter this context inside the others, around "
                     "the forward alone",
                 )
+            if kind is None and (hiding := self.above.hiding()):
+                offload.saw_foreign_hooks(hiding)
             if kind is None and seen and not contexts:
                 offload._forwards += 1
                 if offload._forwards == _LOOKED_AT:

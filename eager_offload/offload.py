@@ -574,10 +574,10 @@ class Offload:
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
             )
 
-    def saw_foreign_hooks(self) -> None:
-        """Other hooks were entered inside the innermost context of the calling thread, which is one of this object."""
+    def saw_foreign_hooks(self, count: int) -> None:
+        """So many pairs of other hooks hid what was saved inside of a context of this object."""
         with self._accounts.lock:
-            self._accounts.counters.foreign_hooks += 1
+            self._accounts.counters.foreign_hooks += count
         self._warn_once(
             "foreign",
             "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "

@@ -188,7 +188,8 @@ class OffloadStats:
     (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th), ``uncompiled_codec``
     (sizes of tensors for which a codec could not be compiled: torch's own operators round them) and others."""
     foreign_hooks: int = 0
-    """Other saved-tensor hooks that were entered inside this context and hide what is saved there."""
+    """Other saved-tensor hooks that were entered inside this context and hide from it what is saved there. Not counted:
+    hooks that call those of the context for what they are given, and those inside of a checkpoint."""
     followed_forwards: int = 0
     """How many forwards followed a step plan."""
     plan_misses: dict[str, int] = field(default_factory=dict)

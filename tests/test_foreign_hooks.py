@@ -6,11 +6,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -162,11 +163,164 @@ def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(disk: Di
     outer, inner = disk.offload(), disk.offload()
     with warnings.catch_warnings(action="ignore"), outer:
         gradient(inner, theirs())
+        gradient(theirs())
         with theirs():
             gradient(nullcontext())
             gradient(nullcontext(), theirs())
     assert inner.stats().foreign_hooks == 1
-    assert outer.stats().foreign_hooks == 2
+    assert outer.stats().foreign_hooks == 2, "what is inside theirs hides nothing that they do not"
+
+
+# -- hooks that hide nothing: see [Note: which hooks hide] in foreign.py ----------------------------------------------
+
+
+class HandsOn:
+    """What libraries put around hooks that they have found: notes what is saved, and hands it on."""
+
+    def __init__(self) -> None:
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.found, self.seen = pair, 0
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.pack(tensor)
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.seen += 1
+        return self.found[0](tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return self.found[1](packed)
+
+
+def same_pair() -> saved_tensors_hooks:
+    return saved_tensors_hooks(*torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def handing_on_by_a_method() -> saved_tensors_hooks:
+    return saved_tensors_hooks((around := HandsOn()).pack, around.unpack)
+
+
+def handing_on_by_an_object() -> saved_tensors_hooks:
+    return saved_tensors_hooks(around := HandsOn(), around.unpack)
+
+
+def handing_on_by_a_partial() -> saved_tensors_hooks:
+    around = HandsOn()
+    return saved_tensors_hooks(partial(lambda one, tensor: one.pack(tensor), around), around.unpack)
+
+
+def handing_on_by_a_closure() -> saved_tensors_hooks:
+    around = HandsOn()
+    return saved_tensors_hooks(lambda tensor: around.pack(tensor), around.unpack)
+
+
+HANDING_ON = [
+    same_pair,
+    handing_on_by_a_method,
+    handing_on_by_an_object,
+    handing_on_by_a_partial,
+    handing_on_by_a_closure,
+]
+
+
+@pytest.mark.parametrize("hooks", HANDING_ON)
+def test_h24_hooks_that_hand_on_to_ours_hide_nothing(
+    hooks: Callable[[], saved_tensors_hooks], disk: DiskBackend
+) -> None:
+    def run(around: AbstractContextManager[Any], *, is_ours: bool) -> Tensor:
+        x = leaf()
+        with around:
+            with hooks() if is_ours else nullcontext():
+                y = x * 2  # saves nothing to be handed on
+            with hooks() if is_ours else nullcontext(), hooks() if is_ours else nullcontext():
+                loss = y.exp().sigmoid().square().sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    offload = disk.offload()
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(run(offload, is_ours=True), run(nullcontext(), is_ours=False))
+    stats = offload.stats(synchronize=True)
+    assert stats.foreign_hooks == 0
+    assert stats.bytes_out > 0
+    assert "hooks" not in str(stats)
+
+
+def test_h24_others_are_told_of_beside_those_that_hand_on(disk: DiskBackend) -> None:
+    offload = disk.offload()
+    with warnings.catch_warnings(record=True, action="always") as warned, offload:
+        gradient(handing_on_by_a_closure())
+        gradient(theirs())
+        gradient(handing_on_by_a_closure(), theirs())
+    assert ["hide from it" in str(one.message) for one in warned] == [True]
+    assert offload.stats(synchronize=True).foreign_hooks == 1
+
+
+def test_h24_hooks_inside_of_a_checkpoint_hide_nothing_from_ours(disk: DiskBackend) -> None:
+    def run(around: AbstractContextManager[Any]) -> Tensor:
+        x = leaf()
+        with around:
+            loss = checkpoint(partial(forward, inside=theirs()), x.exp(), use_reentrant=False) + x.exp().sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    offload = disk.offload()
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(run(offload), run(nullcontext()))
+    assert offload.stats(synchronize=True).foreign_hooks == 0
+    assert offload.stats().bytes_out > 0
+
+
+def remat_step(inside: AbstractContextManager[Any], pair: Any = None) -> list[Tensor]:
+    """A step of blocks that ``torch_remat`` computes again, but for a part."""
+    remat = pytest.importorskip("torch_remat")
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def block(layers: nn.Sequential, x: Tensor) -> Tensor:
+        y = remat.region(lambda v: layers[2](torch.relu(layers[0](v))), "feed", recompute=False)(x)
+        remat.recompute_needs_tensor(y)
+        z = remat.region(torch.sin, "sine", recompute=False)(x.exp())  # what it saves is computed again
+        remat.recompute_needs_tensor(z)
+        return x + y.tanh() * z
+
+    with inside:
+        x = torch.linspace(-1, 1, 32 * 16).view(32, 16).requires_grad_() * 1
+        for layers in blocks:
+            x = remat.checkpoint(saved_tensors_hooks=pair)(partial(block, layers))(x)
+        loss = x.square().mean()
+    loss.backward()
+    return [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None]
+
+
+def test_h24_remat_enters_our_own_hooks_and_hands_on_to_them(disk: DiskBackend) -> None:
+    expected = remat_step(nullcontext())
+    assert len(expected) == 12
+    offload = disk.offload()
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            assert all(map(torch.equal, remat_step(offload), expected))
+        with offload:
+            ours = HandsOn().found
+        assert all(map(torch.equal, remat_step(offload, ours), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.foreign_hooks == 0
+    assert stats.bytes_out > 0
+    other = disk.offload(min_bytes=1 << 30)
+    with pytest.warns(RuntimeWarning, match="nothing moved, because .* min_bytes"):
+        _ = [remat_step(other) for _ in range(3)]
+
+
+def test_h24_hooks_that_are_given_to_remat_are_foreign(disk: DiskBackend) -> None:
+    offload = disk.offload()
+    with pytest.warns(RuntimeWarning, match=WARNING):
+        remat_step(offload, (lambda tensor: tensor.detach(), lambda tensor: tensor))
+    assert offload.stats(synchronize=True).foreign_hooks == 3
+
+
+# -- what is put into torch's class -----------------------------------------------------------------------------------
 
 
 def test_torchs_class_is_changed_only_while_an_offload_watches(disk: DiskBackend) -> None:
@@ -225,10 +379,10 @@ def test_what_others_have_put_around_ours_stays_and_works(disk: DiskBackend) -> 
     # Undone by hand: what stood there at this moment is ours.
     saved_tensors_hooks.__enter__ = around  # type: ignore[method-assign]
     try:
-        with pytest.warns(RuntimeWarning, match=WARNING):
-            forward(leaf(), theirs())
+        forward(leaf(), theirs())
         forward(leaf())
-        offload.__exit__(None, None, None)
+        with pytest.warns(RuntimeWarning, match=WARNING):
+            offload.__exit__(None, None, None)
         assert saved_tensors_hooks.__enter__ is around
         assert len(calls) == 1
         gradient(offload, theirs())

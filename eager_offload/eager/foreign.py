@@ -1,8 +1,20 @@
-"""Notices saved-tensor hooks of others that are entered inside an active context of ours.
+"""Notices saved-tensor hooks of others that are entered inside an active context of ours, and hide what is saved.
 
 Autograd calls the innermost hooks only, so what is saved under them is hidden from the outer ones. Those that are
 entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; hooks
 that are pushed through torch's private functions cannot.
+
+[Note: which hooks hide] A pair that is entered hides something from a context, unless
+
+1. it is the context's own pair, which some libraries look up and enter again (``torch_remat``), or another of ours;
+2. ours are not on top: what is saved goes elsewhere without that pair too. Non-reentrant checkpointing puts on hooks
+   that hide what it will compute again, by design, and shows its inputs to the hooks around it. A pair in its function,
+   such as that of ``torch_remat`` for what is not to be computed again, keeps that from the checkpoint and not from us;
+3. it calls our pack hook for what it is given. That shows when it does: our pack hook is called while another one is on
+   top. Libraries make a pair anew for each use, and not each is given something to hand on, so what shows for one of a
+   kind holds for all that the context has seen.
+
+So it is known when the context is left, unless by an exception: that step is over.
 """
 
 from __future__ import annotations
@@ -28,14 +40,22 @@ _watchers = 0
 
 def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[saved_tensors_hooks], None]:
     def enter(hooks: saved_tensors_hooks) -> None:
-        # Checkpointing hides what it will recompute, by design, and shows its inputs to the hooks outside.
         if enter is _entering.active and not isinstance(hooks, (ours, *checkpoint_hooks)):
-            innermost = active.current()
-            if innermost is not None:
-                innermost.saw_foreign_hooks()
+            _note(hooks.pack_hook)
         replaced(hooks)
 
     return enter
+
+
+def _note(pack_hook: object) -> None:
+    """Writes down a pack hook that is about to be put on top, where it may hide something from a context."""
+    contexts = active.thread.contexts
+    if not contexts or active.is_ours(pack_hook):
+        return
+    top = top_pack_hook()
+    hidden = next((context for context in reversed(contexts) if context.pack_hook is top), None)
+    if hidden is not None:
+        hidden.above.entered.append(active.kind_of(pack_hook))
 
 
 _entering = on_entering_hooks(_watching)
@@ -55,7 +75,7 @@ def add_patches(patches: Iterable[Patch]) -> None:
 
 
 class watch:
-    """While it is active, the object whose context is innermost hears of each foreign hook that its thread enters."""
+    """While it is active, contexts hear of the hooks that others put on top of theirs."""
 
     def __init__(self) -> None:
         self._counted = False
