@@ -111,6 +111,9 @@ PRIVATE_NAMES = {
     ),
     "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
     "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
+    "graphs with transfers are kept by caching_precompile, and serve calls outside of any context": (
+        "torch._dynamo.symbolic_convert.tls",
+    ),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
     "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
     "code that looks through all modules fails at the hooks of a context": (
@@ -1261,6 +1264,17 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
         return call
 
     return [Patch(kind, "_call_func", around)]
+
+
+def leave_out_of_precompile(reason: str) -> None:
+    """Has Dynamo's ``caching_precompile`` keep nothing of what this thread is compiling.
+
+    It finds what it keeps by the name and the line of a function, and guards on no hooks.
+    """
+    tracer = getattr(_if_imported("torch._dynamo.symbolic_convert", "tls"), "current_tx", None)
+    bypass = getattr(getattr(tracer, "output", None), "bypass_package", None)
+    if bypass is not None:
+        bypass(reason)
 
 
 def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:

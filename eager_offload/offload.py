@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, Unpack
 import torch
 from torch import Tensor
 
+import eager_offload.compile.ops  # noqa: F401  # defines operators, which graphs of other processes may call
 from eager_offload import active
 from eager_offload._torch import (
     compiler_is_loaded,

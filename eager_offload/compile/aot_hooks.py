@@ -14,7 +14,7 @@ from functools import cache
 
 from torch.fx import GraphModule
 
-from eager_offload._torch import Patch, on_bans_of_hooks, on_splits
+from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
 from eager_offload.active import configuration_on_top
 from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
@@ -70,6 +70,7 @@ def offload_between(
     if forward.meta.get(_OFFLOADED):
         return
     forward.meta[_OFFLOADED] = True
+    leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
     config = OffloadConfig.from_text(text.partition("\n")[0])
     try:
         (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
