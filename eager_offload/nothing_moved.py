@@ -42,6 +42,7 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
         return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
     reason = max(kept, key=lambda reason: kept[reason])
     newest = config.newest_bytes(stats.prefetch_bytes)
+    setting = "prefetch_bytes" if config.keep_last_bytes == "auto" else "keep_last_bytes"
     if reason == KeepReason.NEWEST and config.newest_bytes(1) == 0:
         return f"the {size_text(sum(kept.values()))} that were saved were asked for, or closed upon, before they left"
     if reason == KeepReason.NEWEST and 0 < stats.device_memory_peak <= stats.device_budget:
@@ -59,7 +60,8 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
             f"{config.says_slowdown} has not found that they move in time: that takes some steps"
         )
     sentence = _REASONS[KeepReason(reason)].format(
-        min_bytes=size_text(config.size("min_bytes")), newest=size_text(newest)
+        min_bytes=config.written("min_bytes") or size_text(config.size("min_bytes")),
+        newest=config.written(setting) or size_text(newest),
     )
     share = "all" if len(kept) == 1 else size_text(kept[reason])
     return f"of the {size_text(sum(kept.values()))} that were saved, {share} {sentence}"

@@ -14,12 +14,14 @@ SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recom
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
+    "names": {"errors"},
+    "pydantic_schema": set(),
     "schedule": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
-    "codecs": {"errors"},
-    "config": {"codecs", "errors", "schedule"},
-    "machine": {"config", "errors"},
+    "codecs": {"errors", "names", "pydantic_schema"},
+    "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
+    "machine": {"config", "errors", "names"},
     "malloc": {"config"},
     "tiers": {"config", "errors"},
     "live_bytes": {"_torch", "tiers"},
@@ -46,8 +48,8 @@ ROOMS: dict[str, set[str]] = {
         *("runtime", "schedule", "selection", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "compile": {
-        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "runtime"),
-        *("schedule", "selection", "solver", "stats", "tiers"),
+        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
+        *("runtime", "schedule", "selection", "solver", "stats", "tiers"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
