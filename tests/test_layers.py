@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
     "machine": {"config", "errors", "names"},
     "malloc": {"config"},
-    "tiers": {"config", "errors"},
+    "tiers": {"_torch", "config", "errors"},
     "live_bytes": {"_torch", "tiers"},
     "runtime": {"_torch", "config", "errors", "tiers"},
     "simulation": {"_torch", "errors", "runtime", "tiers"},

@@ -31,6 +31,7 @@ from eager_offload.tiers.memory import (
     touched_spans,
     view_of,
 )
+from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.space import DiskSlotRecord, Segment, Space
 from eager_offload.tiers.spill import SpillFile
@@ -207,6 +208,9 @@ class DiskTier(Tier):
             space.register(cast(DiskSlotRecord, slot.record), extent)
             self._peak = max(self._peak, self._used())
             return slot
+
+    def warning(self) -> str | None:
+        return None if self._given is not None else warning_of_guess()
 
     @property
     def shortage(self) -> Shortage:

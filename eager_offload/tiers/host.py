@@ -13,6 +13,7 @@ from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
+from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.slabs import HostSlot, Quota
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
@@ -121,6 +122,8 @@ class HostTier(Tier):
         return self._refused_until_look < 0
 
     def warning(self) -> str | None:
+        if self._quota.pooled:
+            return warning_of_guess()
         overdraft = self._quota.overdraft
         if overdraft is None or self._has_warned:
             return None
