@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ def schema_of(
         defaults: what ``to_dict`` has for fields that are left out.
         generate: makes pydantic's schema of a type; pydantic gives it.
     """
-    from pydantic_core import core_schema
+    core_schema = importlib.import_module("pydantic_core.core_schema")  # which pydantic has brought
 
     def check(value: object) -> object:
         return value if isinstance(value, cls) else cls.from_dict(value)

@@ -9,8 +9,6 @@ import importlib.util
 import io
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,15 +123,6 @@ def test_the_json_schema_of_a_model_names_the_fields_with_types_and_defaults() -
     assert {one["type"] for one in found["properties"]["device_budget"]["anyOf"]} == {"integer", "string", "null"}
     assert {one["type"] for one in found["properties"]["codec"]["anyOf"]} == {"string", "object"}
     assert Model.model_json_schema(mode="serialization")["properties"]["offload"]["default"] == defaults
-
-
-def test_the_library_imports_no_library_of_configurations_by_itself() -> None:
-    program = (
-        "import sys, eager_offload as eo; eo.Offload(eo.OffloadConfig(codec='lossless'));"
-        "print([name for name in ('pydantic', 'pydantic_core', 'tyro', 'omegaconf') if name in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
 
 
 # -- command lines --------------------------------------------------------------------------------------------------
