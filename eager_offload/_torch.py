@@ -96,6 +96,9 @@ PRIVATE_NAMES = {
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),
+    "ranks of a node that no launcher has counted share its memory as if all of the run were on it": (
+        "torch.distributed.distributed_c10d._get_default_store",
+    ),
     "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
     "the import fails: compiled code could not be served": ("torch._C._AutoDispatchBelowAutograd",),
     "compiled code is offloaded around its graphs": (
@@ -624,6 +627,14 @@ def finish_collective(tensor: Tensor) -> None:
     """
     if is_collective(tensor):
         cast(Any, tensor).trigger_wait()
+
+
+def default_store() -> Any:
+    """Returns the store in which the ranks of the default process group met; ``None`` where there is none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    found = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_get_default_store", None)
+    return None if found is None else found()
 
 
 def _require_storage_identity() -> None:

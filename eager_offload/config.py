@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -11,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
 from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
 from eager_offload.errors import ConfigError
+from eager_offload.names import check_names, checks_names, unknown_name
+from eager_offload.pydantic_schema import schema_of
 from eager_offload.schedule import Windows
 
 MIB = 1 << 20
@@ -25,7 +28,12 @@ VERSION = "0.1.0"
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
 Size: TypeAlias = int | str
 Auto: TypeAlias = Literal["auto"]
-PathLike: TypeAlias = str | os.PathLike[str]
+if TYPE_CHECKING:
+    PathLike: TypeAlias = str | os.PathLike[str]
+    CodecLike: TypeAlias = str | CodecPolicy
+else:  # What reads annotations to parse a command line knows this class without its parameter, and a policy as JSON.
+    PathLike = str | os.PathLike
+    CodecLike = str
 
 _TIERS = ("auto", "host", "disk")
 #: Switches every ``Offload`` on or off, whatever the code says of it; and what the variable of a field begins with.
@@ -38,6 +46,11 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE_ACCEPTED = 'a whole number of bytes, 0 or more, or a text such as "256MiB" or "1.5GB"'
+#: The fields that hold a size.
+_SIZES = (
+    *("min_bytes", "max_inflight_bytes", "prefetch_bytes", "keep_last_bytes", "host_budget", "disk_budget"),
+    "device_budget",
+)
 _POLICIES = ("max", "free")
 _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
@@ -85,6 +98,13 @@ def size_literal(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
+def shown(value: object) -> object:
+    """Returns a field's value as a user would write it."""
+    if isinstance(value, tuple):
+        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
+    return size_literal(value) if type(value) is int else value
+
+
 def switched_on(default: bool) -> bool:
     """What ``EAGER_OFFLOAD`` in the environment says: 1 or 0, true or false, yes or no, on or off.
 
@@ -120,19 +140,27 @@ class OffloadFields(TypedDict, total=False):
     pin_memory: bool | Auto
     host_budget: Size
     disk_budget: Size
-    disk_path: Sequence[PathLike] | PathLike | None
+    disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None
     verify: bool
     step_plans: bool | Auto
     device_budget: Size | None
     policy: str
     max_slowdown: float | None
-    codec: str | CodecPolicy
-    skip: Sequence[str] | str
+    codec: CodecLike
+    skip: tuple[str, ...] | Sequence[str] | str
     enabled: bool
 
 
+class _AsWritten:
+    """Has a config keep, beside its fields, the texts that sizes were given as: errors and warnings repeat them."""
+
+    __slots__ = ("_written",)
+    _written: Mapping[str, str]
+
+
+@checks_names
 @dataclass(frozen=True)
-class OffloadConfig:
+class OffloadConfig(_AsWritten):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
 
     Every size accepts an int (bytes) or a text such as ``"256MiB"``.
@@ -181,7 +209,8 @@ class OffloadConfig:
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
     needed. Whatever it is, a twentieth of each disk, at most 4 GiB, stays free."""
 
-    disk_path: Sequence[PathLike] | PathLike | None = None  # a command line takes the first of them that fits
+    # A command line takes the first of them that fits. A tuple is what a config has, and what shows defaults looks for.
+    disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None = None
     """A directory for the spill file, or several on disks of their own, over which large tensors are spread. ``None``
     means the first of the temporary, cache and working directories that is on a real disk (never in memory) with
     room."""
@@ -210,14 +239,14 @@ class OffloadConfig:
     it does, learnt, or in compiled code estimated, as for ``policy="free"``, which is 0. ``None``: as long as it
     takes."""
 
-    codec: str | CodecPolicy = "identity"
+    codec: CodecLike = "identity"
     """What packs saved tensors before they travel. ``"identity"``: nothing does. ``"lossless"``: what fits into fewer
     bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks. ``"bf16"``, ``"int8"``
     and ``"fp8"`` round, too, what some consumers read in backward, each within a bound; a
     :class:`~eager_offload.CodecPolicy` says which codec for which consumer. See the page on codecs. In compiled code
     what changes no bit is ``bool`` alone."""
 
-    skip: Sequence[str] | str = ()
+    skip: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
     stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
     loop :meth:`Offload.skip_in <eager_offload.Offload.skip_in>` is given the model, once. Calls of a module are meant,
@@ -229,18 +258,19 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
+        self._store("_written", {field: size for field in _SIZES if isinstance(size := getattr(self, field), str)})
         self._store("min_bytes", parse_size(self.min_bytes, "min_bytes"))
         for field in ("max_inflight_bytes", "prefetch_bytes"):
             self._store(field, _size_or_auto(getattr(self, field), field))
         if self.max_inflight_bytes == 0:
-            raise _refuse("max_inflight_bytes", 0, "more than 0 bytes: with no window nothing could ever leave")
+            accepted = "more than 0 bytes: with no window nothing could ever leave"
+            raise _refuse("max_inflight_bytes", self._given("max_inflight_bytes"), accepted)
         for field in ("keep_last_bytes", "host_budget", "disk_budget"):
             self._store(field, _size_or_auto(getattr(self, field), field))
         for field in ("host_budget", "disk_budget"):
             if getattr(self, field) == 0:
-                raise _refuse(
-                    field, 0, 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
-                )
+                accepted = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
+                raise _refuse(field, self._given(field), accepted)
         if self.device_budget is not None:
             self._check_device_budget()
         self._check_slowdown()
@@ -255,18 +285,18 @@ class OffloadConfig:
         self._store("skip", _patterns(self.skip))
         if self.tier == "host" and self.disk_path is not None:
             raise ConfigError(
-                f'disk_path={self.disk_path} does not go with tier="host", which never writes to disk: '
+                f'disk_path={self.shown("disk_path")!r} does not go with tier="host", which never writes to disk: '
                 'take tier="auto" or tier="disk", or leave disk_path out'
             )
 
     def _check_device_budget(self) -> None:
         self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
         if self.device_budget == 0:
-            raise _refuse("device_budget", 0, _BUDGET_ACCEPTED)
+            raise _refuse("device_budget", self._given("device_budget"), _BUDGET_ACCEPTED)
         if self.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={self.keep_last_bytes!r} does not go with device_budget, which says how many of the "
-                "newest bytes stay: leave one of them out"
+                f"keep_last_bytes={self._given('keep_last_bytes')!r} does not go with device_budget, which says how "
+                "many of the newest bytes stay: leave one of them out"
             )
 
     def _check_slowdown(self) -> None:
@@ -285,8 +315,8 @@ class OffloadConfig:
                 )
         if self.slowdown is not None and self.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={self.keep_last_bytes!r} does not go with {self.says_slowdown}, which learns how "
-                "many bytes stay: leave one of them out"
+                f"keep_last_bytes={self._given('keep_last_bytes')!r} does not go with {self.says_slowdown}, which "
+                "learns how many bytes stay: leave one of them out"
             )
 
     @classmethod
@@ -296,10 +326,9 @@ class OffloadConfig:
         Raises:
             ConfigError: for a field that does not exist, besides the errors of the constructor.
         """
-        for name in fields:
-            if name not in FIELDS:
-                raise ConfigError(f"unknown field {name!r}: accepted are {', '.join(FIELDS)}")
-        return dataclasses.replace(base or cls(), **fields)
+        check_names(fields, FIELDS)
+        base = base or cls()
+        return dataclasses.replace(base, **{**base._written, **fields})
 
     @classmethod
     def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
@@ -336,8 +365,7 @@ class OffloadConfig:
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
-                    accepted = ", ".join(map(variable_of, FIELDS))
-                    raise ConfigError(f"unknown variable {name}={text!r}: accepted are {accepted}")
+                    raise unknown_name(f"variable {name}={text!r}", name, [variable_of(one) for one in FIELDS])
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 
@@ -359,8 +387,7 @@ class OffloadConfig:
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
-        fields = {name: getattr(self, name) for name in FIELDS}
-        return {name: value for name, value in fields.items() if value != getattr(_DEFAULTS, name)}
+        return {name: value for name, value in vars(self).items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:
         """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs.
@@ -372,6 +399,12 @@ class OffloadConfig:
         return json.dumps(given, default=_json, sort_keys=True).translate(_TO_LITERAL) if given else ""
 
     @classmethod
+    def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
+        hints = get_type_hints(cls)
+        annotations = {name: hints[name] for name in FIELDS} | {"codec": str | CodecPolicy}
+        return schema_of(cls, annotations, _DEFAULTS.to_dict(), handler.generate_schema)
+
+    @classmethod
     def from_text(cls, text: str) -> OffloadConfig:
         """The config that ``to_text`` wrote."""
         return cls(**json.loads(unquote(text.replace("'", '"')))) if text else cls()
@@ -379,7 +412,7 @@ class OffloadConfig:
     def switched(self) -> OffloadConfig:
         """With ``enabled`` as ``EAGER_OFFLOAD`` in the environment says, if it does."""
         enabled = switched_on(self.enabled)
-        return self if enabled == self.enabled else dataclasses.replace(self, enabled=enabled)
+        return self if enabled == self.enabled else self.from_fields({"enabled": enabled}, self)
 
     # What the rest of the library reads: the same values, in one type each.
 
@@ -433,11 +466,25 @@ class OffloadConfig:
         """``disk_path`` as a tuple of directories, or ``None``."""
         return cast("tuple[Path, ...] | None", self.disk_path)
 
+    def written(self, field: str) -> str | None:
+        """Returns the text that the size in ``field`` was given as; ``None`` where it was given as a number, or not."""
+        return self._written.get(field)
+
+    def shown(self, field: str) -> object:
+        """Returns the value of a field as a user would write it: a size as it was given."""
+        return shown(self._given(field))
+
     def size(self, field: str) -> int:
         """The bytes of a field that holds a size and not ``"auto"``."""
         value = getattr(self, field)
         assert isinstance(value, int), field
         return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **{**vars(self), **self._written}), ()
+
+    def _given(self, field: str) -> object:
+        return self._written.get(field, getattr(self, field))
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the one way to normalise a frozen dataclass
@@ -481,6 +528,8 @@ def _paths(value: object) -> tuple[Path, ...] | None:
 
 
 def _codec(value: object) -> str | CodecPolicy:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _codec_from_text(value)
     if isinstance(value, Mapping):
         value = CodecPolicy.from_dict(value)
     if isinstance(value, CodecPolicy):
@@ -518,8 +567,6 @@ def field_from_text(field: str, text: str) -> object:
         return [one.strip() for one in text.split(",")]
     if field in ("device_budget", "max_slowdown") and text.lower() == "none":
         return None
-    if field == "codec" and text.lstrip().startswith("{"):
-        return _codec_from_text(text)
     if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text
@@ -527,4 +574,5 @@ def field_from_text(field: str, text: str) -> object:
 
 #: The names of the fields of :class:`OffloadConfig`.
 FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+
 _DEFAULTS = OffloadConfig()

@@ -8,11 +8,13 @@ from dataclasses import dataclass, fields
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
+from eager_offload.names import checks_names
 
 #: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
 _UNKNOWN_BANDWIDTH = 1e9
 
 
+@checks_names
 @dataclass(frozen=True)
 class Machine:
     """What a device reaches when it does nothing else. Everything is by the second, but for sizes.

@@ -82,8 +82,11 @@ def _clause(
                 f"of the {saved} that a step saves, {stays} stay, as long as {config.says_slowdown} has not found "
                 "that they move in time: that takes some steps"
             )
-    newest = size_text(config.newest_bytes(stats.prefetch_bytes))
-    sentence = _REASONS[reason].format(min_bytes=size_text(config.size("min_bytes")), newest=newest)
+    setting = "prefetch_bytes" if config.keep_last_bytes == "auto" else "keep_last_bytes"
+    sentence = _REASONS[reason].format(
+        min_bytes=config.written("min_bytes") or size_text(config.size("min_bytes")),
+        newest=config.written(setting) or size_text(config.newest_bytes(stats.prefetch_bytes)),
+    )
     return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"
 
 

@@ -36,7 +36,7 @@ from eager_offload.nothing_moved import why
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
-from eager_offload.plan_settings import settings_of, shown
+from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
@@ -395,7 +395,7 @@ class Offload:
         return around
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={shown(value)!r}" for name, value in self.config.changed().items())
+        given = ", ".join(f"{name}={self.config.shown(name)!r}" for name in self.config.changed())
         counted = self._accounts.counters
         moved = f"{size_text(counted.offloaded_bytes)} offloaded of {size_text(counted.saved_bytes)} saved"
         return f"<{type(self).__name__}({given}): {moved if counted.saved_tensors else 'nothing saved yet'}>"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eager_offload.computed_plan import ComputedPlan
-from eager_offload.config import OffloadConfig, OffloadFields, size_literal, variable_of
+from eager_offload.config import OffloadConfig, OffloadFields, shown, variable_of
 from eager_offload.errors import ConfigError
 
 #: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
@@ -34,12 +34,12 @@ def settings_of(
     auto = {name: planned[name] for name in _WINDOWS if getattr(found, name) == "auto"}
     found = OffloadConfig.from_fields(auto, found) if auto else found
     for name, value in planned.items():
-        if (given := getattr(found, name)) != value:
+        if getattr(found, name) != value:
             # A plan says itself what stays.
             other = "" if name == "keep_last_bytes" else f", or plan with config={{{name!r}: ...}}"
             raise ConfigError(
-                f"{name}={shown(given)!r} does not go with plan=..., which was made for {name}={shown(value)!r}: "
-                f"leave it out{other}"
+                f"{name}={found.shown(name)!r} does not go with plan=..., which was made for "
+                f"{name}={plan.config.shown(name)!r}: leave it out{other}"
             )
     return found
 
@@ -57,16 +57,10 @@ def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:
         "max_slowdown": 0,
         "step_plans": True,
     }
-    for name, given in OffloadConfig.from_env().changed().items():
+    config = OffloadConfig.from_env()
+    for name, given in config.changed().items():
         if name in known and given not in ("auto", known[name]):
             raise ConfigError(
-                f"{variable_of(name)}={shown(given)} in the environment does not go with plan=..., which was "
+                f"{variable_of(name)}={config.shown(name)} in the environment does not go with plan=..., which was "
                 f"made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
             )
-
-
-def shown(value: object) -> object:
-    """A field's value as a user would write it."""
-    if isinstance(value, tuple):
-        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
-    return size_literal(value) if type(value) is int else value

@@ -9,15 +9,16 @@ that it has saved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from eager_offload.codecs.base import Codec, TensorMeta
 from eager_offload.codecs.exact import BitMask, Narrow
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 from eager_offload.errors import ConfigError
+from eager_offload.names import checks_names, did_you_mean
+from eager_offload.pydantic_schema import schema_of
 
 #: What a policy may be named.
 CODEC_NAMES = ("identity", "lossless", "bf16", "int8", "fp8")
@@ -42,6 +43,28 @@ _BLOCK = 64
 _EXACT: dict[str, Codec] = {"narrow": Narrow(), "bitmask": BitMask()}
 
 
+class _Rules(Mapping[str, Codec]):
+    """Rules that do not change. Unlike a view of a dict they are copied and pickled, by ``dataclasses.asdict`` too."""
+
+    __slots__ = ("_codecs",)
+
+    def __init__(self, codecs: Mapping[str, Codec]) -> None:
+        self._codecs = dict(codecs)
+
+    def __getitem__(self, consumer: str) -> Codec:
+        return self._codecs[consumer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._codecs)
+
+    def __len__(self) -> int:
+        return len(self._codecs)
+
+    def __repr__(self) -> str:
+        return repr(self._codecs)
+
+
+@checks_names
 @dataclass(frozen=True)
 class CodecPolicy:
     """What packs saved tensors before they travel: ``OffloadConfig(codec=...)``.
@@ -69,14 +92,10 @@ class CodecPolicy:
         for consumer, _ in given:
             _check_consumer(consumer)
         rules = {consumer: _check(consumer, codec) for consumer, codec in sorted(given)}
-        object.__setattr__(self, "rules", MappingProxyType(rules))
+        object.__setattr__(self, "rules", _Rules(rules))
 
     def __hash__(self) -> int:
         return hash((self.lossless, tuple(self.rules.items())))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A view of a dict is neither copied nor pickled.
-        return type(self), (self.lossless, dict(self.rules))
 
     def rule(self, consumer: str, codec: Codec | str | None) -> CodecPolicy:
         """The same policy with a rule for ``consumer``; ``None``: without one.
@@ -109,6 +128,8 @@ class CodecPolicy:
         Raises:
             ConfigError: for anything else.
         """
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{given!r} is not accepted: from_dict takes a mapping of lossless and rules")
         unknown = set(given) - {"lossless", "rules"}
         if unknown:
             raise ConfigError(f"{sorted(unknown)} of a codec policy is not accepted: it has lossless and rules")
@@ -117,6 +138,11 @@ class CodecPolicy:
     def to_dict(self) -> dict[str, Any]:
         """The policy in the types that YAML and JSON have; codecs as texts."""
         return {"lossless": self.lossless, "rules": {consumer: text_of(one) for consumer, one in self.rules.items()}}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
+        annotations = {"lossless": bool, "rules": dict[str, str]}
+        return schema_of(cls, annotations, cls().to_dict(), handler.generate_schema)
 
     def codec(self, text: str) -> Codec | None:
         """The codec that ``text`` stands for, if this has it.
@@ -168,8 +194,8 @@ def _check_consumer(consumer: object) -> None:
     if not isinstance(consumer, str) or consumer not in CONSUMERS:
         accepted = ", ".join(sorted(CONSUMERS))
         raise ConfigError(
-            f"the consumer {consumer!r} is not accepted: what it reads is exact whatever a policy says. Rules are for "
-            f"{accepted}"
+            f"the consumer {consumer!r} is not accepted: {did_you_mean(consumer, CONSUMERS)}what it reads is exact "
+            f"whatever a policy says. Rules are for {accepted}"
         )
 
 

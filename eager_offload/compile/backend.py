@@ -11,6 +11,7 @@ from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.inductor import with_passes
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
+from eager_offload.names import unknown_name
 
 
 def eager_offload(
@@ -49,10 +50,8 @@ def eager_offload(
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
     unknown = sorted(patches.keys() - inductor_options())
     if unknown:
-        raise ConfigError(
-            f'unknown option {unknown[0]!r} of backend="eager_offload": accepted are {", ".join(sorted(FIELDS))}, '
-            "and the options of Inductor that torch._inductor.list_options() lists"
-        )
+        others = ", and the options of Inductor that torch._inductor.list_options() lists"
+        raise unknown_name(f'option {unknown[0]!r} of backend="eager_offload"', unknown[0], sorted(FIELDS), others)
     if switched_on(config.enabled):
         patches = with_passes(patches, config.to_text())
     return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))

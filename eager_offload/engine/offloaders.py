@@ -235,13 +235,15 @@ class Offloaders:
     def _disk_tier(self) -> Tier:
         if self._disk is None:
             config = self._config
-            self._disk = self._around(DiskTier(config.disk_paths, _bytes(config.disk_budget), verify=config.verify))
+            budget, given = _bytes(config.disk_budget), config.written("disk_budget")
+            self._disk = self._around(DiskTier(config.disk_paths, budget, given=given, verify=config.verify))
         return self._disk
 
     def _host_tier(self, runtime: Runtime) -> Tier:
         pin_memory = isinstance(runtime, AcceleratorRuntime) and self._config.pin_memory is not False
         arena = shared_arena(runtime, pin_memory, lambda: _new_arena(runtime, pin_memory=pin_memory))
-        return self._around(HostTier(arena, _bytes(self._config.host_budget)))
+        budget, given = _bytes(self._config.host_budget), self._config.written("host_budget")
+        return self._around(HostTier(arena, budget, given=given))
 
     def _around(self, tier: Tier) -> Tier:
         return tier if self.around_tier is None else self.around_tier(tier)

@@ -149,7 +149,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         if put_back is not None:
             put_back()
             self._trace.end()
-            set_local_ranks(1)
+            set_local_ranks(0)
             if self._closes:
                 self.offload.close()
 

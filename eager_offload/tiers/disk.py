@@ -31,6 +31,7 @@ from eager_offload.tiers.memory import (
     touched_spans,
     view_of,
 )
+from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.space import DiskSlotRecord, Segment, Space
 from eager_offload.tiers.spill import SpillFile
@@ -121,6 +122,7 @@ class DiskTier(Tier):
             write, the others serve alone from then on. ``None``: the first of the temporary, cache and working
             directories that is on a disk and has room.
         budget: bytes, or ``None`` for a part of what is free on the disks of its directories.
+        given: ``budget`` as the user has written it, if that was a text: a shortage repeats it.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
         file_type: makes the system calls.
 
@@ -135,6 +137,7 @@ class DiskTier(Tier):
         paths: Sequence[Path] | None,
         budget: int | None,
         *,
+        given: str | None = None,
         verify: bool = False,
         file_type: type[RawFile] = RawFile,
     ) -> None:
@@ -152,7 +155,7 @@ class DiskTier(Tier):
         # Each disk counts once.
         free = {file.device: disk_budget(file.directory) for file in self._space.files} if budget is None else {}
         self._budget = sum(free.values()) if budget is None else budget
-        self._has_given_budget = budget is not None
+        self._given = None if budget is None else given or size_text(budget)
         self._peak = self._written = 0
         tell_after_fork(self)
 
@@ -206,6 +209,9 @@ class DiskTier(Tier):
             self._peak = max(self._peak, self._used())
             return slot
 
+    def warning(self) -> str | None:
+        return None if self._given is not None else warning_of_guess()
+
     @property
     def shortage(self) -> Shortage:
         """What binds now: disks that fail, the budget, or the disk that has the most room."""
@@ -222,12 +228,11 @@ class DiskTier(Tier):
                 )
             roomiest = max(growing, key=SpillFile.room)
             if left <= roomiest.room():
-                budget = size_text(self._budget)
-                if self._has_given_budget:
-                    return Shortage(f"all of disk_budget is in use: {budget}", "raise disk_budget")
+                if self._given is not None:
+                    return Shortage(f"all of disk_budget is in use: {self._given}", "raise disk_budget")
                 return Shortage(
-                    f"the {budget} that this process takes of the disk of {roomiest.directory} are in use, and it has "
-                    f"{size_text(roomiest.room())} more for others",
+                    f"the {size_text(self._budget)} that this process takes of the disk of {roomiest.directory} are "
+                    f"in use, and it has {size_text(roomiest.room())} more for others",
                     "free some room there and begin anew, or give a disk_budget",
                 )
         try:

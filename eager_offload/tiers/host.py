@@ -13,6 +13,7 @@ from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
+from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.slabs import HostSlot, Quota
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
@@ -37,17 +38,19 @@ class HostTier(Tier):
     Args:
         arena: where the memory comes from; the budget, with those of other tiers on it, bounds all that it holds.
         budget: bytes; ``None`` for a part of what this process could take if the arena held nothing.
+        given: ``budget`` as the user has written it, if that was a text: warnings repeat it.
     """
 
     name: ClassVar[str] = "host"
 
-    def __init__(self, arena: Arena, budget: int | None = None) -> None:
+    def __init__(self, arena: Arena, budget: int | None = None, *, given: str | None = None) -> None:
         self._arena = arena
         self._quota = Quota(budget or 0, pooled=budget is None)
+        self._given = given
         if budget is None:
             self._look()
         else:
-            self._over = Shortage(f"all of host_budget is in use: {size_text(budget)}", "raise host_budget")
+            self._over = Shortage(f"all of host_budget is in use: {given or size_text(budget)}", "raise host_budget")
         self._next_look = 0
         #: Bytes that are refused until the budget is worked out anew, where it follows the machine.
         self._refused_until_look = 0
@@ -81,7 +84,7 @@ class HostTier(Tier):
         if self._quota.pooled and nbytes > self.budget:
             self._look()
         if nbytes > self.budget:
-            return Shortage(f"host_budget comes to {size_text(self.budget)}", self._over.remedy)
+            return Shortage(f"host_budget comes to {self._given or size_text(self.budget)}", self._over.remedy)
         try:
             self._arena.take(nbytes, self._quota)
         except OffloadError:
@@ -119,13 +122,15 @@ class HostTier(Tier):
         return self._refused_until_look < 0
 
     def warning(self) -> str | None:
+        if self._quota.pooled:
+            return warning_of_guess()
         overdraft = self._quota.overdraft
         if overdraft is None or self._has_warned:
             return None
         self._has_warned = True
         return (
-            f"host_budget={size_literal(self.budget)} is taken as it was given, although memory is short: "
-            f"{overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
+            f"host_budget={self._given or size_literal(self.budget)} is taken as it was given, although memory is "
+            f"short: {overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
             f'{overdraft.remedy}, or leave it to host_budget="auto"'
         )
 

@@ -22,7 +22,8 @@ import psutil
 
 from eager_offload.config import size_text
 from eager_offload.tiers.cgroups import group_limits, read
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.nodes import Ranks
+from eager_offload.tiers.ranks import ranks_here
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
@@ -102,7 +103,7 @@ def host_headroom(system: System | None = None) -> Headroom:
         system: where it is looked up; this machine where it is left out.
     """
     system = System() if system is None else system
-    ranks = local_ranks(system.environ)
+    ranks = ranks_here(system.environ)
     meminfo = _kibibytes(read(system.root / "proc/meminfo"))
     return _least(
         _available(meminfo, ranks),
@@ -132,10 +133,10 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
         OSError: ``path`` cannot be looked at.
     """
     system = System() if system is None else system
-    ranks, usage = local_ranks(system.environ), shutil.disk_usage(path)
+    ranks, usage = ranks_here(system.environ), shutil.disk_usage(path)
     reason = f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}"
     remedy = "make room there, or name a larger disk in disk_path"
-    limits = [Limit("disk", str(path), usage.total, usage.free, ranks, reason, remedy)]
+    limits = [Limit("disk", str(path), usage.total, usage.free, ranks.number, reason, remedy)]
     most = system.process_limit("RLIMIT_FSIZE")
     if most is not None:
         reason = f"no file of this process may exceed {size_text(most)} (RLIMIT_FSIZE)"
@@ -169,17 +170,17 @@ def pinning_limit(system: System | None = None) -> int | None:
 # -- what bounds memory ---------------------------------------------------------------------------------------------
 
 
-def _available(meminfo: Mapping[str, int], ranks: int) -> Limit:
+def _available(meminfo: Mapping[str, int], ranks: Ranks) -> Limit:
     room, capacity = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
     if room is None or capacity is None:
         memory = psutil.virtual_memory()
         room, capacity = int(memory.available), int(memory.total)
     reason = f"{size_text(room)} of this machine's {size_text(capacity)} of memory are available{_divided(ranks)}"
     remedy = "end other programs that take memory, or take a machine with more of it"
-    return Limit("memory", "MemAvailable", capacity, room, ranks, reason, remedy)
+    return Limit("memory", "MemAvailable", capacity, room, ranks.number, reason, remedy)
 
 
-def _committed(system: System, meminfo: Mapping[str, int], ranks: int) -> list[Limit]:
+def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list[Limit]:
     """Where the kernel promises no more than it has, it refuses what goes beyond (``vm.overcommit_memory`` is 2)."""
     mode = (read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
@@ -190,10 +191,10 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: int) -> list[L
         f"(vm.overcommit_memory=2){_divided(ranks)}"
     )
     remedy = "raise vm.overcommit_ratio, or set vm.overcommit_memory to 0"
-    return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks, reason, remedy)]
+    return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks.number, reason, remedy)]
 
 
-def _groups(system: System, ranks: int) -> Iterator[Limit]:
+def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
     for group in group_limits(system.root):
         reason = (
             f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
@@ -203,7 +204,7 @@ def _groups(system: System, ranks: int) -> Iterator[Limit]:
             "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
             "sbatch --mem)"
         )
-        yield Limit("cgroup", str(group.file), group.limit, group.room, ranks, reason, remedy)
+        yield Limit("cgroup", str(group.file), group.limit, group.room, ranks.number, reason, remedy)
 
 
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
@@ -225,5 +226,6 @@ def _kibibytes(text: str | None) -> dict[str, int]:
     return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
 
 
-def _divided(ranks: int) -> str:
-    return f", shared by {ranks} processes of this run" if ranks > 1 else ""
+def _divided(ranks: Ranks) -> str:
+    guess = ", since nothing tells how many of them are on this node" if ranks.is_guess else ""
+    return f", shared by {ranks.number} processes of this run{guess}" if ranks.number > 1 else ""

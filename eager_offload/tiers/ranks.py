@@ -1,4 +1,9 @@
-"""How many processes of a run share this node, and which of them this one is, as their launcher says."""
+"""How many processes of a run share this node, and which of them this one is.
+
+The launcher says it, or the framework that has started them; else the process group, by what its ranks say in its
+store (``nodes.py``); else where they meet. Where nothing tells, all ranks of the run share what this node has: a share
+that is too small costs room, and one that is too large may cost the run.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,15 @@ import os
 import re
 from collections.abc import Mapping
 
-import torch.distributed as dist
+from eager_offload.tiers.nodes import Ranks, RollCall, is_this_node, this_node
 
 #: What launchers call the number of processes that they started on this node: torchrun (and what starts processes as it
-#: does), Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and those that call it as
-#: Horovod's guides do. The one that started this very process comes first: a torchrun that Slurm has started knows
-#: better than Slurm.
+#: does), worker groups on Ray, Open MPI, MVAPICH2 and 3, Hydra (MPICH, Intel MPI), Cray's PALS, IBM's JSM, Horovod, and
+#: those that call it as Horovod's guides do. The one that started this very process comes first: a torchrun that Slurm
+#: has started knows better than Slurm.
 _NUMBERS = (
     "LOCAL_WORLD_SIZE",
+    "RAY_LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "MVP_COMM_WORLD_LOCAL_SIZE",
@@ -23,6 +29,8 @@ _NUMBERS = (
     "HOROVOD_LOCAL_SIZE",
     "LOCAL_SIZE",
 )
+#: What they call the number of processes on all nodes.
+_TOTALS = ("WORLD_SIZE", "PMI_SIZE")
 #: Slurm's, of the step that this process belongs to.
 _SLURM_STEP = ("SLURM_STEP_TASKS_PER_NODE",)
 #: What was asked for, and of the whole job. The one process that runs the script of ``sbatch`` has these too: they say
@@ -31,16 +39,17 @@ _SLURM_JOB = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_STEP_NUMBERS = ("SLURM_STEP_ID", "SLURM_STEPID")
 #: Where all ranks meet, if they are all on this node.
 _HERE = ("localhost", "127.0.0.1", "::1")
-#: What a framework has said that starts processes by itself.
-_reported = 1
+#: What a framework has said that starts processes by itself; 0: nothing.
+_reported = 0
+_roll_call = RollCall(this_node())
+#: Whether the user has been told that nobody has counted the ranks of this node.
+_has_warned = False
 #: ``4(x2)``: two nodes in a row with four each.
 _RUN = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
-def local_ranks(environ: Mapping[str, str] | None = None) -> int:
-    """How many processes share this node's memory and disks, as the launcher says; 1 where nothing says more.
-
-    Without a launcher, ranks that meet on this very machine are all on it.
+def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Returns how many processes share this node's memory and disks; 1 where nothing says that there are more.
 
     A value that makes no sense is passed over.
 
@@ -48,17 +57,20 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
         environ: the environment; that of this process where it is left out.
     """
     environ = os.environ if environ is None else environ
-    for name in _NUMBERS:
-        if ranks := _positive(environ.get(name, "")):
-            return ranks
-    in_step = any(environ.get(name) for name in _SLURM_STEP_NUMBERS)
-    for name in (*_SLURM_STEP, *(_SLURM_JOB if in_step else ())):
-        if ranks := _on_this_node(environ.get(name, ""), environ.get("SLURM_NODEID", "")):
-            return ranks
-    if environ.get("MASTER_ADDR", "").strip().lower() in _HERE:
-        # Started by hand, as by torch.multiprocessing.spawn, or by a framework.
-        return _positive(environ.get("WORLD_SIZE", "")) or max(_group_size(), _reported)
-    return _reported
+    if number := _counted(environ) or _reported:
+        return Ranks(number)
+    total = next(filter(None, (_positive(environ.get(name, "")) for name in _TOTALS)), 0)
+    meeting = environ.get("MASTER_ADDR", "").strip()
+    if total and meeting.lower() in _HERE:  # started by hand, as by torch.multiprocessing.spawn
+        return Ranks(total)
+    if (found := _roll_call.ranks()) is not None:
+        return found
+    return Ranks(total or 1, is_guess=total > 1 and not (meeting and is_this_node(meeting)))
+
+
+def local_ranks(environ: Mapping[str, str] | None = None) -> int:
+    """Returns the number of ``ranks_here``."""
+    return ranks_here(environ).number
 
 
 def rank() -> int:
@@ -69,14 +81,35 @@ def rank() -> int:
 def set_local_ranks(ranks: int) -> None:
     """Says how many processes share this node, for frameworks that start them without a launcher's variables.
 
-    A launcher's word comes before it.
+    A launcher's word comes before it. 0 takes it back.
     """
     global _reported
-    _reported = max(ranks, 1)
+    _reported = max(ranks, 0)
 
 
-def _group_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+def warning_of_guess() -> str | None:
+    """Returns what the user is to be told, once in a process, where nothing tells how many ranks share this node."""
+    global _has_warned
+    if _has_warned or not (found := ranks_here()).is_guess:
+        return None
+    _has_warned = True
+    return (
+        f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its share "
+        "of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give host_budget and "
+        "disk_budget in bytes"
+    )
+
+
+def _counted(environ: Mapping[str, str]) -> int:
+    """Returns what a launcher says; 0 where none does."""
+    for name in _NUMBERS:
+        if ranks := _positive(environ.get(name, "")):
+            return ranks
+    in_step = any(environ.get(name) for name in _SLURM_STEP_NUMBERS)
+    for name in (*_SLURM_STEP, *(_SLURM_JOB if in_step else ())):
+        if ranks := _on_this_node(environ.get(name, ""), environ.get("SLURM_NODEID", "")):
+            return ranks
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 
+from eager_offload._torch import default_store
 from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks, set_local_ranks
+from eager_offload.tiers.nodes import RollCall, this_node
+from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
 from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
 
 ROOT = Path(__file__).parents[2]
+#: The name of this machine, which is in its own tables.
+HERE = socket.gethostname()
 
 
 @pytest.fixture
@@ -31,6 +38,7 @@ def machine(tmp_path: Path) -> FakeMachine:
     [
         ({}, 1),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"RAY_LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "192.0.2.7"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
         ({"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MVP_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
@@ -51,7 +59,13 @@ def machine(tmp_path: Path) -> FakeMachine:
         ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, 4),
         ({"MASTER_ADDR": "Localhost", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "localhost"}, 1),
-        ({"MASTER_ADDR": "node7", "WORLD_SIZE": "4"}, 1),
+        ({"MASTER_ADDR": HERE, "WORLD_SIZE": "4"}, 4),
+        ({"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, 4),
+        ({"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "4"}, 4),  # an address of no machine, for documentation
+        ({"WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "6", "PMI_RANK": "2"}, 6),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "many"}, 1),
         ({"LOCAL_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "-3", "SLURM_NTASKS_PER_NODE": "many"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x", "SLURM_TASKS_PER_NODE": "4,,2", "MPI_LOCALNRANKS": "9" * 99}, 1),
     ],
@@ -64,7 +78,10 @@ def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
     set_local_ranks(3)
     try:
         assert local_ranks({}) == local_ranks({"MASTER_ADDR": "node7"}) == local_ranks({"MASTER_ADDR": "::1"}) == 3
+        assert local_ranks({"WORLD_SIZE": "12", "MASTER_ADDR": "192.0.2.7"}) == 3
         assert local_ranks({"LOCAL_WORLD_SIZE": "8"}) == 8
+        set_local_ranks(1)
+        assert local_ranks({"WORLD_SIZE": "12"}) == 1, "one on each of twelve nodes"
     finally:
         set_local_ranks(0)
     assert local_ranks({}) == 1
@@ -76,9 +93,85 @@ def test_h26_ranks_started_by_hand_that_meet_on_this_machine_are_all_on_it(tmp_p
     dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, none of which talks
     try:
         assert local_ranks({"MASTER_ADDR": "localhost"}) == 6
-        assert local_ranks({"MASTER_ADDR": "node7"}) == 1
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of six ranks of which this process is rank 1, and none talks."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("fake", store=store, rank=1, world_size=6)
+    yield
+    dist.destroy_process_group()
+
+
+def test_h26_ranks_that_say_in_the_store_of_their_group_that_they_are_elsewhere_share_nothing_here(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks speak one after the other, and each is asked twice; none waits for another one."""
+    environ = {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "6"}
+    assert ranks_here(environ) == (6, False), "until others have said where they are, they may be here"
+    counts = []
+    for rank, node in ((0, "a"), (2, this_node()), (3, "a"), (4, "b"), (5, "b")):
+        with monkeypatch.context() as other:
+            other.setattr(dist, "get_rank", lambda rank=rank: rank)
+            roll_call = RollCall(node)
+            assert roll_call.ranks() == roll_call.ranks()
+        counts.append(local_ranks(environ))
+    assert counts == [5, 5, 4, 3, 2]
+    assert local_ranks({**environ, "RAY_LOCAL_WORLD_SIZE": "3"}) == 3
+
+
+def test_h26_a_forked_child_says_nothing_in_its_parents_store(group: None) -> None:
+    store = default_store()
+    assert local_ranks({}) == 6
+    spoken = store.add("eager_offload/ranks/all", 0)
+    child = os.fork()
+    if child == 0:
+        os._exit(local_ranks({}) if ranks_here({}).is_guess else 99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+    assert (spoken, store.add("eager_offload/ranks/all", 0)) == (1, 1)
+
+
+def test_h26_a_store_that_has_gone_leaves_all_ranks_to_share(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> int:
+        raise dist.DistNetworkError("the server is gone")
+
+    monkeypatch.setattr(dist.PrefixStore, "add", gone)
+    assert ranks_here({}) == (6, True)
+    monkeypatch.undo()
+    assert ranks_here({}) == (6, True), "it is not asked again: it may take long to fail"
+
+
+WARNED = """
+import os, socket, sys, warnings
+import torch, eager_offload as eo
+warnings.simplefilter("always")
+
+def train(address, **fields):
+    os.environ["MASTER_ADDR"] = address
+    offload = eo.Offload(tier="disk", disk_path=sys.argv[1], min_bytes=0, keep_last_bytes=0, **fields)
+    with warnings.catch_warnings(record=True) as caught:
+        with offload:
+            y = (torch.ones(1 << 18, requires_grad=True) * 2).exp().sum()
+        y.backward()
+        assert offload.stats(synchronize=True).bytes_out > 0
+    return [(one.filename, str(one.message)) for one in caught if "processes of this run" in str(one.message)]
+
+assert train(socket.gethostname()) == []
+assert train("192.0.2.7", disk_budget="1GiB") == []
+(where, text), = train("192.0.2.7")
+assert where == "<string>", where
+assert "nothing tells how many of the 4 processes of this run are on this node" in text, text
+assert train("192.0.2.7") == []
+"""
+
+
+def test_h26_where_nothing_tells_how_many_ranks_are_here_the_user_is_told_once(directory: Path) -> None:
+    command = [sys.executable, "-c", WARNED, str(directory)]
+    ran = subprocess.run(command, env=os.environ | {"WORLD_SIZE": "4"}, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:

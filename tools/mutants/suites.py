@@ -61,6 +61,7 @@ _FIRST = {
     "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
     "tiers/limits": "tiers/limits",
     "tiers/memory": "tiers/numa tiers/untouched",
+    "tiers/nodes": "tiers/limits",
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/arena tiers/disk",
     "tiers/disk": "=disk",
@@ -83,7 +84,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/device_clock runtime/link_probe "
-    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
+    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
 )
 
 
