@@ -124,7 +124,11 @@ PRIVATE_NAMES = {
         *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
         *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
     ),
-    "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
+    "planning fails": (
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.autograd.graph._engine_run_backward",
+    ),
+    "after a plan of a compiled model that is not compiled any more": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
         "torch._inductor.config.post_grad_custom_post_pass",
         "torch._inductor.config.custom_partitioner_fn",
@@ -219,6 +223,7 @@ PATCHED = {
         "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
     ),
     "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
+    "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
         "torch._inductor.config.post_grad_custom_post_pass",
         "torch._inductor.config.custom_partitioner_fn",
@@ -316,6 +321,25 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def run_backward(loss: Tensor) -> None:
+    """As ``loss.backward()``, which would turn off the function modes of the caller for what backward calls."""
+    run: Any = torch.autograd.graph._engine_run_backward
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that the backward of ``loss`` gives a gradient."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
 
 
 def asker_may_return_it() -> bool:
@@ -1345,6 +1369,11 @@ def has_compiled() -> bool:
 def compiler_is_loaded() -> bool:
     """Whether anything in this process may have been compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def compiled_frames() -> Any:
+    """Dynamo's module that runs compiled functions and has their stance; it is imported where it was not."""
+    return importlib.import_module("torch._dynamo.eval_frame")
 
 
 def hide_from_compilers(function: Callable[..., Any]) -> None:

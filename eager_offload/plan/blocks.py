@@ -9,7 +9,7 @@ dropped. Both are seen by weak references, whose callbacks only append to a queu
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,6 +107,10 @@ class Blocks:
             self._weak.pop(id(weak), None)
             happened(op)
 
+    def are_alive(self) -> bool:
+        """Whether any storage is there still."""
+        return any(weak() is not None for _, weak in self._by_key.values())
+
     def of(self, tensor: Tensor) -> Block | None:
         """The block of ``tensor``, if it is known."""
         storage = _storage_of(tensor)
@@ -135,8 +139,15 @@ class Blocks:
                 del self._by_key[key]
 
         self._by_key[key] = block, weakref.ref(storage, died)
-        self.all.append(block)
+        if self.all and op < self.all[-1].made:  # met late, and there before
+            insort(self.all, block, key=attrgetter("made"))
+        else:
+            self.all.append(block)
         return block
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has bytes that were not seen."""
+        return _storage_of(tensor) is not None and self.of(tensor) is None
 
     def made_between(self, begin: int, end: int) -> list[Block]:
         """Those that the operators from ``begin`` until ``end`` have made."""

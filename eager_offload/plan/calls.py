@@ -105,6 +105,7 @@ class Calls:
     ) -> tuple[tuple[RecomputableCall, ...], tuple[Storage, ...]]:
         """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
         calls = [call for call in self._all if self._may_run_again(call)]
+        self._all = []  # their states have the recorder's own hooks
         held = dict.fromkeys(
             block
             for call in calls

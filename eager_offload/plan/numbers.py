@@ -1,4 +1,4 @@
-"""What planning leaves alone: the modes and hooks of the caller, and random numbers, of other threads too.
+"""What planning leaves alone: the caller's modes, hooks and compiled code, and random numbers, of other threads too.
 
 [Note: random numbers]
 torch has one default generator for all threads of a process. To put its state back after a trace would have another
@@ -8,6 +8,11 @@ as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` i
 
 Real steps draw from the default generator, as kernels do that are given none, and put it back: other threads should
 draw nothing meanwhile. So is put back what a model draws from Python's and numpy's own numbers, in a trace too.
+
+[Note: compiled code]
+Dynamo compiles nothing in a dispatch mode, and marks the code that it meets there: that code would never be compiled
+again in this process. So a thread that plans runs compiled functions as they were written, without asking Dynamo. torch
+has one stance for all threads; other threads, which may be training, have theirs.
 """
 
 from __future__ import annotations
@@ -15,20 +20,22 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from eager_offload import active
-from eager_offload._torch import Patch, function_modes, generators, without_dispatch_modes
+from eager_offload._torch import Patch, compiled_frames, function_modes, generators, without_dispatch_modes
 
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Autograd is on, and the caller's modes, hooks and default device count for nothing."""
+    """Autograd is on, compiled functions run as they were written, and the caller's modes, hooks and default device
+    count for nothing."""
     with ExitStack() as stack:
+        stack.enter_context(_uncompiled())
         stack.enter_context(active.outside())
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
@@ -43,12 +50,13 @@ def by_itself() -> Iterator[None]:
 
 class _Local(threading.local):
     generator: torch.Generator | None = None
+    is_uncompiled: bool = False
 
 
 _local = _Local()
 
 
-class _OfThread:
+class _GeneratorOfThread:
     """What ``torch.random`` has in place of the default generator while any thread traces."""
 
     def __init__(self, shared: Any) -> None:
@@ -58,9 +66,57 @@ class _OfThread:
         return getattr(_local.generator or self._shared, name)
 
 
-_lock = threading.Lock()
-_users = 0
-_patch = Patch(generators, "default_generator", _OfThread)
+class _StanceOfThread:
+    """What Dynamo has in place of its stance while any thread plans."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        return "force_eager" if name == "stance" and _local.is_uncompiled else getattr(self._shared, name)
+
+
+class _SharedPatch:
+    """Is on while any thread uses it."""
+
+    def __init__(self, owner: Callable[[], object], name: str, around: Callable[[Any], object]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._lock, self._users = threading.Lock(), 0
+        self._patch: Patch | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        """So many threads more use it, or fewer."""
+        with self._lock:
+            before, self._users = self._users, self._users + more
+            if 0 not in (before, self._users) or not hasattr(self._owner(), self._name):
+                return
+            if self._patch is None:
+                self._patch = Patch(self._owner(), self._name, self._around)
+            (self._patch.put_on if self._users else self._patch.take_off)()
+
+
+_generator = _SharedPatch(lambda: generators, "default_generator", _GeneratorOfThread)
+_stance = _SharedPatch(compiled_frames, "_stance", _StanceOfThread)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """The calling thread runs compiled functions as they were written: see [Note: compiled code]."""
+    before = _local.is_uncompiled
+    with _stance.used():
+        _local.is_uncompiled = True
+        try:
+            yield
+        finally:
+            _local.is_uncompiled = before
 
 
 @contextmanager
@@ -68,23 +124,12 @@ def numbers_of_its_own() -> Iterator[torch.Generator]:
     """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
     before, generator = _local.generator, torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
-    with _others_put_back():
-        _count(1)
+    with _others_put_back(), _generator.used():
         try:
             _local.generator = generator
             yield generator
         finally:
             _local.generator = before
-            _count(-1)
-
-
-def _count(more: int) -> None:
-    """So many threads more trace, or fewer."""
-    global _users
-    with _lock:
-        before, _users = _users, _users + more
-        if hasattr(generators, "default_generator") and 0 in (before, _users):
-            (_patch.put_on if _users else _patch.take_off)()
 
 
 @contextmanager

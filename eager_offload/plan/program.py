@@ -146,6 +146,8 @@ class Program:
     arguments: tuple[Storage, ...] = ()
     """Arguments of theirs that autograd does not save and a checkpoint would; each is a part of ``other_bytes``, and is
     saved and asked for nowhere."""
+    guessed: tuple[str, ...] = ()
+    """Functions that were called whose saves depend on the device: those of a CPU were written down."""
 
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""

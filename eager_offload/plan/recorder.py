@@ -20,6 +20,7 @@ from eager_offload._torch import (
     autograd_sequence,
     current_autograd_node,
     is_fake,
+    leaves_of,
     node_sequence,
     schema_of,
     storage_key,
@@ -35,6 +36,7 @@ from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.plan.calls import Calls, written_by
 from eager_offload.plan.coded import Coder
+from eager_offload.plan.guessed import guessed_name
 from eager_offload.plan.program import Op, Program, ProgramAsk, ProgramSave, Storage
 from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
@@ -60,17 +62,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         policy: the codecs that may pack what moves.
         generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
             time.
+        blocks: notes which storages live.
+        outside: is called with a tensor that was not there and that no operator has made, before the step gives it a
+            gradient, or writes to it; ``None``: that is a ``PlanError``.
     """
 
     def __init__(
-        self, min_bytes: int, policy: CodecPolicy = PLAIN, *, generator: torch.Generator | None = None
+        self,
+        min_bytes: int,
+        policy: CodecPolicy = PLAIN,
+        *,
+        generator: torch.Generator | None = None,
+        blocks: Blocks | None = None,
+        outside: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._min_bytes, self._generator = min_bytes, generator
         #: How long each operator took, where they are real, and those since the last one that has bytes.
         self.seconds: list[float] = []
         self._unwritten = 0.0
-        self._blocks = Blocks()
+        self._blocks = Blocks() if blocks is None else blocks
+        self._outside = outside
+        #: Names of functions whose saves depend on the device.
+        self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
         self._forward_ops = 0
         self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
@@ -97,6 +111,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._held.append(tensor)
         self._blocks.add(tensor, 0, 0)
 
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has bytes, was not there and was made by no operator."""
+        return self._blocks.lacks(tensor)
+
+    def _refuse(self, tensor: Tensor) -> None:
+        """Raises ``PlanError``: the step would change ``tensor``."""
+        change = "a gradient of it" if tensor.requires_grad else "its numbers"
+        raise PlanError(
+            f"{self.where} takes a tensor of the shape {tuple(tensor.shape)} from outside of the model, and a step "
+            f"changes {change}. A plan changes nothing of the program's: make it a parameter or a buffer of the model, "
+            "or of a torch.nn.Module that is given as loss=..., which are copied"
+        )
+
+    def _meet(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Sees to it that ``func`` changes nothing from outside."""
+        strangers = [one for one in tensors_in((args, named)) if not is_fake(type(one)) and self.lacks(one)]
+        if not strangers:
+            return
+        written = {id(one) for one in written_by(OperatorCall(func, args, named, None))}
+        for one in strangers:
+            if one.requires_grad or id(one) in written:
+                (self._outside or self._refuse)(one)
+
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Names the modules of ``model`` as they are called."""
@@ -120,7 +157,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if not self._is_backward:
             self._calls.leave(len(self._ops), len(self._saves))
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, loss: Tensor) -> None:
+        for leaf in leaves_of(loss):
+            if not is_fake(type(leaf)) and self.lacks(leaf):
+                (self._outside or self._refuse)(leaf)
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
@@ -161,7 +201,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if self._depth:
             return func(*args, **named)
         self._blocks.note_deaths(len(self._ops))
-        with self._unseen():
+        with self.unseen():
+            self._meet(func, args, named)
             result = self._run(func, args, named)
         if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
             self._calls.changed()  # whose state a checkpoint does not put back
@@ -169,13 +210,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return result
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def unseen(self) -> Iterator[None]:
         """Operators inside are not counted."""
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def calling(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Notes what saves other tensors on another device, if it saves any."""
+        saves = len(self._saves)
+        yield
+        if len(self._saves) > saves and (name := guessed_name(function)) is not None:
+            self._guessed[name] = None
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
@@ -240,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def pack(self, tensor: Tensor) -> _Handle:
         """A handle of what autograd saves; called while the operator that saves it is recorded."""
-        with self._unseen():
+        with self.unseen():
             return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> _Handle:
@@ -296,7 +345,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return Saver(self.pack, self.unpack, self._min_bytes)
 
     def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
-        with self._unseen():
+        with self.unseen():
             whole = self._blocks.ask(saved, dtype, len(self._ops))
             with _as_it_is(whole):
                 return whole.as_strided(*place)
@@ -316,7 +365,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         modules = tuple(self._modules)
         calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
-        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments)
+        guessed = tuple(sorted(self._guessed))
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments, guessed)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:

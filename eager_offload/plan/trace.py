@@ -2,21 +2,16 @@
 
 [Note: tracing]
 A copy of the model is run whose parameters are fake tensors on the CPU, which stand for the device. So the model
-itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. A fake
+itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (outside.py). A fake
 CPU tensor takes autograd to the kernels of a CPU; those of an accelerator would abort where torch was built without it.
-
-[Note: known numbers]
-Integers and booleans that depend on no parameter and on no activation (token numbers, masks, positions) are real in the
-trace, and what follows from them alone is computed. So a mask of ones is found to be one as in a real step, which some
-models do not ask of a fake tensor, and indices may be counted. Whatever depends on anything else is fake; a question
-for its value is an error that names the module.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,24 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import (
-    FakeTensorMode,
-    is_fake,
-    is_plain_fake,
-    is_wrapper,
-    storage_key,
-    tree_iter,
-    tree_map,
-    without_dispatch_modes,
-)
+from eager_offload._torch import FakeTensorMode, run_backward
 from eager_offload.codecs import CodecPolicy
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
 from eager_offload.plan.numbers import by_itself, numbers_of_its_own
+from eager_offload.plan.outside import Made, left_as_it_was
 from eager_offload.plan.program import Program
-from eager_offload.plan.recorder import MOST_KNOWN, PLAIN, Recorder, is_of_fakes
+from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
+from eager_offload.plan.stand_ins import StandIns
 from eager_offload.skipping import SkippedModules
+
+#: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
+_OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 
 def trace(
@@ -70,23 +61,43 @@ def trace(
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that no trace has.
     """
+    made = Made()
+    with left_as_it_was(model, loss, made):
+        return _trace(model, inputs, loss, min_bytes, skip, again, policy, made)
+
+
+def _trace(
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None,
+    min_bytes: int,
+    skip: Sequence[str],
+    again: Sequence[str],
+    policy: CodecPolicy,
+    made: Made,
+) -> Program:
     with (
         by_itself(),
         numbers_of_its_own() as generator,
         _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        recorder, skipped = Recorder(min_bytes, policy, generator=generator), SkippedModules()
-        stand_ins = _StandIns(recorder.has)
+        recorder, skipped = Recorder(min_bytes, policy, generator=generator, blocks=made.blocks), SkippedModules()
+        stand_ins = StandIns(recorder)
         inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
+        parts = [part for part in (traced, made_loss) if isinstance(part, nn.Module)]
+        made.modules += [weakref.ref(module) for part in parts for module in part.modules()]
         if skip:
             skipped.add(traced, skip)
         try:
-            run_step(recorder, traced, inputs, made_loss, again)
+            with stand_ins:
+                run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
         except Exception as error:
+            if (said := _lacks(error)) is not None:
+                raise PlanError(f"{recorder.where} {said}") from error
             if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
                 raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
             error.add_note(
@@ -95,6 +106,22 @@ def trace(
             )
             raise  # the model's own
         return recorder.program()
+
+
+def _lacks(error: Exception) -> str | None:
+    """What is said of an operator that torch does not run on tensors without bytes, or on a CPU, which differentiates
+    FlexAttention on accelerators alone; ``None`` for any other error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
+    if not isinstance(error, NotImplementedError) or not raised.startswith(_OPERATORS):
+        return None
+    return (
+        f"calls what cannot be traced ({error}). Plan it with another attention in that place, such as "
+        "torch.nn.functional.scaled_dot_product_attention, which saves tensors of the same sizes, or train without a "
+        "plan: Offload(device_budget=...) learns from the first steps what has to move"
+    )
 
 
 @contextmanager
@@ -127,8 +154,8 @@ def run_step(
             checkpointed(model, again),
         ):
             total = _loss_of(call(), loss)
-        recorder.begin_backward()
-        total.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        recorder.begin_backward(total)
+        run_backward(total)
         del total
 
 
@@ -152,87 +179,3 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
     return found if found.dim() == 0 else found.sum()
-
-
-# -- what stands for the tensors of a model and its inputs ------------------------------------------------------------
-
-
-class _StandIns:
-    def __init__(self, has: Callable[[Tensor], None]) -> None:
-        #: Is called with each.
-        self._has = has
-        self._wholes: dict[int, Tensor] = {}
-        self._found: dict[int, Tensor] = {}
-        self._owners: list[object] = []  # no key is used twice
-
-    def of_inputs(self, inputs: object) -> Any:
-        return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
-
-    def copy_of(
-        self, model: nn.Module, loss: Callable[[Any], Tensor] | None
-    ) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
-        """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
-        cannot."""
-        found: dict[int, Any] = {}
-        for name, module in model.named_modules():
-            for value in vars(module).values():
-                for one in tree_iter(value):
-                    if isinstance(one, Tensor):
-                        try:
-                            self._of(one)
-                        except PlanError as error:
-                            raise PlanError(f"{name or 'the model'}: {error}") from error
-                    elif isinstance(one, torch.Generator) and id(one) not in found:
-                        with without_dispatch_modes():  # its state is a tensor
-                            found[id(one)] = one.clone_state()
-        try:
-            return copy.deepcopy((model, loss), {**found, **self._found})
-        except Exception as error:
-            raise PlanError(
-                f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
-                "module inside of what wraps it"
-            ) from error
-
-    def _of(self, tensor: Tensor) -> Tensor:
-        if (known := self._found.get(id(tensor))) is not None:
-            return known
-        if is_wrapper(tensor) or not (type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)):
-            raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
-        if tensor.layout is not torch.strided:
-            raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
-        if _has_numbers(tensor):
-            with without_dispatch_modes(), torch.no_grad():
-                made = tensor.detach().to("cpu", copy=True)
-        else:
-            made = self._fake(tensor)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, tensor.requires_grad)
-        elif tensor.requires_grad:
-            made.requires_grad_()
-        self._found[id(tensor)] = made
-        self._owners.append(tensor)
-        self._has(made)
-        return made
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        storage = tensor.untyped_storage()
-        whole = self._wholes.get(storage_key(storage))
-        if whole is None or whole.dtype != dtype:
-            if tensor.nbytes == storage.nbytes():
-                made = self._wholes[storage_key(storage)] = torch.empty_strided(size, stride, dtype=dtype)
-                return made
-            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
-            self._wholes[storage_key(storage)] = whole
-        return whole.as_strided(size, stride, tensor.storage_offset())
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are there: see [Note: known numbers]."""
-    return (
-        not is_fake(type(tensor))
-        and tensor.device.type != "meta"
-        and not tensor.dtype.is_floating_point
-        and not tensor.dtype.is_complex
-        and tensor.nbytes <= MOST_KNOWN
-    )

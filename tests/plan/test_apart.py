@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy
 import pytest
@@ -167,20 +168,21 @@ def test_what_another_thread_draws_meanwhile_it_does_not_draw_again() -> None:
 
 
 def test_a_trace_draws_the_same_numbers_each_time_and_a_users_generator_stays() -> None:
-    drawn: list[float] = []
+    drawn: SimpleQueue[float] = SimpleQueue()  # a list would be put back
     own = torch.Generator().manual_seed(3)
     state = own.get_state()
 
     class Draws(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            drawn.extend([float(torch.rand([])), float(torch.rand([], generator=own)), random.random()])
-            drawn.append(numpy.random.rand())
+            for one in (torch.rand([]), torch.rand([], generator=own), random.random(), numpy.random.rand()):
+                drawn.put(float(one))
             return super().forward(x).exp().sum()
 
     model = Draws(4, 4)
     for _ in range(2):
         trace(model, torch.ones(2, 4), min_bytes=0)
-    assert drawn[:4] == drawn[4:]
+    first, second = ([drawn.get_nowait() for _ in range(4)] for _ in range(2))
+    assert first == second
     assert torch.equal(own.get_state(), state)
-    for one in (torch.rand([]).item(), None, random.random(), numpy.random.rand()):
-        assert drawn.pop(0) == one or one is None
+    for found, one in zip(first, (torch.rand([]).item(), None, random.random(), numpy.random.rand()), strict=True):
+        assert found == one or one is None

@@ -1,0 +1,417 @@
+"""What the Python code of a step reaches outside of what is planned: noted before, and put back afterwards.
+
+[Note: outside of the copy]
+``copy.deepcopy`` copies a model with all that it has, but no function: what a hook, a loss or a method reaches through
+a closure, a global, a default or an attribute of a class is the user's own in the copy too. Tensors there have
+stand-ins (stand_ins.py). A step may also put tensors of its own there: into a cache, a list that a hook fills. So
+
+1. before the step the containers are noted that the functions of the model and of the loss name, and those in these;
+2. afterwards they are what they were, and a ``functools.lru_cache`` that has taken hold of a tensor is empty;
+3. if any tensor of the step is alive then, whoever holds it is looked for among all objects of the process. It is taken
+   out there, and ``PlanError`` names the place: what was there before nobody has noted.
+
+Nobody knows which thread has changed a container: other threads should leave these alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import is_fake, tree_iter
+from eager_offload.errors import PlanError
+from eager_offload.plan.blocks import Blocks
+
+_Cache: Any = type(functools.lru_cache(lambda: None))
+#: They hold nothing that a step could change.
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    BuiltinFunctionType,
+    CodeType,
+    ModuleType,
+    FrameType,
+    torch.dtype,
+)
+#: Packages whose functions name nothing of the user's.
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
+#: Modules of the standard library whose objects are containers.
+_CONTAINERS = ("builtins", "collections", "types", "functools")
+#: Objects that are noted at most, and how many holders of holders are looked for.
+_MOST, _DEEP = 200_000, 8
+_NOTHING: Any = object()
+
+
+class _Slots:
+    """What is in the slots of one container before a step: keys, attributes, names or the contents of a cell."""
+
+    def __init__(self, read: Callable[[], dict[Any, Any]], write: Callable[[Any, Any], None]) -> None:
+        self._read, self._write = read, write
+        self._before = read()
+
+    def put_back(self, is_others: Callable[[object], bool]) -> None:
+        """Has the slots as they were, but for those that hold what ``is_others`` says another thread has put there."""
+        now = self._read()
+        for key in dict.fromkeys((*self._before, *now)):
+            old, new = self._before.get(key, _NOTHING), now.get(key, _NOTHING)
+            if old is not new and not is_others(new):
+                self._write(key, old)
+
+
+class _Elements:
+    """What is in a list, a deque or a set before a step."""
+
+    def __init__(self, kind: Any, container: Any) -> None:
+        # By the methods of the kind itself, in whose place a subclass may have others.
+        self._kind, self._container, self._before = kind, container, [*kind.__iter__(container)]
+
+    def put_back(self, is_others: Callable[[object], bool]) -> None:
+        """Has the elements as they were, and behind them those that ``is_others`` says another thread has put there."""
+        kind, container, before = self._kind, self._container, self._before
+        now = [*kind.__iter__(container)]
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return
+        known = {id(one) for one in before}
+        others = [one for one in now if id(one) not in known and is_others(one)]
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, [*before, *others])
+
+
+class Outside:
+    """What is reached from some functions, classes and objects.
+
+    Args:
+        roots: from where. Functions, and what they name, are followed; so is what is in objects and containers.
+    """
+
+    def __init__(self, roots: list[object]) -> None:
+        self.caches: list[Any] = []
+        self._places: list[_Slots | _Elements] = []
+        self._seen: dict[int, object] = {}
+        self._todo = roots
+        #: What functions name; an attribute of a class that nobody names is not followed.
+        self._names: set[str] = set()
+        self._classes: dict[type, set[str]] = {}
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        while self._todo:
+            while self._todo and len(self._seen) < _MOST:
+                self._follow(self._todo.pop())
+            self._todo = [] if len(self._seen) >= _MOST else self._named_of_classes()
+        for space, names in self._globals.values():
+            self._note_slots(partial(_named, space, names), space)
+
+    def put_back(self, is_others: Callable[[object], bool]) -> None:
+        for place in self._places:
+            place.put_back(is_others)
+
+    # -- what is reached ----------------------------------------------------------------------------------------------
+
+    def _follow(self, one: Any) -> None:
+        if isinstance(one, _ATOMS) or id(one) in self._seen:
+            return
+        self._seen[id(one)] = one
+        if isinstance(one, FunctionType):
+            self._follow_function(one)
+        elif isinstance(one, MethodType):
+            self._todo += [one.__func__, one.__self__]
+        elif isinstance(one, staticmethod | classmethod):
+            self._todo.append(one.__func__)
+        elif isinstance(one, property | cached_property):
+            self._todo.append(one.fget if isinstance(one, property) else one.func)
+        elif isinstance(one, partial):
+            self._todo += [one.func, *one.args, one.keywords]
+        elif isinstance(one, _Cache):
+            self.caches.append(one)
+            self._todo.append(one.__wrapped__)
+        elif isinstance(one, CellType):
+            self._note_cell(one)
+        elif isinstance(one, type):
+            self._classes.update((kind, set()) for kind in one.__mro__ if not _is_of_library(kind))
+        elif isinstance(one, tuple | frozenset):
+            self._todo += one
+        else:
+            self._follow_object(one)
+
+    def _follow_object(self, one: Any) -> None:
+        """A container, or an object with attributes."""
+        if isinstance(one, dict):
+            self._note_slots(partial(dict.copy, one), one)
+            self._todo += dict.values(one)
+        for container in (list, deque, set):
+            if isinstance(one, container):
+                self._places.append(_Elements(container, one))
+                self._todo += container.__iter__(one)
+        kind = type(one)
+        if str(kind.__module__).partition(".")[0] in {*sys.stdlib_module_names} - {*_CONTAINERS}:
+            return
+        self._todo.append(kind)
+        attributes = getattr(one, "__dict__", None)
+        if isinstance(attributes, dict) and (attributes or not isinstance(one, Tensor)):
+            self._note_slots(partial(dict.copy, attributes), attributes)
+            self._todo += attributes.values()
+
+    def _follow_function(self, function: FunctionType) -> None:
+        if _is_of_library(function):
+            return
+        names = {*_names_in(function.__code__)}
+        self._names |= names
+        space = function.__globals__
+        self._globals.setdefault(id(space), (space, set()))[1].update(names)
+        for name in names & {*space}:
+            found = space[name]
+            self._todo.append(found)
+            if isinstance(found, ModuleType) and not _is_of_library(found):
+                self._globals.setdefault(id(vars(found)), (vars(found), set()))[1].update(names)
+                self._todo += [vars(found)[one] for one in names & {*vars(found)}]
+        self._todo += [*(function.__closure__ or ()), *(function.__defaults__ or ())]
+        self._todo += [function.__kwdefaults__, vars(function)]
+
+    def _named_of_classes(self) -> list[object]:
+        """What functions name of classes, and was not followed yet."""
+        found: list[object] = []
+        for kind, followed in self._classes.items():
+            if not followed:
+                self._note_class(kind)
+            new = (self._names | {"forward", "__call__", "__getattr__"}) & {*vars(kind)} - followed
+            followed |= new | {""}
+            found += [vars(kind)[name] for name in new]
+        return found
+
+    def _note_class(self, kind: type) -> None:
+        def write(name: str, value: object) -> None:
+            if value is _NOTHING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, value)
+
+        self._places.append(_Slots(lambda: _attributes(kind), write))
+
+    def _note_slots(self, read: Callable[[], dict[Any, Any]], container: dict[Any, Any]) -> None:
+        # By the methods of the kind itself, in whose place a subclass may have others.
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+
+        def write(key: object, value: object) -> None:
+            if value is _NOTHING:
+                kind.pop(container, key, None)
+            else:
+                kind.__setitem__(container, key, value)
+
+        self._places.append(_Slots(read, write))
+
+    def _note_cell(self, cell: CellType) -> None:
+        def read() -> dict[Any, Any]:
+            try:
+                return {"": cell.cell_contents}
+            except ValueError:  # empty
+                return {}
+
+        def write(_: object, value: object) -> None:
+            if value is _NOTHING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = value
+
+        self._places.append(_Slots(read, write))
+        self._todo += read().values()
+
+
+def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: space[name] for name in names & {*space}}
+
+
+def _is_of_library(one: Any) -> bool:
+    module = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None)
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names_in(one)
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    return {name: one for name, one in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
+
+
+# -- after a step -----------------------------------------------------------------------------------------------------
+
+
+class Made:
+    """What a traced step has made, held weakly."""
+
+    def __init__(self) -> None:
+        self.blocks = Blocks()
+        #: Of the copy.
+        self.modules: list[ref[nn.Module]] = []
+
+    def has(self, one: object) -> bool:
+        """Whether ``one`` is a tensor of the step's."""
+        return issubclass(type(one), Tensor) and self.blocks.of(cast(Tensor, one)) is not None
+
+    @property
+    def is_gone(self) -> bool:
+        return not self.blocks.are_alive() and not any(module() is not None for module in self.modules)
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, loss: object, made: Made) -> Iterator[None]:
+    """What a traced step of ``model`` reaches outside of its copy is afterwards what it was: see [Note: outside of the
+    copy]. ``made`` is what the step makes; nothing inside of the ``with`` may hold it when it is left.
+
+    Raises:
+        PlanError: something that was not reached held tensors of the step.
+    """
+    outside = Outside(_roots_of(model, loss))
+    try:
+        yield
+    except BaseException as error:
+        _let_go(error)
+        _leave(outside, made)
+        raise
+    if held := _leave(outside, made):
+        raise PlanError(
+            f"a tensor of the step was put into {', '.join(held)}, outside of the model: it has no numbers, so it was "
+            "taken out there. What was there before is not known. Put such things into attributes of the model, where "
+            "the copy has them that is traced, or leave it out while planning"
+        )
+
+
+def _leave(outside: Outside, made: Made) -> list[str]:
+    """Puts all back; returns the places where something had to be taken out."""
+    outside.put_back(lambda one: issubclass(type(one), Tensor) and not is_fake(type(one)) and not made.has(one))
+    if made.is_gone:
+        return []
+    for cache in outside.caches:
+        if any(made.has(one) for one in _inside(cache)):
+            cache.cache_clear()
+    if made.is_gone:
+        return []
+    gc.collect()
+    return [] if made.is_gone else _take_out(made)
+
+
+def _let_go(error: BaseException) -> None:
+    """Has the frames of an error hold nothing, which would hold the tensors of the step as long as it lives."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
+
+
+def _roots_of(model: nn.Module, loss: object) -> list[object]:
+    """What runs in a step of a copy: functions of the classes of all that is copied, and those that are no copies."""
+    roots: list[object] = [] if isinstance(loss, nn.Module) else [loss]
+    for part in (model, loss):
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            roots.append(type(module))
+            for value in vars(module).values():
+                for one in value.values() if isinstance(value, dict) else tree_iter(value):
+                    roots.append(one if isinstance(one, FunctionType | partial | _Cache) else type(one))
+    return roots
+
+
+def _inside(container: object) -> Iterator[object]:
+    """What the collector sees in ``container``, and in what is in it."""
+    for one in gc.get_referents(container):
+        yield one
+        if isinstance(one, dict | list | tuple | set | frozenset):
+            yield from gc.get_referents(one)
+
+
+def _take_out(made: Made) -> list[str]:
+    """Looks for the holders of what a step has made, and takes it out of them; returns their names."""
+    held: dict[str, None] = {}
+    modules = [one for module in made.modules if (one := module()) is not None]
+    own = {id(part) for module in modules for part in (module, vars(module), *vars(module).values())}
+    targets: list[Any] = [*modules]
+    for one in gc.get_objects():
+        if made.has(one):
+            targets.append(one)
+        elif issubclass(type(one), Tensor) and one.is_leaf and made.has(one.grad):
+            one.grad = None
+            held[f"the gradient of a tensor of the shape {tuple(one.shape)}"] = None
+    for _ in range(_DEEP):
+        if not targets:
+            break
+        ids, ours, above = {*map(id, targets)}, {id(targets), id(modules)}, []
+        for holder in gc.get_referrers(*targets):
+            if id(holder) in ours or id(holder) in own or isinstance(holder, FrameType | TracebackType):
+                continue
+            name = _taken_out(holder, ids)
+            if name is None:
+                above.append(holder)
+            else:
+                held[name] = None
+        del holder
+        targets = above
+    return [*held]
+
+
+def _taken_out(holder: Any, ids: set[int]) -> str | None:
+    """Takes the objects with those ids out of ``holder``, and returns its name; ``None`` where its own holders are to
+    be asked."""
+    if isinstance(holder, _Cache):
+        holder.cache_clear()
+        return f"the cache of {holder.__module__}.{holder.__qualname__}"
+    if isinstance(holder, dict):
+        owners = gc.get_referrers(holder)
+        for cache in owners:
+            if isinstance(cache, _Cache):
+                return _taken_out(cache, ids)
+        keys = [key for key, one in holder.items() if id(one) in ids]
+        for key in keys:
+            del holder[key]
+        for owner in owners:
+            if getattr(owner, "__dict__", None) is holder:
+                name = getattr(owner, "__name__", None)
+                where = f"module {name}" if isinstance(owner, ModuleType) else f"a {type(owner).__qualname__}"
+                return f"{', '.join(map(repr, keys))} of {where}"
+        return f"a {type(holder).__name__} at {', '.join(map(repr, keys))}"
+    if isinstance(holder, list | deque):
+        left = [one for one in holder if id(one) not in ids]
+        holder.clear()
+        holder.extend(left)
+        return f"a {type(holder).__name__}"
+    if isinstance(holder, set):
+        holder.difference_update([one for one in holder if id(one) in ids])
+        return "a set"
+    if isinstance(holder, CellType):
+        del holder.cell_contents
+        return "a variable of a closure"
+    if isinstance(attributes := getattr(holder, "__dict__", None), dict):
+        names = [name for name, one in attributes.items() if id(one) in ids]
+        for name in names:
+            del attributes[name]
+        if names:
+            return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
+    return None
