@@ -151,17 +151,10 @@ def _every_warning_was_told() -> Iterator[None]:
     tell()
 
 
-@pytest.fixture(autouse=True)
-def _copies_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many copies of a small step begin before its backward comes is a matter of time, and tests count what moved:
-    on a CPU the thread is given each copy at once. ``held_back`` is for tests of the rule itself."""
-    monkeypatch.setattr(HostRuntime, "holds_copies_back", False)
-
-
 @pytest.fixture
-def held_back(_copies_begin_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies on a CPU are held back, as they are outside of tests."""
-    monkeypatch.setattr(HostRuntime, "holds_copies_back", True)
+def held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of small tensors on a CPU are held back, as those of large ones are."""
+    monkeypatch.setattr(HostRuntime, "given_bytes", 0)
 
 
 @pytest.fixture(scope="module")

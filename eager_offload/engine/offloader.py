@@ -416,7 +416,8 @@ class DeviceOffloader:
             transfer = next(iter(self._held_back))
             if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
-                most = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
+                ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
+                most = max(ahead, self.runtime.given_bytes)
                 if sum(one.moved for one in self._out) + transfer.moved > most:
                     return
             what = self._held_back.pop(transfer)

@@ -23,7 +23,8 @@ _MUCH = 0.10
 #: What is said of those that no setting changes.
 _STAYS = {
     KeepReason.ALIVE: "stayed since something else keeps the originals alive until backward: outputs that are "
-    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before backward.",
+    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before "
+    "backward.",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: the CPU and the accelerator of "
     "torch.accelerator are.",
     KeepReason.LAYOUT: "stayed for their layout: sparse and quantized tensors do not move, and of a subclass of Tensor "

@@ -104,6 +104,8 @@ class Runtime(abc.ABC):
     copies_hold_their_ends: ClassVar[bool] = False
     #: Whether a copy that was enqueued cannot be taken back, so that the caller keeps most of them to itself.
     holds_copies_back: ClassVar[bool] = False
+    #: Bytes of copies out that a transfer stream may be given at any time: so little that nothing is to be had of it.
+    given_bytes: ClassVar[int] = 0
     #: Whether ``copy`` takes a storage as well, all of whose bytes leave: no tensor over them has to be made for it.
     copies_storages: ClassVar[bool] = False
     #: Whether streams of such a device may be captured into graphs, so that ``is_capturing`` has to be asked.

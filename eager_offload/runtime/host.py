@@ -52,6 +52,7 @@ class HostRuntime(Runtime):
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True
     holds_copies_back = True
+    given_bytes = 16 << 20  # small steps do the same each time, however fast the thread is
     # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
     seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
