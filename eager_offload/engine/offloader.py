@@ -168,6 +168,7 @@ class DeviceOffloader:
         self.idle_slots: Living[IdleSlots] = Living()
         # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
         self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
+        self._held_back_bytes = 0
         # What is on its way, each with its keepalive; the one that started first in front.
         self._out: OrderedDict[Transfer, object] = OrderedDict()
         self._in: OrderedDict[Transfer, object] = OrderedDict()
@@ -376,10 +377,13 @@ class DeviceOffloader:
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
             counters.inflight_bytes_peak = self.inflight_bytes
-        if at_once or self.accounts.preparing or not self.runtime.holds_copies_back:
+        runtime = self.runtime
+        is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
+        if at_once or is_little or self.accounts.preparing or not runtime.holds_copies_back:
             self._start(transfer, source, slot, computed, key)
         else:
             self._held_back[transfer] = _HeldBack(source, slot, computed, key)
+            self._held_back_bytes += transfer.moved
             self._start_held_back()
 
     def held_back(self) -> list[Transfer]:
@@ -402,6 +406,7 @@ class DeviceOffloader:
         """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
         if self._held_back.pop(transfer, None) is None:
             return False
+        self._held_back_bytes -= transfer.moved
         self._leaving.pop(cast(CountedBytes, transfer.record), None)
         self.inflight_bytes -= transfer.moved
         transfer.counters.bytes_out -= transfer.moved
@@ -412,15 +417,17 @@ class DeviceOffloader:
         """Gives the transfer stream as many copies as it may have."""
         if self.is_crashed:
             self._held_back.clear()
+            self._held_back_bytes = 0
         while self._held_back:
             transfer = next(iter(self._held_back))
             if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 most = max(ahead, self.runtime.given_bytes)
-                if sum(one.moved for one in self._out) + transfer.moved > most:
+                if self.inflight_bytes - self._held_back_bytes + transfer.moved > most:
                     return
             what = self._held_back.pop(transfer)
+            self._held_back_bytes -= transfer.moved
             if (failure := replaced(transfer)) is not None:
                 self._fail(transfer, failure)
             else:
