@@ -22,10 +22,10 @@ from eager_offload.stats import KeepReason
 _GATHER_BELOW = 4
 
 
-#: The nodes of views that operators save of a weight, and how many of them may stand between the two.
-_VIEWS = frozenset(
-    f"{name}Backward0" for name in ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView")
-) | {"_ToTorchTensorBackward"}  # DTensor.to_local
+_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView", "Alias")
+#: The nodes of views that operators save of a weight, and how many of them may stand between the two: of a subclass two
+#: for each view, of which one is the alias that is given its type.
+_VIEWS = frozenset(f"{name}Backward0" for name in _NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
 
 #: What autocast casts to.
@@ -120,8 +120,8 @@ def is_parameter(tensor: Tensor) -> bool:
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
     root = root_of(tensor) if is_view(tensor) else tensor
-    if type(root) is not Tensor and _is_made_one(root):
-        return True
+    if (type(root) is not Tensor and _is_made_one(root)) or (type(tensor) is not Tensor and _is_made_one(tensor)):
+        return True  # what is inside of one of a subclass may be a view of a plain tensor
     if not root.requires_grad:
         if root is tensor or not tensor.requires_grad:
             return False
@@ -148,9 +148,10 @@ def is_parameter(tensor: Tensor) -> bool:
 def _is_made_one(tensor: Tensor) -> bool:
     """``isinstance(tensor, Parameter)``, without a call of a subclass's own ``__getattr__``.
 
-    The mark in its place is of parameters of other subclasses, and of what a tracer puts in the place of a parameter.
+    The mark in its place is of parameters of other subclasses, which may copy it to what they compute, and of what a
+    tracer puts in the place of a parameter.
     """
-    return issubclass(type(tensor), Parameter) or bool(attributes_of(tensor).get("_is_param"))
+    return issubclass(type(tensor), Parameter) or (tensor.is_leaf and bool(attributes_of(tensor).get("_is_param")))
 
 
 def own_bytes(tensor: Tensor) -> int:

@@ -76,6 +76,8 @@ REASONS: list[tuple[Callable[[], Tensor], KeepReason | None]] = [
     (lambda: torch.ones(512, 512).as_subclass(Odd), None),
     (lambda: leaf(512, 512).as_subclass(Odd), KeepReason.PARAMETER),
     (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)), KeepReason.PARAMETER),
+    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)).t(), KeepReason.PARAMETER),
+    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd), requires_grad=False), KeepReason.PARAMETER),
     (lambda: torch.Tensor._make_subclass(Dispatching, torch.ones(512, 512)), KeepReason.LAYOUT),
 ]
 
@@ -145,6 +147,7 @@ PARAMETERS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: WEIGHT.t(),
     "a slice of a transpose": lambda: WEIGHT.t()[2:5].unsqueeze(0),
     "a view of a frozen one": lambda: FROZEN.view(4, 16),
+    "frozen, of a subclass": lambda: nn.Parameter(torch.ones(8, 8).as_subclass(Odd), requires_grad=False),
     "a view made without grad": without_grad(lambda: WEIGHT.view(-1)),
     "a leaf": lambda: leaf(8),
     "a view of a leaf": lambda: leaf(8, 8)[1:].t(),

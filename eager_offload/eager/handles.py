@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, unseen_version, version_of, weak_storage
 from eager_offload.eager.coding import Coding
-from eager_offload.eager.originals import Original
+from eager_offload.eager.originals import original_of
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
@@ -355,7 +355,7 @@ class SavedView:
         self.version: int = version_of(tensor)
         self.alias = Tensor.detach(tensor)  # a subclass may have one of its own
         #: What was saved; ``None`` where autograd would make an alias of it.
-        self.original = None if tensor.requires_grad else Original(tensor)
+        self.original = None if tensor.requires_grad else original_of(tensor)
 
     @property
     def shares(self) -> bool:

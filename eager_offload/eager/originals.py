@@ -30,44 +30,55 @@ from eager_offload._torch import attributes_of, made_a
 
 
 class Original(weakref.ref[Tensor]):
-    """A weak reference to a saved tensor that does not require grad, and its type and attributes.
+    """A weak reference to a saved tensor that does not require grad, and its type and attributes."""
 
-    Args:
-        inside: the values of a wrapper, whose bytes are to leave. As attributes they go with the wrapper.
-    """
-
-    __slots__ = ("_attributes", "_inside", "_kind", "_slots")
-
-    def __new__(cls, tensor: Tensor, inside: Sequence[object] = ()) -> Original:
-        return super().__new__(cls, tensor, _let_go if inside else None)
-
-    def __init__(self, tensor: Tensor, inside: Sequence[object] = ()) -> None:
-        self._attributes, self._kind = attributes_of(tensor), type(tensor)
-        parts = set(map(id, inside))
-        self._inside = [name for name, value in self._attributes.items() if id(value) in parts] if parts else ()
-        self._slots: dict[str, Any] = {} if self._kind is Tensor else _slots_of(tensor)
+    __slots__ = ("attributes", "inside", "kind", "slots")
+    kind: type[Tensor]
+    attributes: dict[str, Any]
+    #: The values of attributes that its ``__slots__`` name.
+    slots: dict[str, Any]
+    #: The attributes of a wrapper that are the tensors inside it.
+    inside: list[str]
 
     def like(self, tensor: Tensor) -> Tensor:
         """Returns ``tensor``, a plain one with the bytes of the original, as the original was."""
-        made = tensor if self._kind is Tensor else made_a(self._kind, tensor)
-        object.__setattr__(made, "__dict__", self._attributes)
-        for name, value in self._slots.items():
+        if self.kind is Tensor:
+            tensor.__dict__ = self.attributes
+            return tensor
+        made = made_a(self.kind, tensor)
+        object.__setattr__(made, "__dict__", self.attributes)
+        for name, value in self.slots.items():
             object.__setattr__(made, name, value)
         return made
 
     def complete(self, wrapper: Tensor) -> None:
         """Gives ``wrapper``, a ``detach()`` of the original, the attributes that it lacks."""
-        for name, value in self._attributes.items():
+        for name, value in self.attributes.items():
             attributes_of(wrapper).setdefault(name, value)
 
 
-def _let_go(original: Original) -> None:
-    """A wrapper has gone: what is inside of it does too, and its other attributes stay. Runs as a finalizer does."""
-    for name in original._inside:
-        original._attributes.pop(name, None)
+def original_of(tensor: Tensor) -> Original:
+    """Returns what is to be known of a tensor that has memory of its own."""
+    original = Original(tensor)
+    original.kind = kind = type(tensor)
+    if kind is Tensor:
+        original.attributes = tensor.__dict__
+    else:
+        original.attributes, state = attributes_of(tensor), object.__getstate__(tensor)
+        original.slots = state[1] if isinstance(state, tuple) else {}
+    return original
 
 
-def _slots_of(tensor: Tensor) -> dict[str, Any]:
-    """The values of those attributes of a subclass that its ``__slots__`` name."""
-    state = object.__getstate__(tensor)
-    return state[1] if isinstance(state, tuple) else {}
+def original_wrapper(wrapper: Tensor, inside: Sequence[object]) -> Original:
+    """Returns what is to be known of a wrapper of ``inside``: the bytes of that are to leave, so it is not held."""
+    original, parts = Original(wrapper, _let_go), set(map(id, inside))
+    original.attributes = attributes = attributes_of(wrapper)
+    original.inside = [name for name, value in attributes.items() if id(value) in parts]
+    return original
+
+
+def _let_go(original: weakref.ref[Tensor]) -> None:
+    """A wrapper has gone: what is inside it goes too, and its other attributes stay. Runs as a finalizer does."""
+    assert isinstance(original, Original)
+    for name in original.inside:
+        original.attributes.pop(name, None)

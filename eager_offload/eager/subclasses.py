@@ -38,7 +38,7 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
-from eager_offload.eager.originals import Original
+from eager_offload.eager.originals import original_wrapper
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.errors import reentered
 from eager_offload.selection import inner_values, plain_tensors
@@ -63,7 +63,7 @@ class WrappedTensor:
 
     def __init__(self, original: Tensor, wrapper: Tensor, parts: list[_Part]) -> None:
         #: What was saved; ``None`` where autograd would make an alias of it.
-        self._original = None if original.requires_grad else Original(original, inner_values(original))
+        self._original = None if original.requires_grad else original_wrapper(original, inner_values(original))
         self._wrapper = wrapper
         self._parts = parts
         self._version = unseen_version(wrapper)

@@ -753,6 +753,41 @@ def test_a_context_of_ones_own_and_checkpointing_inside_of_a_step(
             assert torch.equal(captured(x), step(x))
 
 
+class Weighted(Tensor):
+    """A subclass with an attribute."""
+
+    scale: float
+
+
+def test_a_subclass_and_its_attributes_are_given_to_a_checkpoint_in_a_step(
+    virtual: VirtualDevice, offloads: Any
+) -> None:
+    offload, seen = offloads(), list[object]()
+    w = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).to(NAME).requires_grad_()
+
+    def block(h: Tensor, scaled: Any) -> Tensor:
+        seen.append((type(scaled), scaled.scale))
+        return (h * scaled * scaled.scale).as_subclass(Tensor).exp()
+
+    def step(x: Tensor) -> Tensor:
+        with offload:
+            scaled: Any = x.square().as_subclass(Weighted)
+            scaled.scale = 2.0
+            h = (w / 4).sin()
+            h = checkpoint(block, h, scaled, use_reentrant=False, preserve_rng_state=False)
+            del scaled
+            loss = h.sin().sum()
+        return torch.autograd.grad(loss, w)[0]
+
+    captured = capture_step(step, (torch.zeros(16, 16, device=NAME),), offload=offload, debug=True)
+    assert copies(captured, "copy in") > 0
+    assert set(seen) == {(Weighted, 2.0)}
+    with virtual.replays(2):
+        for seed in range(2):
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).to(NAME)
+            assert torch.equal(captured(x), step(x))
+
+
 def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(offloads: Any) -> None:
     """Its node keeps the stream that it was made on, for as long as a graph has it (pytorch#180090)."""
     training, offload = Training(), offloads()
