@@ -56,6 +56,8 @@ class Context(Protocol):
         """Whose it is."""
 
     pack_hook: object
+    #: Whether a backward has run inside of it.
+    saw_backward: bool
     #: Whether a context that was entered after this one has seen what was saved inside of this one.
     hears_of_saves: bool
 

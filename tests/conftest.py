@@ -152,10 +152,12 @@ def _every_warning_was_told() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _copies_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _copies_begin_at_once() -> Iterator[None]:
     """How many copies of a small step begin before its backward comes is a matter of time, and tests count what moved:
     on a CPU the thread is given each copy at once. ``held_back`` is for tests of the rule itself."""
-    monkeypatch.setattr(HostRuntime, "holds_copies_back", False)
+    with pytest.MonkeyPatch.context() as patch:  # as above
+        patch.setattr(HostRuntime, "holds_copies_back", False)
+        yield
 
 
 @pytest.fixture

@@ -223,7 +223,8 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
             yield f"{size_text(nbytes)} ({_percent(nbytes / stats.offloaded_bytes)} of what was offloaded) {sentence}"
 
     yield from much(
-        stats.released_bytes, "were never asked for: run forwards without a backward under torch.no_grad()."
+        max(stats.released_bytes - stats.failed_bytes, 0),
+        "were never asked for: run forwards without a backward under torch.no_grad().",
     )
     if config.slowdown is None:  # else what stays is learnt from what is waited for
         if stats.plan is not None:
