@@ -401,6 +401,41 @@ def cast_from(tensor: Tensor) -> torch.dtype | None:
 HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 
+def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch | None:
+    """What ``backward`` and ``grad`` call to run the engine; ``None`` where torch has no such function."""
+    name = "_engine_run_backward"
+    return Patch(torch.autograd, name, around) if hasattr(torch.autograd, name) else None
+
+
+#: Of frames in which a module is called.
+_CALL = torch.nn.Module._call_impl.__code__
+#: How many frames up a module is looked for: an operator is mostly called by the forward of the one that it is of.
+_MOST_FRAMES = 24
+
+
+def calling_module() -> torch.nn.Module | None:
+    """The innermost module in whose forward the calling thread is, if that is near."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code is _CALL:
+            found: torch.nn.Module = frame.f_locals["self"]
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _no_module() -> None:
+    """In place of a weak reference to a module."""
+
+
+def module_reference() -> Callable[[], torch.nn.Module | None]:
+    """A weak reference to ``calling_module()``."""
+    module = calling_module()
+    return _no_module if module is None else weakref.ref(module)
+
+
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
     """What every ``with`` of saved-tensor hooks, of any library, calls when it begins."""
     return Patch(saved_tensors_hooks, "__enter__", around)

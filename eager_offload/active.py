@@ -57,6 +57,8 @@ class Context(Protocol):
         """Whose it is."""
 
     pack_hook: object
+    #: Whether a backward has run inside of it.
+    saw_backward: bool
     #: Whether a context that was entered after this one has seen what was saved inside of this one.
     hears_of_saves: bool
     #: The hooks of others that were put right on top of its own, which may hide from it what is saved under them.

@@ -26,6 +26,22 @@ from eager_offload.stats import Accounts
 
 #: How many forwards a plain loop runs before it is looked at whether anything moved.
 _LOOKED_AT = 3
+_EMPTY = (
+    "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks inside it hide "
+    "them, or the forward ran elsewhere. Enter this context inside the others, around the forward alone"
+)
+_NESTED = (
+    "another Offload, entered inside this context, took all that was saved here: autograd gives a saved tensor to the "
+    "innermost one alone, so this one moves nothing. Leave one of the two out"
+)
+_BACKWARD_ALONE = (
+    "this context is around backward alone, and what backward reads was saved before: nothing moves. Put "
+    "`with offload:` around the forward; backward may run inside or outside"
+)
+_UNSEEN = (
+    f"no saved tensor was seen in {_LOOKED_AT} contexts, so nothing moved: put `with offload:` around the forward of "
+    "a model that trains, under grad mode"
+)
 
 
 class _Entered(active.Owner, Protocol):
@@ -36,6 +52,7 @@ class _Entered(active.Owner, Protocol):
     _hooks: Hooks
     _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
     _forwards: int
+    _unseen: int
     _rounding: frozenset[Any]
 
     def _innermost(self) -> active.Context | None: ...
@@ -64,7 +81,11 @@ class EnteredContext:
         #: Whether the hooks are on, or may be: an interrupt can come between any two lines.
         self._is_on = False
         self._nodes_before = 0
+        self._may_save = False
         self._packed_before = 0
+        self._offloaded_before = 0
+        #: Whether a backward has run inside of it.
+        self.saw_backward = False
         #: Whether another context, entered after this one, has seen what was saved inside of it.
         self.hears_of_saves = False
         self.above = active.Above()
@@ -80,6 +101,8 @@ class EnteredContext:
                 self._compile_codecs()
         active.entered(self)
         self._packed_before = thread.packed
+        self._offloaded_before = offload._accounts.counters.offloaded_bytes
+        self._may_save = torch.is_grad_enabled()
         self._nodes_before = autograd_sequence()
         self._is_on = True
         try:
@@ -105,28 +128,51 @@ class EnteredContext:
             # With an exception it does not wait: an interrupt would wait for room in a full window.
             offload._hooks.leave(waits=kind is None, is_outermost=offload._innermost() is None)
         with without_caller_modes(), offload._accounts.lock:
-            seen = self.hears_of_saves or True in [context.packed() for context in (self, *later)]
+            own = self.packed()
+            seen = own or self.hears_of_saves or True in [context.packed() for context in later]
             if seen:
                 for context in earlier:
                     context.hears_of_saves = True
-            if kind is None and not seen and autograd_sequence() > self._nodes_before and not has_compiled():
-                offload._accounts.counters.empty_forwards += 1
-                offload._warn_once(
-                    "empty",
-                    "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks "
-                    "inside it hide them, or the forward ran elsewhere. Enter this context inside the others, around "
-                    "the forward alone",
-                )
-            if kind is None and (hiding := self.above.hiding()):
-                offload.saw_foreign_hooks(hiding)
-            if kind is None and seen and not contexts:
+            if kind is None:
+                self._look(own=own, seen=seen, is_outermost=not contexts)
+                if hiding := self.above.hiding():
+                    offload.saw_foreign_hooks(hiding)
+            elif not contexts:
+                counters = offload._accounts.counters
+                counters.failed_forwards += 1
+                counters.failed_bytes += max(counters.offloaded_bytes - self._offloaded_before, 0)
+        if isinstance(error, RuntimeError) and _is_forbidden(error):
+            raise _explained(error) from error
+
+    def _look(self, *, own: bool, seen: bool, is_outermost: bool) -> None:
+        """Tells, once, of a context that can do nothing where it stands. The lock is held.
+
+        Args:
+            own: whether a saved tensor came to its own object.
+            seen: whether one came to any.
+        """
+        offload = self.offload
+        if seen:
+            offload._unseen = 0
+            if not own:
+                offload._warn_once("nested", _NESTED)
+            if is_outermost:
                 offload._forwards += 1
                 if offload._forwards == _LOOKED_AT:
                     offload.warn_if_nothing_moved()
                     if not has_compiled():  # what a compiler has traced may have called them
                         offload.warn_of_skip_in_vain()
-        if isinstance(error, RuntimeError) and _is_forbidden(error):
-            raise _explained(error) from error
+        elif has_compiled():
+            return
+        elif autograd_sequence() > self._nodes_before:
+            offload._accounts.counters.empty_forwards += 1
+            offload._warn_once("empty", _EMPTY)
+        elif not offload._forwards and is_outermost and self._may_save:
+            offload._unseen += 1
+            if self.saw_backward:
+                offload._warn_once("unseen", _BACKWARD_ALONE)
+            elif offload._unseen == _LOOKED_AT:
+                offload._warn_once("unseen", _UNSEEN)
 
     def _compile_codecs(self) -> None:
         accounts, codecs = self.offload._accounts, self.offload._rounding

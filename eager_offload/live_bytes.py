@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
-from eager_offload._torch import storage_key, storage_of
+from eager_offload._torch import module_reference, storage_key, storage_of
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 
@@ -27,11 +29,12 @@ class LiveBytes:
         #: How many handles hold each storage that stays.
         self._holders: dict[Hashable, int] = {}
 
-    def keep(self, handle: object, tensor: Tensor, nbytes: int) -> None:
+    def keep(self, handle: object, tensor: Tensor, nbytes: int, reason: Any) -> None:
         """``handle``, of autograd, holds ``tensor`` on the device; of a storage, the first that does counts."""
         if self._finalized:
             self.poll()
         record = _KeptRecord(handle, self._on_death)
+        record.reason, record.module = reason, module_reference()
         storage = storage_of(tensor)
         record.name = record if storage is None else storage_key(storage)
         holders = self._holders.get(record.name, 0)
@@ -40,6 +43,12 @@ class LiveBytes:
         self._records.add(record)
         self.kept += record.nbytes
         self.without_offload += record.nbytes
+
+    def kept_by(self) -> Iterator[tuple[Any, Module | None, int]]:
+        """What stays: why, of which module, and how many bytes."""
+        self.poll()
+        for record in self._records:
+            yield record.reason, record.module(), record.nbytes
 
     def poll(self) -> None:
         """Takes up which handles have died."""
@@ -56,6 +65,9 @@ class LiveBytes:
 class _KeptRecord(FinalizerRecord[object]):
     """A weak reference to the handle of a saved tensor that stays."""
 
-    __slots__ = ("name", "nbytes")
+    __slots__ = ("module", "name", "nbytes", "reason")
     name: Hashable
     nbytes: int
+    #: Why it stays, and the module that saved it.
+    reason: Any
+    module: Callable[[], Module | None]

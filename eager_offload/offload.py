@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -31,23 +32,28 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
+from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
 from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.nothing_moved import why
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
-from eager_offload.plan_settings import settings_of
+from eager_offload.out_of_memory import Held, watch
+from eager_offload.plan_settings import settings_of, shown
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import can_begin_nothing
 
 _NOTHING_TO_FOLLOW = (
     "the plan that was given has no step plan, since none can say what this model does: its settings hold, and what "
     "moves is decided as without it"
 )
+#: Every one of the process.
+_alive: Living[Offload] = Living()
 #: Of an object, what the library has not put there: its attributes, and what its slots hold.
 _Added: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
@@ -128,8 +134,11 @@ class Offload:
         #: What was warned of.
         self._warned: set[str] = set()
         self._skipped = SkippedModules()
+        _alive.add(self)
         #: Outermost contexts in which something was saved, or hidden.
         self._forwards = 0
+        #: Those, since the last of these, in which nothing was.
+        self._unseen = 0
 
     def _take(self, plan: StepPlan | ComputedPlan) -> None:
         """Has forwards follow ``plan``."""
@@ -229,6 +238,7 @@ class Offload:
         if not self._serves_compiled_code and compiler_is_loaded():
             self._prepare_for_compiled_code()
         foreign.add_patches(checkpointing.patches())
+        watch.put_on()
         context = EnteredContext(self)
         try:
             context.__enter__()
@@ -245,6 +255,8 @@ class Offload:
         contexts = active.thread.contexts
         # No call until `try`, where interrupts are seen to: contexts that nest are the rule.
         context = contexts[-1] if contexts and contexts[-1].offload is self else self._innermost()
+        if error is not None:
+            watch.note(error)
         if context is None:
             raise OffloadError(
                 "this Offload is left in a thread that did not enter it, or that has left it already: use one `with` "
@@ -256,6 +268,29 @@ class Offload:
             context.give_up()
         if kind is None and self._hooks.thread.step is None:  # a step is not captured now
             tell()
+
+    def held(self) -> Held:
+        """What of saved tensors is on the devices now."""
+        counters, stays, waiting, leaving = self._accounts.counters, Counter[tuple[KeepReason, Any]](), 0, 0
+        with self._accounts.lock:
+            for reason, module, nbytes in counters.live.kept_by():
+                stays[reason, module] += nbytes
+            resident = 0
+            for offloader in self._offloaders.all():
+                offloader.poll()
+                resident += offloader.resident_bytes
+                leaving += offloader.leaving_bytes
+                for record in offloader.records:
+                    if isinstance(record, CountedBytes) and record.state in (WAITING, KEPT):
+                        module = getattr(record, "module", _no_module)()
+                        stays[record.kept, module] += record.device_bytes
+                        waiting += record.device_bytes if record.state is WAITING else 0
+            for run in self._hooks.runs():
+                stays[KeepReason.NEWEST, None] += run.waiting_bytes + run.kept_bytes
+                waiting += run.waiting_bytes
+            small = counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
+            returning = max(resident - waiting - leaving, 0)
+            return Held(counters.live.without_offload, stays, leaving, returning, small, counters.small_bytes_largest)
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.
@@ -593,7 +628,7 @@ class Offload:
         Args:
             moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
         """
-        if self._warned & {"nothing", "empty", "foreign"}:
+        if self._warned & {"nothing", "empty", "foreign", "nested"}:
             return
         stats = self._accounts.counters.snapshot(self.config)
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
@@ -616,5 +651,15 @@ class Offload:
             warn(message)
 
 
+def _no_module() -> None:
+    """In place of a weak reference to the module of what compiled code saves."""
+
+
+def _all_held() -> list[tuple[Held, OffloadConfig]]:
+    """Of each that is alive and not in the midst of a call."""
+    return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
+
+
 active.maker.new = Offload
+watch.held, watch.is_wanted = _all_held, _alive.__bool__
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -149,6 +149,8 @@ class OffloadStats:
     """Offloaded bytes that were asked for while they were still resident."""
     released_bytes: int = 0
     """Offloaded bytes that were never asked for."""
+    failed_bytes: int = 0
+    """Offloaded bytes of forwards that an exception has ended, so that no backward came for them."""
     bytes_out: int = 0
     """Bytes that left the device, in reality: a storage once, whatever its views."""
     bytes_in: int = 0
@@ -294,7 +296,7 @@ class Counters:
         self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
         self.failed_forwards = self.failed_bytes = 0
         self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
-        self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = 0
+        self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = self.failed_bytes = 0
         self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
         self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0

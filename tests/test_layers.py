@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
     "nothing_moved": {"config", "stats", "step_memory"},
+    "out_of_memory": {"_torch", "active", "config", "kernels", "stats"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "errors", "selection", "tiers"},
     "skipping": {"_torch", "errors", "marks", "module_calls"},
@@ -59,7 +60,17 @@ ROOMS: dict[str, set[str]] = {
     },
     "offload": {
         *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
-        *("nothing_moved", "observe", "plan_settings", "runtime", "skipping", "stats", "step_plan", "tiers"),
+        *(
+            "nothing_moved",
+            "observe",
+            "out_of_memory",
+            "plan_settings",
+            "runtime",
+            "skipping",
+            "stats",
+            "step_plan",
+            "tiers",
+        ),
     },
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "plan": {

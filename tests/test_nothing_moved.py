@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,102 @@ def test_a_warning_of_no_room_names_the_line_of_the_user_too(tmp_path: Path) -> 
     assert warning.filename == __file__
     loss.backward()
     offload.close()
+
+
+# -- contexts that can do nothing where they stand --------------------------------------------------------------------
+
+
+def told(steps: Callable[[], object]) -> list[str]:
+    """The warnings of ``steps``, each of which is at a line of this file."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        steps()
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+def test_an_outer_offload_says_once_that_the_inner_one_took_what_was_saved() -> None:
+    outer, inner = eo.Offload(), eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0)
+    x = torch.ones(1 << 16, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(4):
+            with outer, inner:
+                loss = forward(x)
+            loss.backward()
+
+    (said,) = told(steps)
+    assert "another Offload, entered inside this context, took all that was saved here" in said
+    assert inner.stats(synchronize=True).bytes_out > 0
+    assert outer.stats().saved_tensors == 0
+    assert told(inner.close) == told(outer.close) == []
+
+
+def test_an_outer_offload_that_has_saves_of_its_own_says_nothing(tmp_path: Path) -> None:
+    outer, inner = (eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0) for _ in range(2))
+    x = torch.ones(1 << 16, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(4):
+            with outer:
+                h = (x * 2).exp()
+                with inner:
+                    h = h.exp().sin()
+                loss = h.exp().sum()
+            loss.backward()
+
+    assert told(steps) == []
+    assert outer.stats(synchronize=True).bytes_out > 0
+    inner.close()
+    outer.close()
+
+
+def test_a_context_around_backward_alone_says_so_once() -> None:
+    offload, x = eo.Offload(), torch.ones(8, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(4):
+            loss = forward(x)
+            with offload:
+                loss.backward()
+
+    (said,) = told(steps)
+    assert "this context is around backward alone" in said
+
+
+def test_a_second_context_around_backward_says_nothing() -> None:
+    offload, x = eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0), torch.ones(8, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(4):
+            with offload:
+                loss = forward(x)
+            with offload:
+                loss.backward()
+
+    assert told(steps) == []
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def test_contexts_that_saw_no_save_say_so_after_the_third() -> None:
+    offload, x = eo.Offload(), torch.ones(8)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            with offload:
+                forward(x)
+
+    assert told(lambda: steps(2)) == []
+    (said,) = told(lambda: steps(4))
+    assert "no saved tensor was seen in 3 contexts" in said
+
+
+def test_validation_before_training_is_nothing_to_tell_of() -> None:
+    offload, x = eo.Offload(min_bytes=0), torch.ones(8, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(4):
+            with torch.no_grad(), offload:
+                forward(x)
+
+    assert told(steps) == []

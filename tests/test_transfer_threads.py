@@ -48,6 +48,7 @@ def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(
 ) -> None:
     monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
     out, answers, heard = stream(runtime), [True, False, False], threading.Event()
+    runtime.attach_user(out)  # else it ends in a pause
 
     def pauses() -> bool:
         answer = answers.pop()

@@ -124,6 +124,7 @@ class FollowedStorage(SavedStorage, CountedBytes):
         saved.record = record = StorageRecord(saved, self.saves.offloader.on_death)
         for counted in COUNTED:
             setattr(record, counted, getattr(self, counted))
+        record.module = _unknown
         record.key, record.name, record.queue, record.saves = key, name, None, weakref.ref(self.saves)
         self.saves.offloader.hand_on(self, record)
         record.reload = None if self.reload is None else self.reload.transfer

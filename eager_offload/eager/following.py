@@ -215,6 +215,11 @@ class Run:
         return self.record.waiting_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of those that were to leave and stay."""
+        return sum(self.record.kept.values())
+
+    @property
     def is_complete(self) -> bool:
         """Whether forward and backward are over."""
         return self.packed == len(self._saves) and self.asked == len(self._asks)

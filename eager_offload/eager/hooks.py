@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -218,6 +218,11 @@ class Hooks:
     def thread(self) -> ThreadState:
         """The calling thread's."""
         return self._threads.state
+
+    def runs(self) -> Iterator[Run]:
+        """Forwards that follow a plan and are alive. The lock is held."""
+        for saves in self._saves.values():
+            yield from cast(Iterable[Run], saves.plans.runs)
 
     def count_kept(self) -> None:
         """Counts what forwards that follow a plan have kept and not counted yet. The lock is held."""
@@ -479,7 +484,7 @@ class Hooks:
             counters = accounts.counters
             counters.kept(reason, nbytes)
             if reason not in _NOT_FOLLOWED:
-                counters.live.keep(handle, held, nbytes)
+                counters.live.keep(handle, held, nbytes, reason)
                 counters.note_live()
         return handle
 

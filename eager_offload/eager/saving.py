@@ -18,7 +18,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import asking_node, profiled, profiler_is_on, storage_key, version_of, weak_storage
+from eager_offload._torch import (
+    asking_node,
+    module_reference,
+    profiled,
+    profiler_is_on,
+    storage_key,
+    version_of,
+    weak_storage,
+)
 from eager_offload.codecs.seeds import SEEDS
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import MIB, OffloadConfig
@@ -352,6 +360,7 @@ class SavedTensors:
         coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
+        record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
         autograd_bytes = area.nbytes if known is None else 0
         record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.nbytes, autograd_bytes)

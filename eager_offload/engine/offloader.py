@@ -390,6 +390,11 @@ class DeviceOffloader:
         """The copies out that no stream was given yet."""
         return list(self._held_back)
 
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that are held for copies out."""
+        return sum(transfer.nbytes for transfer in self._leaving.values() if transfer.is_held)
+
     def hand_on(self, record: CountedBytes, heir: CountedBytes) -> None:
         """Has ``heir`` count the bytes of the copy out of what ``record`` counts, where that is on its way."""
         transfer = self._leaving.pop(record, None)

@@ -68,6 +68,7 @@ class HostRuntime(Runtime):
         #: long as reloads go on.
         self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
         self._in.pauses = self.arena.rest
+        self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
         # [Note: copies that are held back] in engine/offloader.py: it takes the next ones.
         self._out.runs_dry = self._out.pauses = partial(_poll_all, self._polled)
@@ -84,6 +85,11 @@ class HostRuntime(Runtime):
     def close(self) -> None:
         self._out.close()
         self._in.close()
+
+    def attach_user(self, user: object) -> None:
+        super().attach_user(user)
+        for thread in (self._out, self._in):
+            thread.serve(user)
 
     def poll_when_idle(self, pollable: Pollable) -> None:
         self._polled.add(pollable)

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.runtime.base import Hop
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
@@ -121,8 +121,8 @@ class TransferThread:
     Where the system starts no thread (a limit of the user or of a container, or the interpreter shuts down), the thread
     that enqueues, or that waits, carries out itself what stands in the queue. That only takes its time.
 
-    The thread is a daemon and ends by itself when it is idle, so an exiting process never waits for it, and a process
-    that stopped offloading has no thread left.
+    The thread is a daemon and ends by itself when it is idle, or in a pause when all that it served has gone. So a
+    process that exits never waits for it, and one that stopped offloading has no thread left.
     """
 
     def __init__(self, name: str) -> None:
@@ -132,6 +132,8 @@ class TransferThread:
         self.pauses: Callable[[], bool | None] = lambda: None
         #: The same, as soon as all that was enqueued is done: it may enqueue what was held back until then.
         self.runs_dry: Callable[[], bool | None] = lambda: None
+        #: Whether anything may give it work again; asked in pauses.
+        self.is_wanted: Callable[[], bool] = lambda: True
         #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
@@ -148,7 +150,8 @@ class TransferThread:
         self.waiters = 0
         # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
         self._items: deque[HostEvent | None] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
+        self._users: set[FinalizerRecord[object] | None] = set()
         self._dozes = self._sleeps = self._stops = False
         self._pausing = threading.Lock()
         #: The one that carries out what is enqueued: an `OwnThread` that was started for it, or a caller without one.
@@ -175,6 +178,10 @@ class TransferThread:
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
         return self._thread is threading.current_thread()
+
+    def serve(self, user: object) -> None:
+        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/finalizers.py."""
+        self._users.add(FinalizerRecord(user, self._bell.put))
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
@@ -308,7 +315,7 @@ class TransferThread:
         rung = self._rest(_PAUSE_SECONDS)
         while not rung and self._call(self.pauses) is False:
             rung = self._rest(_PAUSE_SECONDS)
-        rung = rung or self._rest(_IDLE_SECONDS)
+        rung = rung or (self.is_wanted() and self._rest(_IDLE_SECONDS))
         self._sleeps = False
         return not rung and not self._items
 
@@ -317,9 +324,10 @@ class TransferThread:
         if self._items:
             return True
         try:
-            self._bell.get(timeout=seconds)
+            user = self._bell.get(timeout=seconds)
         except Empty:
             return False
+        self._users.discard(user)
         return True
 
     def _call(self, listener: Callable[[], bool | None]) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import eager_offload as eo
+from eager_offload.runtime import transfer_threads
+from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskSlot
 from tests.threads import collect
 
@@ -181,6 +184,20 @@ def test_h66_whatever_its_settings_are(settings: dict[str, Any]) -> None:
     parts = parts_of(offload)
     del offload
     assert_gone(parts)
+
+
+def test_h66_its_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_runtime().close()
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 600.0)
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    steps(offload)
+    offload.stats(synchronize=True)
+    threads = [one for one in threading.enumerate() if one.name.startswith("eager_offload-")]
+    assert threads
+    del offload
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_h66_one_that_follows_a_plan_that_was_given() -> None:

@@ -1,0 +1,165 @@
+"""What is added to the error of a device that is full: what the library knows of its memory, and the setting that would
+have freed most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from eager_offload import active
+from eager_offload._torch import Patch, on_backwards
+from eager_offload.config import OffloadConfig, size_literal, size_text
+from eager_offload.kernels.codecs import is_out_of_memory
+from eager_offload.stats import KeepReason
+
+#: How many modules a note names of each reason.
+_MOST_NAMES = 3
+#: What each note begins with.
+_PREFIX = "eager_offload: "
+_WHY = {
+    KeepReason.NEWEST: "stay as the newest bytes, which backward asks for first",
+    KeepReason.ALIVE: "stay since something else keeps them alive",
+    KeepReason.BUDGET: "stay since no tier has room",
+    KeepReason.FAILED: "stay since their copy failed",
+    KeepReason.MARKED: "stay as they are marked to",
+    KeepReason.REGION: "stay in a region where nothing may move",
+}
+
+
+class Held(NamedTuple):
+    """Bytes of saved tensors that are on one ``Offload``'s devices at a moment."""
+
+    saved: int
+    """What autograd would hold there without offload."""
+    stays: Counter[tuple[KeepReason, torch.nn.Module | None]]
+    """What is there and not on its way, by reason and by the module that saved it, where that is known."""
+    leaving: int
+    """What is on its way out."""
+    returning: int
+    """What was brought back, or is on its way."""
+    small: int
+    """What a step saves of tensors smaller than ``min_bytes``."""
+    small_largest: int
+    """The largest of these."""
+
+
+def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
+    """Adds to ``error`` what is held for each ``Offload``, once."""
+    if any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
+        return
+    names = dict(_names(error.__traceback__))
+    for held, config in found:
+        if held.saved or held.small:
+            error.add_note("\n  ".join(_lines(held, config, names)))
+
+
+def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator[str]:
+    on_device = sum(held.stays.values()) + held.leaving
+    away = max(held.saved - on_device, 0)
+    yield f"{_PREFIX}{size_text(held.saved)} are saved for backward, of which {size_text(away)} have left the device"
+    reasons = Counter[KeepReason]()
+    for (reason, _), nbytes in held.stays.items():
+        reasons[reason] += nbytes
+    for reason, nbytes in reasons.most_common():
+        if nbytes:
+            whose = Counter({module: own for (why, module), own in held.stays.items() if why is reason and own})
+            yield f"{size_text(nbytes)} {_WHY.get(reason, f'stay as {reason.value}')}{_whose(whose, names)}"
+    if held.leaving:
+        yield f"{size_text(held.leaving)} are on their way out"
+    if held.returning:
+        yield f"{size_text(held.returning)} were brought back for backward, or are on their way"
+    yield _advice(held, reasons, config)
+
+
+def _whose(whose: Counter[torch.nn.Module | None], names: dict[int, str]) -> str:
+    """The modules that have most of it."""
+    known = [(module, nbytes) for module, nbytes in whose.most_common() if module is not None]
+    if not known:
+        return ""
+    said = [f"{_name(module, names)} {size_text(nbytes)}" for module, nbytes in known[:_MOST_NAMES]]
+    others = len(whose) - len(said)
+    return f": {', '.join(said)}{f' and {others} more' if others else ''}"
+
+
+def _name(module: torch.nn.Module, names: dict[int, str]) -> str:
+    name, kind = names.get(id(module)), type(module).__name__
+    return f"{name} ({kind})" if name else kind
+
+
+def _names(trace: TracebackType | None) -> Iterator[tuple[int, str]]:
+    """The names of modules inside of the outermost one that the error has come through."""
+    while trace is not None:
+        found = trace.tb_frame.f_locals.get("self")
+        if isinstance(found, torch.nn.Module):
+            for name, module in found.named_modules():
+                yield id(module), name
+            return
+        trace = trace.tb_next
+
+
+def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> str:
+    """The setting that would have freed most, by these numbers."""
+    newest = reasons[KeepReason.NEWEST]
+    if config.device_budget is not None:
+        knob = "a smaller device_budget"
+    elif config.slowdown is not None:
+        knob = f'policy="max" in place of {config.says_slowdown}'
+    else:
+        knob = "keep_last_bytes=0"
+    is_zero = config.keep_last_bytes == 0
+    window, ahead = max(held.leaving // 4, 1), max(held.returning // 4, 1)
+    min_bytes = max(held.small_largest // 2, 1)
+    ways = {
+        knob: 0 if is_zero else newest,
+        f'max_inflight_bytes="{size_literal(window)}"': held.leaving - window,
+        f'prefetch_bytes="{size_literal(ahead)}"': held.returning - ahead,
+        f'min_bytes="{size_literal(min_bytes)}"': held.small if held.small_largest > 1 else 0,
+        "a larger host_budget or disk_budget, or a disk_path": reasons[KeepReason.BUDGET],
+    }
+    best = max(ways, key=lambda way: ways[way])
+    if ways[best] <= 0:
+        return "no setting would move more of it: a smaller batch or checkpointing frees memory"
+    return f"{best} would have freed up to {size_text(ways[best])}"
+
+
+class _Watch:
+    """Sees backwards, and their errors, which no ``with`` need be around."""
+
+    def __init__(self) -> None:
+        #: What is held for each ``Offload`` that is alive.
+        self.held: Callable[[], list[tuple[Held, OffloadConfig]]] = list
+        #: Whether any is alive.
+        self.is_wanted: Callable[[], bool] = lambda: False
+        self._patch: Patch | None = on_backwards(self._around)
+
+    def put_on(self) -> None:
+        """Errors of backwards have a note from here on, until one runs when every ``Offload`` is gone."""
+        if self._patch is not None and self._patch.active is None:
+            self._patch.put_on()
+
+    def note(self, error: BaseException | None) -> None:
+        """Adds to ``error`` what is held now, if it says that there is no memory."""
+        if isinstance(error, Exception) and is_out_of_memory(error):
+            add_note(error, self.held())
+
+    def _around(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*arguments: Any, **named: Any) -> Any:
+            for context in active.thread.contexts:
+                context.saw_backward = True
+            try:
+                return replaced(*arguments, **named)
+            except Exception as error:
+                self.note(error)
+                raise
+            finally:
+                if self._patch is not None and not self.is_wanted():
+                    self._patch.take_off()
+
+        return run_backward
+
+
+watch = _Watch()

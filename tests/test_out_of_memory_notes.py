@@ -1,0 +1,139 @@
+"""An out-of-memory error in a step says what offload holds of the device and which setting would have freed most."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from tests.hazards.backends import DiskBackend
+from tests.threads import collect
+
+ROWS, WIDTH = 64, 64
+NBYTES = ROWS * WIDTH * 4
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+class FullInForward(nn.Module):
+    is_full = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError(FULL)
+        return x
+
+
+class _FullInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(FULL)
+
+
+class FullInBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _FullInBackward.apply(x)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    collect()
+    yield
+    assert not gc.garbage
+
+
+def model(full: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), full, nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+
+def notes(offload: eo.Offload, net: nn.Module, *, inside: bool = False) -> list[str]:
+    """What the error of a step says."""
+
+    def step() -> None:
+        with offload:
+            loss = net(torch.ones(ROWS, WIDTH)).square().sum()
+            if inside:
+                loss.backward()
+        loss.backward()
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+        step()
+    return list(raised.value.__notes__)
+
+
+def test_an_error_of_forward_names_modules_reasons_and_a_setting() -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes="1MiB")
+    (note,) = notes(offload, model(FullInForward()))
+    head, newest, advice = note.split("\n")
+    assert head == "eager_offload: 32.0 KiB are saved for backward, of which 0 B have left the device"
+    assert newest.startswith("  32.0 KiB stay as the newest bytes, which backward asks for first: ")
+    assert "0 (Linear) 16.0 KiB" in newest
+    assert "1 (GELU) 16.0 KiB" in newest
+    assert advice == "  keep_last_bytes=0 would have freed up to 32.0 KiB"
+    offload.close()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_an_error_of_backward_has_one_too(inside: bool) -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes="1MiB")
+    (note,) = notes(offload, model(FullInBackward()), inside=inside)
+    assert "stay as the newest bytes" in note
+    assert "GELU" in note
+    offload.close()
+
+
+def test_what_is_on_its_way_is_told_apart_from_what_stays(disk: DiskBackend) -> None:
+    with disk.gate():
+        (note,) = notes(disk.offload(), model(FullInForward()))
+    assert "16.0 KiB stay as the newest bytes" in note, "its operator may still write to it"
+    assert "16.0 KiB are on their way out" in note
+    collect()  # the error that pytest has held, with the frames of the step
+
+
+def test_where_no_tier_has_room_that_is_what_would_have_helped() -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, disk_budget=1)
+    with pytest.warns(RuntimeWarning, match="no room for"):
+        (note,) = notes(offload, model(FullInForward()))
+    assert "stay since no tier has room" in note
+    assert "a larger host_budget or disk_budget, or a disk_path would have freed up to" in note
+    offload.close()
+
+
+def test_other_errors_have_none_and_backwards_are_torchs_own_again() -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0)
+    with pytest.raises(ZeroDivisionError) as raised, offload:
+        raise ZeroDivisionError
+    assert not hasattr(raised.value, "__notes__")
+    ours = torch.autograd._engine_run_backward
+    del offload, raised
+    collect()
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert torch.autograd._engine_run_backward is not ours
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
+def test_the_advice_afterwards_does_not_blame_what_failed() -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    full = FullInForward()
+    net = model(full)
+    for _ in range(3):
+        notes(offload, net)
+    full.is_full = False
+    collect()
+    with offload:
+        loss = net(torch.ones(ROWS, WIDTH)).square().sum()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert stats.failed_bytes >= stats.released_bytes > 0
+    assert not any("never asked for" in sentence for sentence in stats.advice)
+    offload.close()
