@@ -37,7 +37,7 @@ class KeepReason(StrEnum):
 #: To ask the class for its member takes longer than to compare.
 _SMALL = KeepReason.SMALL
 #: So many steps are written down, and then one in so many: of those that follow no plan.
-_WRITTEN, _WRITTEN_AGAIN = 8, 16
+_WRITTEN, _WRITTEN_AGAIN = 3, 16
 
 
 class SavedRow(NamedTuple):
@@ -46,7 +46,7 @@ class SavedRow(NamedTuple):
     nbytes: int
     """Bytes that it is the first of its step to hold; 0 for a further save of a storage."""
     size: int
-    """Bytes of the tensor, which ``min_bytes`` is compared with: the most of those that hold the same bytes and stay."""
+    """Bytes of the tensor, which ``min_bytes`` is compared with; of several that hold the same bytes, the most."""
     reason: KeepReason | None
     """Why it stays; ``None`` for what may move."""
     operator: int
@@ -162,6 +162,9 @@ class OffloadStats:
     host_wait_seconds: float = 0.0
     """Time that the host has waited for the same. On a CPU, which computes itself, that is ``stall_seconds``. On an
     accelerator it costs nothing as long as compute, which the host runs ahead of, has work."""
+    processor_seconds: float = 0.0
+    """Time of one processor core that copies took, of those that are over. On a CPU device these are cores that compute
+    may have lacked, which is in no stall: a step may take longer though it hardly waits. 0 where a device copies."""
     out_seconds: float = 0.0
     """For how long bytes travelled out. On an accelerator some copies are timed, and the others counted at their rate;
     0 where a device does not tell the time."""
@@ -300,7 +303,7 @@ class Counters:
         self.without_offload_bytes_peak = self.live.without_offload
         self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
-        self.out_seconds = self.in_seconds = self.slowdown = 0.0
+        self.out_seconds = self.in_seconds = self.processor_seconds = self.slowdown = 0.0
         self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.coded_bytes: dict[str, int] = {}
@@ -387,12 +390,13 @@ class Counters:
 
     @property
     def writes_rows(self) -> bool:
-        """Whether the next step is to be written down: the first ones are, and of those after them some."""
-        return self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
+        """Whether the next step is to be written down: until one was whole, the first ones, and some after them."""
+        return not self.rows or self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
 
     def step_of(self, rows: list[SavedRow]) -> None:
         """A step has saved ``rows``. The largest step is the one that the peaks are of."""
-        if rows and (not self.has_own_rows or sum(row.nbytes for row in rows) >= sum(row.nbytes for row in self.rows)):
+        nbytes = sum([row.nbytes for row in rows])
+        if rows and (not self.has_own_rows or nbytes >= sum([row.nbytes for row in self.rows])):
             self.rows, self.has_own_rows = tuple(rows), True
 
     def fail_step(self, rows: Sequence[SavedRow] | None) -> None:

@@ -23,7 +23,8 @@ _MUCH = 0.10
 #: What is said of those that no setting changes.
 _STAYS = {
     KeepReason.ALIVE: "stayed since something else keeps the originals alive until backward: outputs that are "
-    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before backward.",
+    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before "
+    "backward.",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: the CPU and the accelerator of "
     "torch.accelerator are.",
     KeepReason.LAYOUT: "stayed for their layout: sparse and quantized tensors do not move.",
@@ -288,7 +289,15 @@ def _rate(stats: OffloadStats) -> int:
 
 
 def _waited(stats: OffloadStats) -> str:
-    return f"compute waited {_percent(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
+    waited = f"compute waited {_percent(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
+    if not (took := processor_share(stats)):
+        return waited
+    return f"{waited} for copies, which took {_percent(took)} of a core"
+
+
+def processor_share(stats: OffloadStats) -> float:
+    """What copies took of the processor, as a share of one core."""
+    return stats.processor_seconds / stats.seconds if stats.seconds else 0.0
 
 
 def _percent(share: float) -> str:

@@ -56,7 +56,7 @@ def test_what_the_page_shows_is_what_its_code_prints(tmp_path: Path, monkeypatch
 
 def _lasting(printed: str) -> list[str]:
     """Of most lines, what they are about; of the first, all but the peak with offload and how long compute waited."""
-    whole = ("device peak", "nothing moved", " ", "saved", "advice")
+    whole = ("peak saved", "nothing moved", " ", "saved", "advice")
     rows = re.compile(r" +(saves|\d[\d,-]*)  ")  # of a step plan: timing decides which are alike
     lines = [line for line in printed.splitlines() if not rows.match(line)]
     lines = [line if line.startswith(whole) else line.split()[0] for line in lines]

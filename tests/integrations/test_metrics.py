@@ -134,4 +134,4 @@ def test_a_line_at_the_end_is_the_first_of_the_stats_and_of_the_first_rank(
     summarize(offload)
     said = capsys.readouterr().err
     assert bool(said) is (rank == "0")
-    assert said.startswith("eager_offload: device peak of saved tensors") or not said
+    assert said.startswith("eager_offload: peak saved-tensor memory") or not said
