@@ -167,6 +167,14 @@ SAYS: list[tuple[tuple[SavedRow, ...], dict[str, Any], dict[str, Any], str, list
 ]
 
 
+def advice_of(step: tuple[SavedRow, ...], counted: dict[str, Any], config: dict[str, Any]) -> tuple[str, ...]:
+    """Of a run that has counted that, and of which ``step`` was written down."""
+    saved = {"saved_tensors": 25, "saved_bytes": counted.get("steps", 1) * 100 * MIB, "steps": 1, "seconds": 100.0}
+    stats = OffloadStats(**{**saved, **counted})
+    stats._know(eo.OffloadConfig(**config), None, step)
+    return stats.advice
+
+
 @pytest.mark.parametrize(("step", "counted", "config", "begins", "has", "has_not"), SAYS)
 def test_the_first_line_says_what_became_of_memory(
     step: tuple[SavedRow, ...],
@@ -176,14 +184,11 @@ def test_the_first_line_says_what_became_of_memory(
     has: list[str],
     has_not: list[str],
 ) -> None:
-    saved = {"saved_tensors": 25, "saved_bytes": counted.get("steps", 1) * 100 * MIB, "steps": 1, "seconds": 100.0}
-    stats = OffloadStats(**{**saved, **counted})
-    stats._know(eo.OffloadConfig(**config), None, step)
-    first, *others = stats.advice
+    first, *others = advice_of(step, counted, config)
     assert first.startswith(begins)
     assert all(part in first for part in has)
     assert not any(part in first for part in has_not)
-    assert first.startswith(("Memory fell", "Memory falls")) or not any("Nothing held" in one for one in others)
+    assert first.startswith("Memory fell") or not any("Nothing held" in one for one in others)
 
 
 def test_windows_of_a_step_hold_what_the_note_says() -> None:
