@@ -66,6 +66,8 @@ def _clause(
     reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
 ) -> str:
     is_bounded = config.device_budget is not None or config.slowdown is not None
+    if reason is KeepReason.NEWEST and stats.plan is not None:
+        return f"of the {saved} that a step saves, {stays} stay as the plan says"
     if reason is KeepReason.NEWEST:
         if config.newest_bytes(1) == 0:
             return f"{stays} a step were asked for, or closed upon, before they left"

@@ -68,6 +68,9 @@ class PlanOutcome:
     step_seconds: float | None = None
     """The median of the last steps that followed it: from where the ``with`` was entered until the last tensor was
     asked for. ``None`` on an accelerator, whose time the host does not know without waiting."""
+    without_offload_seconds: float | None = None
+    """Of forward and backward without offload, measured before training: ``None`` unless the plan was made of real
+    steps, by ``steps=`` of :func:`eager_offload.plan`."""
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", measured {size_text(self.peak_bytes)}"
@@ -103,6 +106,11 @@ class Planned(Protocol):
     @property
     def step_seconds(self) -> float:
         """Of forward and backward."""
+        ...
+
+    @property
+    def without_offload_seconds(self) -> float | None:
+        """Of forward and backward without offload, where that was measured."""
         ...
 
     @property
@@ -354,7 +362,10 @@ class Counters:
 
     def expect(self, planned: Planned) -> None:
         """What forwards follow from here on is of ``planned``."""
-        self.plan, self.planned = PlanOutcome(planned.peak_bytes, planned.step_seconds), planned
+        # A plan that was made anew knows what steps with offload took: what was measured without is the first one's.
+        without = planned.without_offload_seconds if self.plan is None else self.plan.without_offload_seconds
+        self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
+        self.planned = planned
 
     def follow(self) -> None:
         """A forward begins that follows a plan; what it keeps is counted later."""

@@ -12,7 +12,7 @@ import pytest
 import eager_offload as eo
 from eager_offload.config import size_text
 from eager_offload.engine.transfer import BytesRecord
-from eager_offload.stats import Accounts, Counters, KeepReason, SavedRow
+from eager_offload.stats import Accounts, Counters, KeepReason, PlanOutcome, SavedRow
 from tests.hazards.backends import assert_balanced
 
 MIB = 1 << 20
@@ -148,6 +148,8 @@ def test_the_report_fits_a_screen_and_names_every_part() -> None:
         ({"bytes_in": 5 << 39}, "more than went out: asked for several times; 84.0 MiB still resident"),
         ({"offloaded_bytes": 0}, "nothing moved\n"),
         ({"steps": 1}, "        1 step\n"),
+        ({"plan": PlanOutcome(MIB, 0.5, None, 0.75, 0.5)}, "of 100.0 s; a step took 0.75 s, and 0.5 s without offload"),
+        ({"plan": PlanOutcome(MIB, 0.5, None, 0.75)}, "of 100.0 s\n"),
         ({"processor_seconds": 0.0}, "stalled 1.2 % of step time\n"),
     ],
 )

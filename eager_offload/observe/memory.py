@@ -34,7 +34,7 @@ def of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Mem
     """
     if not stats.offloaded_bytes:
         return MemoryVerdict(f"Memory did not fall: nothing moved, because {why(stats, config)}.", fell=False)
-    if stats.copies_within_host and not stats.disk_bytes_peak:
+    if stays_within_host(stats):
         sentence = (
             f"Memory did not fall: {size_text(stats.host_bytes_peak)} were copied within host memory, which is the "
             'device of CPU tensors. tier="auto" and tier="disk" move them to disk.'
@@ -66,6 +66,11 @@ def of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Mem
     out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
     cause = cause or f"windows of {out} on the way out and of {back} brought back early hold most of what may move"
     return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}{settings}.", fell=False, reason=reason)
+
+
+def stays_within_host(stats: OffloadStats) -> bool:
+    """Whether what left CPU tensors is in host memory still, so that nothing was freed."""
+    return stats.copies_within_host and not stats.disk_bytes_peak
 
 
 def change_text(before: int, after: int) -> str:
