@@ -109,9 +109,12 @@ def settings_text(
     parts = ([f"with {' and '.join(set_to)}"] if set_to else []) + [f"without {name}" for name in left_out]
     given = {**vars(config), **best.fields}
     known = "" if "auto" not in (given["max_inflight_bytes"], given["prefetch_bytes"]) else ", once one like it has run"
-    text = " and ".join(parts)
+    text, alive = " and ".join(parts), step.forwards
+    who, whose = (
+        ("a step holds", "its") if alive == 1 else (f"the {alive} forwards that are alive at once hold", "their")
+    )
     return (
-        f". {text[0].upper()}{text[1:]} a step holds at most {size_text(best.peak.held)} of its "
+        f". {text[0].upper()}{text[1:]} {who} at most {size_text(best.peak.held)} of {whose} "
         f"{size_text(best.peak.without_offload)}{known}"
     )
 

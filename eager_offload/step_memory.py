@@ -51,20 +51,23 @@ class Trial(NamedTuple):
 class StepMemory:
     """The step that the stats of a run know, and how many of them are alive at one time, their backwards yet to come.
 
-    It is empty where none was written down: of a run that follows a plan, or of compiled code.
+    It has no rows where none were written down, and where they do not say what moves: of a run that follows a plan, of
+    compiled code, and where bytes were to leave that could not.
     """
 
     def __init__(self, stats: OffloadStats, config: OffloadConfig) -> None:
-        self.rows = () if stats.plan is not None or stats.compiled_regions else stats._rows
+        is_decided_elsewhere = stats.plan is not None or stats.compiled_regions
+        lacks = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}
+        self.rows = () if is_decided_elsewhere or lacks else stats._rows
         self._config = config
         counted = sum(row.nbytes for row in self.rows if row.reason is not KeepReason.SMALL)
         is_whole = counted and not stats.failed_forwards  # else the peak may be of a forward that is none of these
-        self._forwards = max(round(stats.without_offload_bytes_peak / counted), 1) if is_whole else 1
+        self.forwards = max(round(stats.without_offload_bytes_peak / counted), 1) if is_whole else 1
 
     @property
     def small_bytes(self) -> int:
         """Bytes that are too small to move, which the peaks of the stats leave out."""
-        return self._forwards * sum(row.nbytes for row in self.rows if row.reason is KeepReason.SMALL)
+        return self.forwards * sum(row.nbytes for row in self.rows if row.reason is KeepReason.SMALL)
 
     @property
     def peak(self) -> StepPeak:
@@ -74,7 +77,7 @@ class StepMemory:
     def peak_with(self, fields: Mapping[str, Any]) -> StepPeak:
         """What they would with these ``fields`` of the config."""
         tried = dataclasses.replace(self._config, **fields)
-        return peak_of(self.rows, tried, self._forwards, moves_skipped="skip" in fields)
+        return peak_of(self.rows, tried, self.forwards, moves_skipped="skip" in fields)
 
     @property
     def larger_min_bytes(self) -> int | None:

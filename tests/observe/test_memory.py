@@ -160,8 +160,16 @@ SAYS: list[tuple[tuple[SavedRow, ...], dict[str, Any], dict[str, Any], str, list
         {**MOVED, "device_bytes_peak": 300 * MIB, "without_offload_bytes_peak": 300 * MIB},
         {"keep_last_bytes": "1GiB"},
         "Memory hardly fell",
-        ['With keep_last_bytes="auto" a step holds at most 68.0 MiB of its 300.0 MiB'],
+        ['With keep_last_bytes="auto" the 3 forwards that are alive at once hold at most 68.0 MiB of their 300.0 MiB'],
         [],
+    ),
+    (  # what was to leave and could not is in no arithmetic
+        rows(25, 4 * MIB),
+        {**MOVED, "device_bytes_peak": 92 * MIB, "kept_bytes": {"budget": 60 * MIB}, "demotions": {"budget": 15}},
+        {},
+        "Memory hardly fell",
+        ["found no room in any tier"],
+        ["holds at most", "None of the"],
     ),
     ((), {**MOVED, "compiled_regions": 3}, {}, "Memory hardly fell", ["since windows of"], ["With ", "None of the"]),
 ]
