@@ -460,9 +460,10 @@ class Hooks:
                 thread.run = None
         if is_outermost:
             thread.may_follow, thread.recorder = False, None
-            self._end_rows(thread, failed=not waits)
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
+        if is_outermost:
+            self._end_rows(thread, failed=not waits)
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int | None = None) -> KeptTensor:
         """The handle of a tensor that stays; ``nbytes`` are its bytes, where the caller has asked for them."""
