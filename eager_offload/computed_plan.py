@@ -82,6 +82,11 @@ class ComputedPlan:
         raise NotImplementedError
 
     @property
+    def without_offload_seconds(self) -> float | None:
+        """Of forward and backward without offload, where real steps were timed."""
+        raise NotImplementedError
+
+    @property
     def relief(self) -> Relief | None:
         """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         raise NotImplementedError

@@ -67,6 +67,8 @@ def _clause(
     reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
 ) -> str:
     is_bounded = config.device_budget is not None or config.slowdown is not None
+    if reason is KeepReason.NEWEST and stats.plan is not None:
+        return f"of the {saved} that a step saves, {stays} stay as the plan says"
     if reason is KeepReason.NEWEST:
         if config.newest_bytes(1) == 0:
             return f"{stays} a step were asked for, or closed upon, before they left"
@@ -111,9 +113,12 @@ def settings_text(
     parts = ([f"with {' and '.join(set_to)}"] if set_to else []) + [f"without {name}" for name in left_out]
     given = {**vars(config), **best.fields}
     known = "" if "auto" not in (given["max_inflight_bytes"], given["prefetch_bytes"]) else ", once one like it has run"
-    text = " and ".join(parts)
+    text, alive = " and ".join(parts), step.forwards
+    who, whose = (
+        ("a step holds", "its") if alive == 1 else (f"the {alive} forwards that are alive at once hold", "their")
+    )
     return (
-        f". {text[0].upper()}{text[1:]} a step holds at most {size_text(best.peak.held)} of its "
+        f". {text[0].upper()}{text[1:]} {who} at most {size_text(best.peak.held)} of {whose} "
         f"{size_text(best.peak.without_offload)}{known}"
     )
 

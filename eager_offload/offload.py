@@ -39,7 +39,7 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
-from eager_offload.plan_settings import settings_of, shown
+from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats

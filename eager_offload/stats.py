@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -37,7 +37,7 @@ class KeepReason(StrEnum):
 #: To ask the class for its member takes longer than to compare.
 _SMALL = KeepReason.SMALL
 #: So many steps are written down, and then one in so many: of those that follow no plan.
-_WRITTEN, _WRITTEN_AGAIN = 8, 16
+_WRITTEN, _WRITTEN_AGAIN = 3, 16
 
 
 class SavedRow(NamedTuple):
@@ -46,7 +46,7 @@ class SavedRow(NamedTuple):
     nbytes: int
     """Bytes that it is the first of its step to hold; 0 for a further save of a storage."""
     size: int
-    """Bytes of the tensor, which ``min_bytes`` is compared with: the most of those that hold the same bytes and stay."""
+    """Bytes of the tensor, which ``min_bytes`` is compared with; of several that hold the same bytes, the most."""
     reason: KeepReason | None
     """Why it stays; ``None`` for what may move."""
     operator: int
@@ -68,6 +68,9 @@ class PlanOutcome:
     step_seconds: float | None = None
     """The median of the last steps that followed it: from where the ``with`` was entered until the last tensor was
     asked for. ``None`` on an accelerator, whose time the host does not know without waiting."""
+    without_offload_seconds: float | None = None
+    """Of forward and backward without offload, measured before training: ``None`` unless the plan was made of real
+    steps, by ``steps=`` of :func:`eager_offload.plan`."""
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", measured {size_text(self.peak_bytes)}"
@@ -103,6 +106,11 @@ class Planned(Protocol):
     @property
     def step_seconds(self) -> float:
         """Of forward and backward."""
+        ...
+
+    @property
+    def without_offload_seconds(self) -> float | None:
+        """Of forward and backward without offload, where that was measured."""
         ...
 
     @property
@@ -164,6 +172,9 @@ class OffloadStats:
     host_wait_seconds: float = 0.0
     """Time that the host has waited for the same. On a CPU, which computes itself, that is ``stall_seconds``. On an
     accelerator it costs nothing as long as compute, which the host runs ahead of, has work."""
+    processor_seconds: float = 0.0
+    """Time of one processor core that copies took, of those that are over. On a CPU device these are cores that compute
+    may have lacked, which is in no stall: a step may take longer though it hardly waits. 0 where a device copies."""
     out_seconds: float = 0.0
     """For how long bytes travelled out. On an accelerator some copies are timed, and the others counted at their rate;
     0 where a device does not tell the time."""
@@ -227,8 +238,6 @@ class OffloadStats:
     """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
     failed_forwards: int = 0
     """Outermost contexts that were left by an error."""
-    failed_bytes: int = 0
-    """Bytes that could have moved of what was saved in them, at most: no backward asks for it."""
     empty_forwards: int = 0
     """Contexts in which autograd recorded operators but not one saved tensor could be seen."""
     is_approximate: bool = False
@@ -294,7 +303,7 @@ class Counters:
         # Those of a snapshot, by its names; what is not here is at its default there.
         self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
         self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
-        self.failed_forwards = self.failed_bytes = 0
+        self.failed_forwards = 0
         self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
         self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = self.failed_bytes = 0
         self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
@@ -303,7 +312,7 @@ class Counters:
         self.without_offload_bytes_peak = self.live.without_offload
         self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
-        self.out_seconds = self.in_seconds = self.slowdown = 0.0
+        self.out_seconds = self.in_seconds = self.processor_seconds = self.slowdown = 0.0
         self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.coded_bytes: dict[str, int] = {}
@@ -354,7 +363,10 @@ class Counters:
 
     def expect(self, planned: Planned) -> None:
         """What forwards follow from here on is of ``planned``."""
-        self.plan, self.planned = PlanOutcome(planned.peak_bytes, planned.step_seconds), planned
+        # A plan that was made anew knows what steps with offload took: what was measured without is the first one's.
+        without = planned.without_offload_seconds if self.plan is None else self.plan.without_offload_seconds
+        self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
+        self.planned = planned
 
     def follow(self) -> None:
         """A forward begins that follows a plan; what it keeps is counted later."""
@@ -390,19 +402,14 @@ class Counters:
 
     @property
     def writes_rows(self) -> bool:
-        """Whether the next step is to be written down: the first ones are, and of those after them some."""
-        return self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
+        """Whether the next step is to be written down: until one was whole, the first ones, and some after them."""
+        return not self.rows or self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
 
     def step_of(self, rows: list[SavedRow]) -> None:
         """A step has saved ``rows``. The largest step is the one that the peaks are of."""
-        if rows and (not self.has_own_rows or sum(row.nbytes for row in rows) >= sum(row.nbytes for row in self.rows)):
+        nbytes = sum([row.nbytes for row in rows])
+        if rows and (not self.has_own_rows or nbytes >= sum([row.nbytes for row in self.rows])):
             self.rows, self.has_own_rows = tuple(rows), True
-
-    def fail_step(self, rows: Sequence[SavedRow] | None) -> None:
-        """A forward has ended in an error; ``rows``: what it has saved, ``None`` where that was not written down."""
-        rows = self.rows if rows is None else rows
-        self.failed_forwards += 1
-        self.failed_bytes += sum(row.nbytes for row in rows if row.reason is None)
 
     def demote(self, kind: str) -> bool:
         """Counts a demotion; true the first time, when the user is to be warned."""

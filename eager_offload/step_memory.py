@@ -7,7 +7,8 @@ Nothing runs and nothing is timed, so what is said of a setting does not depend 
 What an operator has saved leaves no sooner than the next one saves. So forward ends with all that stays, the newest
 bytes (those of one operator at least), a full window of what is on its way out, and what its last operator has saved.
 Backward begins with the same or, if that is more, with the window of what comes back early. A step after one like it
-holds no more, however slow the link is; it holds less where copies are over sooner.
+holds no more, however slow the link is; it holds less where copies are over sooner. Of what stays now, it is not known
+what the program keeps alive besides: of such tensors moving frees nothing.
 """
 
 from __future__ import annotations
@@ -50,19 +51,23 @@ class Trial(NamedTuple):
 class StepMemory:
     """The step that the stats of a run know, and how many of them are alive at one time, their backwards yet to come.
 
-    It is empty where none was written down: of a run that follows a plan, or of compiled code.
+    It has no rows where none were written down, and where they do not say what moves: of a run that follows a plan, of
+    compiled code, and where bytes were to leave that could not.
     """
 
     def __init__(self, stats: OffloadStats, config: OffloadConfig) -> None:
-        self.rows = () if stats.plan is not None or stats.compiled_regions else stats._rows
+        is_decided_elsewhere = stats.plan is not None or stats.compiled_regions
+        lacks = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}
+        self.rows = () if is_decided_elsewhere or lacks else stats._rows
         self._config = config
         counted = sum(row.nbytes for row in self.rows if row.reason is not KeepReason.SMALL)
-        self._forwards = max(round(stats.without_offload_bytes_peak / counted), 1) if counted else 1
+        is_whole = counted and not stats.failed_forwards  # else the peak may be of a forward that is none of these
+        self.forwards = max(round(stats.without_offload_bytes_peak / counted), 1) if is_whole else 1
 
     @property
     def small_bytes(self) -> int:
         """Bytes that are too small to move, which the peaks of the stats leave out."""
-        return self._forwards * sum(row.nbytes for row in self.rows if row.reason is KeepReason.SMALL)
+        return self.forwards * sum(row.nbytes for row in self.rows if row.reason is KeepReason.SMALL)
 
     @property
     def peak(self) -> StepPeak:
@@ -72,7 +77,7 @@ class StepMemory:
     def peak_with(self, fields: Mapping[str, Any]) -> StepPeak:
         """What they would with these ``fields`` of the config."""
         tried = dataclasses.replace(self._config, **fields)
-        return peak_of(self.rows, tried, self._forwards, moves_skipped="skip" in fields)
+        return peak_of(self.rows, tried, self.forwards, moves_skipped="skip" in fields)
 
     @property
     def larger_min_bytes(self) -> int | None:
@@ -166,7 +171,5 @@ def _candidates(rows: Sequence[SavedRow], config: OffloadConfig, *, waits: bool)
     given = [name for name in ("max_inflight_bytes", "prefetch_bytes") if getattr(config, name) != "auto"]
     if given:
         yield dict.fromkeys(given, "auto")
-    if config.learns_what_stays:
-        yield {"keep_last_bytes": 0}
-    elif config.keep_last_bytes not in ("auto", 0):
+    if config.keep_last_bytes not in ("auto", 0):
         yield {"keep_last_bytes": "auto"}

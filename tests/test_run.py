@@ -55,7 +55,7 @@ def test_a_script_prints_the_same_and_it_says_what_it_did(script: Path, tmp_path
     assert plain.stdout.endswith("__main__ ['--lr', '3']\n"), plain.stderr
     offloaded = python("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3", cwd=tmp_path)
     assert offloaded.stdout == plain.stdout, offloaded.stderr
-    assert "eager_offload.run: device peak of saved tensors" in offloaded.stderr
+    assert "eager_offload.run: peak saved-tensor memory" in offloaded.stderr
     assert offloaded.returncode == 0
 
 
@@ -73,7 +73,7 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the
     )
     assert ended.returncode == 7
     assert ended.stdout.endswith("__main__ ['--fail']\n"), ended.stderr
-    assert "eager_offload.run: device peak of saved tensors" in ended.stderr
+    assert "eager_offload.run: peak saved-tensor memory" in ended.stderr
 
 
 @pytest.mark.sampled(2, quick=True)
@@ -95,7 +95,7 @@ def test_accelerate_launches_it(script: Path, tmp_path: Path) -> None:
     run = ("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3")
     ended = python(*launcher, *run, cwd=tmp_path, HF_HOME=str(tmp_path))
     assert ended.stdout.endswith("__main__ ['--lr', '3']\n"), ended.stderr
-    assert "eager_offload.run: device peak of saved tensors" in ended.stderr
+    assert "eager_offload.run: peak saved-tensor memory" in ended.stderr
     assert ended.returncode == 0
 
 
@@ -104,7 +104,7 @@ def test_two_ranks_of_torchrun_each_offload_and_one_speaks(script: Path, tmp_pat
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = python(*launcher, "-m", "eager_offload.run", *SETTINGS, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("eager_offload.run: device peak of saved tensors") == 1
+    assert ended.stderr.count("eager_offload.run: peak saved-tensor memory") == 1
     lines = [line for line in ended.stdout.splitlines() if line.startswith("0x")]
     assert len(lines) == 8
     assert len(set(lines)) == 4

@@ -12,7 +12,7 @@ import pytest
 import eager_offload as eo
 from eager_offload.config import size_text
 from eager_offload.engine.transfer import BytesRecord
-from eager_offload.stats import Accounts, Counters, KeepReason, SavedRow
+from eager_offload.stats import Accounts, Counters, KeepReason, PlanOutcome, SavedRow
 from tests.hazards.backends import assert_balanced
 
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def test_a_demotion_is_told_the_first_time_of_its_kind() -> None:
 
 
 REPORT = """\
-device peak of saved tensors 304 MiB instead of 743 MiB (-59 %), a step; stalled 1.2 % of it
+peak saved-tensor memory 304 MiB (743 MiB without offload, -59 %); stalled 1.2 % of step time, copies 4.5 % of a core
                   a step        4 steps
 saved          128.0 MiB      512.0 MiB  1,234 tensors
 offloaded       96.1 MiB      384.5 MiB  56 tensors, and 1.0 GiB on the same storages
@@ -91,6 +91,7 @@ moved out      384.0 GiB        1.5 TiB  more than offloaded: of a view, all tha
 moved in         250 B          999 B    84.0 MiB still resident, 512.0 KiB never asked for
 stalled          0.312 s        1.250 s  of 100.0 s
 host waited      2.000 s        8.000 s
+processor        1.125 s        4.500 s  of a core, for copies; compute may have lacked it
 peaks      64.0 MiB in flight, 96.0 MiB resident, 0 B host, 2,048.0 TiB disk
 fallbacks  write_failed 1
 written    2.3 GiB to disk, 2.2 TB a day if it goes on
@@ -114,6 +115,7 @@ WHAT_IT_REPORTS = eo.OffloadStats(
     bytes_in=999,
     stall_seconds=1.25,
     host_wait_seconds=8.0,
+    processor_seconds=4.5,
     inflight_bytes_peak=64 * MIB,
     resident_bytes_peak=96 * MIB,
     device_bytes_peak=304 * MIB,
@@ -129,18 +131,26 @@ WHAT_IT_REPORTS = eo.OffloadStats(
 
 def test_the_report_fits_a_screen_and_names_every_part() -> None:
     assert str(WHAT_IT_REPORTS) == REPORT
-    assert all(len(line) <= 100 for line in str(WHAT_IT_REPORTS).splitlines())
+    headline, *lines = str(WHAT_IT_REPORTS).splitlines()
+    assert len(headline) <= 120
+    assert all(len(line) <= 100 for line in lines)
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"device_bytes_peak": 743 * MIB}, "743 MiB instead of 743 MiB (0 %), a step"),
-        ({"device_bytes_peak": 0}, "0 B instead of 743 MiB (-100 %), a step"),
-        ({"without_offload_bytes_peak": 1 << 30, "device_bytes_peak": 3 << 20}, "3 MiB instead of 1 GiB (-100 %)"),
+        ({"device_bytes_peak": 743 * MIB}, "743 MiB (743 MiB without offload, 0 %); "),
+        ({"device_bytes_peak": 0}, "0 B (743 MiB without offload, -100 %); "),
+        (
+            {"without_offload_bytes_peak": 1 << 30, "device_bytes_peak": 3 << 20},
+            "3 MiB (1 GiB without offload, -100 %)",
+        ),
         ({"bytes_in": 5 << 39}, "more than went out: asked for several times; 84.0 MiB still resident"),
         ({"offloaded_bytes": 0}, "nothing moved\n"),
         ({"steps": 1}, "        1 step\n"),
+        ({"plan": PlanOutcome(MIB, 0.5, None, 0.75, 0.5)}, "of 100.0 s; a step took 0.75 s, and 0.5 s without offload"),
+        ({"plan": PlanOutcome(MIB, 0.5, None, 0.75)}, "of 100.0 s\n"),
+        ({"processor_seconds": 0.0}, "stalled 1.2 % of step time\n"),
     ],
 )
 def test_what_else_the_report_says(changed: dict[str, Any], line: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import HostRuntime
+from eager_offload.tiers.forking import OwnThread, helped_by
 from tests import test_host_runtime
 from tests.hazards.backends import Gate
 from tests.processes import printed_by, python
@@ -41,6 +42,23 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
     assert len(set(seen)) == 3, "later work starts a new one"
     assert {thread.name for thread in seen} == {"eager_offload-out"}
     assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
+
+
+def test_what_a_copy_takes_of_the_processor_counts_threads_that_work_for_it(runtime: HostRuntime) -> None:
+    helper = OwnThread(lambda: None, "helper")
+
+    def copy() -> None:
+        helper.start()
+        helper.join()
+        assert 0 < helper.processor_seconds < 60
+        helper.processor_seconds = 60.0
+        helped_by([helper])
+
+    out = stream(runtime)
+    helped, alone = out.submit(copy), out.submit(lambda: None)
+    runtime.synchronize(alone)
+    assert runtime.processor_seconds(helped) >= 60
+    assert 0 <= runtime.processor_seconds(alone) < 60
 
 
 def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(

@@ -306,15 +306,12 @@ class Hooks:
         if len(rows.rows) == _MOST_SAVES:
             thread.rows = None
 
-    def _end_rows(self, thread: ThreadState, *, failed: bool = False) -> None:
-        """What the calling thread has written down is a whole step, or what there was of one that failed."""
+    def _end_rows(self, thread: ThreadState, *, is_whole: bool = True) -> None:
+        """Counts what the calling thread has written down, if that is a whole step."""
         rows, thread.rows = thread.rows, None
-        with self._accounts.lock:
-            counters = self._accounts.counters
-            if failed:
-                counters.fail_step(None if rows is None else rows.rows)
-            elif rows is not None:
-                counters.step_of(rows.rows)
+        if rows is not None and is_whole:
+            with self._accounts.lock:
+                self._accounts.counters.step_of(rows.rows)
 
     def _pack_unseen(self, tensor: Tensor) -> Packed:
         """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
@@ -471,9 +468,10 @@ class Hooks:
                 thread.run = None
         if is_outermost:
             thread.may_follow, thread.recorder = False, None
-            self._end_rows(thread, failed=not waits)
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
+        if is_outermost:
+            self._end_rows(thread, is_whole=waits)
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int | None = None) -> KeptTensor:
         """The handle of a tensor that stays; ``nbytes`` are its bytes, where the caller has asked for them."""

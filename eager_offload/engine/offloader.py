@@ -615,8 +615,9 @@ class DeviceOffloader:
         del self._in[transfer]
         if not transfer.held_after:
             self.release(transfer)
-        seconds = self.runtime.seconds(transfer.event)
-        transfer.counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
+        counters, seconds = transfer.counters, self.runtime.seconds(transfer.event)
+        counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
+        counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
         return True
 
     def poll(self) -> None:
@@ -785,6 +786,7 @@ class DeviceOffloader:
         self._leaving.pop(record, None)
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
+        counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
         if failure is None and transfer.holds is not None and not transfer.holds:
             counters.refuse(transfer.codec)
             record.on_transferred(transfer, REFUSED)

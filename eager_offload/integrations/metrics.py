@@ -19,7 +19,7 @@ LogMetrics: TypeAlias = bool | Literal["all"]
 PREFIX = "offload/"
 _AMOUNTS = (
     *("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds"),
-    *("host_wait_seconds", "kept_bytes", "demotions"),
+    *("host_wait_seconds", "processor_seconds", "kept_bytes", "demotions"),
 )
 _PEAKS = ("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak")
 
@@ -40,6 +40,7 @@ class OffloadMetrics:
     | ``offload/saved_bytes``, ``offloaded_bytes``, ``shared_bytes``, ``kept_bytes`` | bytes a step | what autograd saved; of that: offloaded, on a storage that is offloaded already, kept |
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
     | ``offload/host_wait_seconds`` | seconds a step | how long the host waited for them, while compute may be busy |
+    | ``offload/processor_seconds`` | seconds a step | what copies took of a processor core, on a CPU device |
     | ``offload/demotions`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
 
@@ -118,10 +119,13 @@ class StepTrace:
 
 
 def summarize(offload: Offload) -> None:
-    """Training ends: a line for the user, on the first rank alone, where anything moved."""
+    """Training ends: a line for the user, on the first rank alone, where anything moved; and why memory has not fallen,
+    where it has not."""
     stats = offload.stats()
     if stats.offloaded_bytes and rank() == 0:
         print(f"eager_offload: {str(stats).splitlines()[0]}", file=sys.stderr)
+        if not (memory := stats.advice[0]).startswith("Memory fell"):
+            print(f"eager_offload: {memory}", file=sys.stderr)
 
 
 def _amount(stats: OffloadStats, name: str) -> float:

@@ -1,8 +1,8 @@
-"""What limited a run, and which knob to turn: sentences that follow from the stats and the configuration alone.
+"""What limited a run, and which knob to turn: sentences that follow from the stats, the configuration and the rows of a step.
 
-Memory is what offload is for, so what it did to that is said first, and nothing else is praised where it did not fall.
-Shares of time are of the time since counting began, so a run that mostly does
-something else hears less. Beside a plan no knob is named that does not go with one.
+Memory is what offload is for, so what became of it is said first, and nothing else is praised where it did not fall.
+Shares of time are of the time since counting began, so a run that mostly does something else hears less. Beside a plan
+no knob is named that does not go with one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _SHRINKS = 64 * MIB
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     """What is to be said of a run, or a part of it, a sentence or two each; that all is well if nothing is."""
-    found = tuple(_of_the_context(stats, config))
-    if found:
-        return found
+    context = tuple(_of_the_context(stats, config))
+    if not config.enabled or not stats.saved_tensors:
+        return context
     memory = of_memory(stats, config, waits=_stalls(stats))
     parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
-    found = tuple(sentence for part in parts for sentence in part(stats, config))
+    found = context if stats.offloaded_bytes else ()  # else it is the reason that nothing moved
+    found += tuple(sentence for part in parts for sentence in part(stats, config))
     found += tuple(_of_what_stays(stats, memory.reason))
     if memory.fell and not found:
         found = (f"Nothing held this run up: {_waited(stats)}.",)
@@ -290,7 +291,15 @@ def _rate(stats: OffloadStats) -> int:
 
 
 def _waited(stats: OffloadStats) -> str:
-    return f"compute waited {_percent(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
+    waited = f"compute waited {_percent(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
+    if not (took := processor_share(stats)):
+        return waited
+    return f"{waited} for copies, which took {_percent(took)} of a core"
+
+
+def processor_share(stats: OffloadStats) -> float:
+    """What copies took of the processor, as a share of one core."""
+    return stats.processor_seconds / stats.seconds if stats.seconds else 0.0
 
 
 def _percent(share: float) -> str:

@@ -20,6 +20,7 @@ class MemoryVerdict(NamedTuple):
 
     sentence: str
     fell: bool
+    """In the steps that were counted."""
     reason: KeepReason | None = None
     """To stay, which the sentence has named."""
 
@@ -33,7 +34,7 @@ def of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Mem
     """
     if not stats.offloaded_bytes:
         return MemoryVerdict(f"Memory did not fall: nothing moved, because {why(stats, config)}.", fell=False)
-    if stats.copies_within_host and not stats.disk_bytes_peak:
+    if stays_within_host(stats):
         sentence = (
             f"Memory did not fall: {size_text(stats.host_bytes_peak)} were copied within host memory, which is the "
             'device of CPU tensors. tier="auto" and tier="disk" move them to disk.'
@@ -50,21 +51,26 @@ def of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Mem
     step = StepMemory(stats, config)
     steady = min(after + step.small_bytes, step.peak.held) if step.rows else after
     least = (1 - WORTH) * (before + step.small_bytes)
-    fell = steady <= least
-    settings = settings_text(step, steady, config, waits=waits, says_none=not fell) if step.rows else ""
+    falls = steady <= least
+    settings = settings_text(step, steady, config, waits=waits, says_none=not falls) if step.rows else ""
     if after + step.small_bytes <= least:
         later = f"; a step after one like it holds at most {size_text(steady)}" if steady <= after * (1 - WORTH) else ""
-        return MemoryVerdict(f"Memory fell: {peaks}{later}{settings}.", fell)
-    if fell:
+        return MemoryVerdict(f"Memory fell: {peaks}{later}{settings}.", fell=True)
+    if falls:
         sentence = (
             f"Memory falls once a step is known: one after one like it holds at most {size_text(steady)}. Before that "
             f"windows are large: {peaks}{settings}."
         )
-        return MemoryVerdict(sentence, fell)
+        return MemoryVerdict(sentence, fell=False)
     reason, cause = main_reason(stats, config, _EXPLAINS)
     out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
     cause = cause or f"windows of {out} on the way out and of {back} brought back early hold most of what may move"
-    return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}{settings}.", fell, reason)
+    return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}{settings}.", fell=False, reason=reason)
+
+
+def stays_within_host(stats: OffloadStats) -> bool:
+    """Whether what left CPU tensors is in host memory still, so that nothing was freed."""
+    return stats.copies_within_host and not stats.disk_bytes_peak
 
 
 def change_text(before: int, after: int) -> str:

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterator
 
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.observe.advice import WEAR_SECONDS
+from eager_offload.observe.advice import WEAR_SECONDS, processor_share
+from eager_offload.observe.memory import change_text, stays_within_host
 from eager_offload.stats import OffloadStats
 
 
@@ -58,11 +59,12 @@ def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
     before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
     if not stats.offloaded_bytes or not before:
         return "nothing moved"
-    share = f"{after / before - 1:+.0%}".replace("%", " %").replace("+0", "0").replace("-0 ", "0 ")
     stalled = _share(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)
+    change = change_text(before, after) + (", yet within host memory" if stays_within_host(stats) else "")
+    took = f", copies {_share(processor_share(stats))} of a core" if stats.processor_seconds else ""
     return (
-        f"device peak of saved tensors {_short(after)} instead of {_short(before)} ({share}), a step; "
-        f"stalled {stalled} of it"
+        f"peak saved-tensor memory {_short(after)} ({_short(before)} without offload, {change}); "
+        f"stalled {stalled} of step time{took}"
     )
 
 
@@ -85,10 +87,21 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
-    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
+    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s{_step_times(stats)}"
     if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
         waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
         yield f"{'host waited':<11}{waited}"
+    if stats.processor_seconds:
+        took = f"{stats.processor_seconds / steps:>11.3f} s  {stats.processor_seconds:>11.3f} s"
+        yield f"{'processor':<11}{took}  of a core, for copies; compute may have lacked it"
+
+
+def _step_times(stats: OffloadStats) -> str:
+    """What a step takes beside one without offload, where both were measured."""
+    plan = stats.plan
+    if plan is None or plan.step_seconds is None or plan.without_offload_seconds is None:
+        return ""
+    return f"; a step took {plan.step_seconds:,.4g} s, and {plan.without_offload_seconds:,.4g} s without offload"
 
 
 def _codecs_text(stats: OffloadStats) -> str:

@@ -80,6 +80,11 @@ class PlanFigures(PlanFields):
         return self._whole.compute_seconds
 
     @property
+    def without_offload_seconds(self) -> float | None:
+        """The same, where real steps were timed; ``None`` for a trace, whose times are estimates."""
+        return self.compute_seconds if self.steps else None
+
+    @property
     def may_compute_again(self) -> bool:
         """Whether it was decided of modules too whether they are computed again."""
         return self.whole is not None

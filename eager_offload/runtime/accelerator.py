@@ -228,6 +228,9 @@ class AcceleratorRuntime(Runtime):
     def ran_inline(self, event: Event) -> bool:
         return isinstance(event, StagedEvent) and event.work is not None and event.work.inline
 
+    def processor_seconds(self, event: Event) -> float:
+        return event.work.processor_seconds if isinstance(event, StagedEvent) and event.work is not None else 0.0
+
     def start_timing(self, device: torch.device) -> None:
         self._clocks.start(self.current_stream(device))
 

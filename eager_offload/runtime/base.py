@@ -182,6 +182,10 @@ class Runtime(abc.ABC):
         """How long the copy took that ``event`` stands behind and that is over; ``None`` where it is not known."""
         return None
 
+    def processor_seconds(self, event: Event) -> float:
+        """What the copy that ``event`` stands behind, and that is over, took of the processor."""
+        return 0.0
+
     # -- how long a stream has waited -----------------------------------------------------------------------------
 
     def tells_time(self, device: torch.device) -> bool:

@@ -56,6 +56,7 @@ class HostRuntime(Runtime):
     # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
     seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
+    processor_seconds: Callable[[Event], float] = attrgetter("processor_seconds")  # type: ignore[assignment]  # likewise
     ran_inline: Callable[[Event], bool] = attrgetter("inline")  # type: ignore[assignment]  # likewise
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from eager_offload.tiers.finalizers import Living
@@ -80,11 +81,25 @@ class ForkSafeLock:
         return self.lock._is_owned()
 
 
+def processor_seconds() -> float:
+    """Returns the seconds of a processor that the calling thread has taken, and those that have worked for it."""
+    helped: float = getattr(_thread, "helped_seconds", 0.0)
+    return time.thread_time() + helped
+
+
+def helped_by(threads: Iterable[OwnThread]) -> None:
+    """Counts what ``threads``, which are over, have taken of the processor for the calling thread."""
+    helped: float = getattr(_thread, "helped_seconds", 0.0)
+    _thread.helped_seconds = helped + sum([thread.processor_seconds for thread in threads])
+
+
 class OwnThread(threading.Thread):
     """A daemon thread of the library. What the garbage collector calls there would wait for the thread itself."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
+        #: Of a processor that it has taken, once it is over.
+        self.processor_seconds = 0.0
 
     def start(self) -> None:
         _beginning.add(self)
@@ -98,10 +113,13 @@ class OwnThread(threading.Thread):
     def run(self) -> None:
         _thread.is_own = True
         _beginning.discard(self)
-        super().run()
+        try:
+            super().run()
+        finally:
+            self.processor_seconds = processor_seconds()
 
 
-#: Whether a thread is one of the library's.
+#: Whether a thread is one of the library's; and seconds of a processor that threads took which it had work for it.
 _thread = threading.local()
 #: Threads of the library that do not say so yet. Python runs code of its own on them first, the collector may come in
 #: the midst of it, and the thread that started them waits for them meanwhile.

@@ -23,7 +23,7 @@ from eager_offload.errors import OffloadError
 from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import OwnThread
+from eager_offload.tiers.forking import OwnThread, helped_by
 from eager_offload.tiers.memory import PAGE, FilePart, Span, mapped_file, round_up
 from eager_offload.tiers.spill import SpillFile
 
@@ -278,6 +278,7 @@ class Space:
         for thread in threads:
             if thread.is_alive():
                 thread.join()
+        helped_by(threads)
         if failures:
             error = failures[0]
             failures.clear()  # a thread may have it for another moment, and the error leads to what the caller holds

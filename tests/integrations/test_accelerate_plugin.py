@@ -200,7 +200,7 @@ def test_free_memory_and_the_end_of_training_leave_nothing(
     capsys.readouterr()
     plugin.close()
     plugin.close()
-    assert capsys.readouterr().err.count("eager_offload: device peak of saved tensors") == 1
+    assert capsys.readouterr().err.count("eager_offload: peak saved-tensor memory") == 1
     assert train(new_accelerator(), plugin).stats.bytes_out > trained.stats.bytes_out  # what was closed opens again
 
 

@@ -253,7 +253,7 @@ def test_three_figures_reach_the_file_a_step_is_traced_and_a_line_ends_it(
     assert (tmp_path / "step.json").stat().st_size > 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
     assert len(said) == 1
-    assert "device peak of saved tensors" in said[0]
+    assert "peak saved-tensor memory" in said[0]
 
 
 def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
             "bytes_in": now.bytes_in - before.bytes_in,
             "stall_seconds": now.stall_seconds - before.stall_seconds,
             "host_wait_seconds": now.host_wait_seconds - before.host_wait_seconds,
+            "processor_seconds": now.processor_seconds - before.processor_seconds,
             "demotions": sum(now.demotions.values()) - sum(before.demotions.values()),
         }
         peaks = {
@@ -134,4 +135,4 @@ def test_a_line_at_the_end_is_the_first_of_the_stats_and_of_the_first_rank(
     summarize(offload)
     said = capsys.readouterr().err
     assert bool(said) is (rank == "0")
-    assert said.startswith("eager_offload: device peak of saved tensors") or not said
+    assert said.startswith("eager_offload: peak saved-tensor memory") or not said

@@ -170,7 +170,7 @@ def test_the_trackers_of_the_arguments_get_three_figures_a_step_is_traced_and_a_
     assert (tmp_path / "step.json").stat().st_size > 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
     assert len(said) == 1
-    assert "device peak of saved tensors" in said[0]
+    assert "peak saved-tensor memory" in said[0]
 
 
 def forgets(error: BaseException) -> None:

@@ -196,6 +196,7 @@ def test_a_plan_is_asked_which_budget_waits_less(how: str, also: str) -> None:
     class Planned:
         policy, relief = how, Relief(38 * GIB, 0.042)
         peak_bytes, step_seconds = PLAN.predicted_peak_bytes, PLAN.predicted_step_seconds
+        without_offload_seconds = None
 
     counters = Counters()
     counters.expect(Planned())

@@ -90,7 +90,7 @@ def test_the_width_from_which_a_block_is_hidden() -> None:
 
 def test_advice_tells_wide_machines_from_narrow_links() -> None:
     (reported, malloc) = verdict([CPU], [FAST], passed(CPU), {}).advice
-    assert "hidden from a width of 133 on: offloading costs next to no time" in reported
+    assert "from a width of 133 on: compute hardly waits for it, and copies take a part of the processor." in reported
     assert "release_freed_memory" in malloc
     reported = verdict([CPU, GPU], [FAST], passed(CPU, GPU), {}).advice[-1]
     assert "from a width of 15,385 on" in reported

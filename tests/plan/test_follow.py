@@ -135,6 +135,8 @@ def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_p
         offload.close()
         assert (stats.followed_forwards, stats.plan_misses) == (1, {})
         assert stats.bytes_out > 0
+        assert stats.plan is not None
+        assert stats.plan.without_offload_seconds == (real.compute_seconds if one is real else None)
 
 
 def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(model: nn.Module, tmp_path: Path) -> None:
@@ -147,6 +149,8 @@ def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(model: n
         offload.close()
     stats = offload.stats()
     assert (stats.followed_forwards, stats.plan_misses, stats.bytes_out) == (5, {}, 0)
+    assert stats.advice[0].startswith("Memory did not fall: nothing moved")
+    assert "stay as the plan says" in stats.advice[0]
 
 
 def test_h54_a_step_that_differs_in_between_leaves_the_plan_in_force(

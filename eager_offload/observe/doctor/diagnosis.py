@@ -235,7 +235,9 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
         f"a transformer block saves is hidden from a width of {width:,} on"
     )
     if width < _NARROW:
-        return text + ": offloading costs next to no time."
+        # Threads copy what a CPU computes, on cores that it computes with: no link's speed tells what that takes.
+        besides = ", and copies take a part of the processor" if device.name == "cpu" else ""
+        return f"{text}: compute hardly waits for it{besides}."
     checkpointed = hidden_from_width(flop_per_byte, itemsize, checkpointed=True)
     return text + (
         f", and half of it from {width // 2:,}. Narrower ones do better with gradient checkpointing, alone or with "
