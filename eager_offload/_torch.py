@@ -1406,6 +1406,15 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def is_compiled(one: object) -> bool:
+    """Whether a call of ``one``, a module or a function, runs what ``torch.compile`` has made of it."""
+    if isinstance(one, nn.Module):
+        kind = _if_imported("torch._dynamo.eval_frame", "OptimizedModule")
+        return (kind is not None and isinstance(one, kind)) or is_compiled(getattr(one, "_compiled_call_impl", None))
+    written = getattr(one, "_torchdynamo_orig_callable", None)
+    return written is not None and not getattr(one, "_torchdynamo_disable", False)
+
+
 def compiled_frames() -> Any:
     """Dynamo's module that runs compiled functions and has their stance; it is imported where it was not."""
     return importlib.import_module("torch._dynamo.eval_frame")

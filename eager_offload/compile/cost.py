@@ -20,7 +20,15 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, hint, schema_of, tree_iter, tree_map, without_dispatch_modes
+from eager_offload._torch import (
+    HigherOrderOperator,
+    OpOverload,
+    hint,
+    schema_of,
+    tree_iter,
+    tree_map,
+    without_dispatch_modes,
+)
 from eager_offload.compile import ops
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
@@ -84,7 +92,8 @@ def flops_of(call: OperatorCall | Node) -> int:
 
     Of a causal attention it is half of that: kernels leave out what is masked.
     """
-    if not counts_flops(call):
+    formula = _formula(call.target) if isinstance(call.target, OpOverload | HigherOrderOperator) else None
+    if formula is None:
         return 0
     # torch's formulas take shapes where the operator takes tensors. Those that depend on the inputs are made numbers
     # first: the formulas compare them, and a comparison of symbols would fix them for good.
@@ -93,7 +102,7 @@ def flops_of(call: OperatorCall | Node) -> int:
         "tuple[Any, Any, Any]", tree_map(_shape, (call.arguments, dict(call.named), call.result))
     )
     try:
-        count = int(_formula(call.target)(*arguments, **named, out_val=result))
+        count = int(formula(*arguments, **named, out_val=result))
     except AssertionError:  # numbers that are not known before it runs do not fit together
         return 0
     return count // 2 if _is_causal(call) else count
@@ -133,6 +142,8 @@ def _shape(value: Any) -> Any:
 
 
 def _is_causal(call: OperatorCall) -> bool:
+    if isinstance(call.target, HigherOrderOperator):
+        return False
     arguments = schema_of(call.target).arguments
     place = next((number for number, one in enumerate(arguments) if one.name == "is_causal"), None)
     if place is None:
@@ -148,12 +159,30 @@ def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: 
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
-#: Those that torch does not count, by name, as its own formulas are.
-_FORMULAS: dict[str, Callable[..., int]] = {"_grouped_mm": _grouped_mm}
+def _flex_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+    """As of an attention that masks nothing: how much a block mask leaves out only its numbers tell."""
+    return _formula(torch.ops.aten._scaled_dot_product_flash_attention.default)(query, key, value, out_val=None)  # type: ignore[no-any-return]
+
+
+def _flex_attention_backward(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], out: Sequence[int], *_: object, **__: object
+) -> int:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    return _formula(backward)(out, query, key, value, out_val=None)  # type: ignore[no-any-return]
+
+
+#: Those that torch does not count, or counts by tensors and not by shapes; by name, as its own formulas are.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped_mm,
+    "flex_attention": _flex_attention,
+    "flex_attention_backward": _flex_attention_backward,
+}
 
 
 @cache
 def _formula(target: Any) -> Any:
+    if isinstance(target, HigherOrderOperator):
+        return _FORMULAS.get(target.__name__)
     # Not every version counts what stands for an attention on a CPU; it is the same one.
     same = getattr(torch.ops.aten, _name(target).replace("_for_cpu", ""), None)
     return flop_registry.get(target.overloadpacket) or flop_registry.get(same) or _FORMULAS.get(_name(target))

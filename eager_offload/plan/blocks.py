@@ -40,6 +40,8 @@ class Block:
     dropped: int | None = None
     #: Whether only a kernel knows how many bytes it has.
     is_guess: bool = False
+    #: Whether it was met when it was saved: it was not there, and no operator has made it.
+    is_outside: bool = False
     #: Whether it is a mask that dropout has drawn, and no operator has written to since.
     is_drawn: bool = False
     #: What a user has said of it.
@@ -108,8 +110,12 @@ class Blocks:
             happened(op)
 
     def are_alive(self) -> bool:
-        """Whether any storage is there still."""
-        return any(weak() is not None for _, weak in self._by_key.values())
+        """Whether any storage is there still that the step was given or has made."""
+        return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the step was given the storage of ``tensor``, or has made it."""
+        return (block := self.of(tensor)) is not None and not block.is_outside
 
     def of(self, tensor: Tensor) -> Block | None:
         """The block of ``tensor``, if it is known."""
@@ -146,8 +152,8 @@ class Blocks:
         return block
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has bytes that were not seen."""
-        return _storage_of(tensor) is not None and self.of(tensor) is None
+        """Whether ``tensor`` has bytes that the step was not given and has not made."""
+        return _storage_of(tensor) is not None and not self.has(tensor)
 
     def made_between(self, begin: int, end: int) -> list[Block]:
         """Those that the operators from ``begin`` until ``end`` have made."""

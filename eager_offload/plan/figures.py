@@ -20,7 +20,7 @@ from eager_offload.stats import KeepReason
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
-    *("recomputed_bytes", "again", "least_budget"),
+    *("recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
 )
 
 
@@ -146,6 +146,11 @@ class PlanFigures(PlanFields):
         """The least ``device_budget`` that a plan fits."""
         return self._least.peak_bytes
 
+    @property
+    def guessed(self) -> list[str]:
+        """Functions of the step that may save other tensors on the device than on a CPU, as which it was traced."""
+        return [*self._whole.program.guessed]
+
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
         program, whole, found = self.problem.program, self._whole.program, dict[str, Row]()
@@ -206,6 +211,14 @@ def _text_of(plan: PlanFigures) -> str:
     ]
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
+    if plan.guessed:
+        lines.append(
+            f"guessed, since the device may save other tensors than a CPU, as traced: {'; '.join(plan.guessed)}"
+        )
+    if plan.is_compiled:
+        lines.append(
+            "of the model as it is written: when it is compiled, each graph is decided by itself, to this budget"
+        )
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
     return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])

@@ -66,6 +66,8 @@ class PlanFields:
     """What the least peak is where something may be computed again, which takes the model to say."""
     steps: int = 0
     """By how many real steps the times of operators are; 0: estimated."""
+    is_compiled: bool = False
+    """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
 
 
 _Plan = TypeVar("_Plan", bound=PlanFields)

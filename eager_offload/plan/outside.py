@@ -63,6 +63,7 @@ _ATOMS = (
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
 #: Modules of the standard library whose objects are containers.
 _CONTAINERS = ("builtins", "collections", "types", "functools")
+_SEQUENCES: tuple[Any, ...] = (list, deque, set)
 #: Objects that are noted at most, and how many holders of holders are looked for.
 _MOST, _DEEP = 200_000, 8
 _NOTHING: Any = object()
@@ -163,7 +164,7 @@ class Outside:
         if isinstance(one, dict):
             self._note_slots(partial(dict.copy, one), one)
             self._todo += dict.values(one)
-        for container in (list, deque, set):
+        for container in _SEQUENCES:
             if isinstance(one, container):
                 self._places.append(_Elements(container, one))
                 self._todo += container.__iter__(one)
@@ -274,10 +275,10 @@ class Made:
 
     def has(self, one: object) -> bool:
         """Whether ``one`` is a tensor of the step's."""
-        return issubclass(type(one), Tensor) and self.blocks.of(cast(Tensor, one)) is not None
+        return issubclass(type(one), Tensor) and self.blocks.has(cast(Tensor, one))
 
-    @property
     def is_gone(self) -> bool:
+        """Whether nothing of it is alive."""
         return not self.blocks.are_alive() and not any(module() is not None for module in self.modules)
 
 
@@ -304,18 +305,28 @@ def left_as_it_was(model: nn.Module, loss: object, made: Made) -> Iterator[None]
         )
 
 
+@contextmanager
+def reached_put_back(model: nn.Module, loss: object) -> Iterator[None]:
+    """What a real step of ``model`` itself reaches is afterwards what it was, but for the numbers of tensors."""
+    outside = Outside([model, loss])
+    try:
+        yield
+    finally:
+        outside.put_back(lambda one: False)
+
+
 def _leave(outside: Outside, made: Made) -> list[str]:
     """Puts all back; returns the places where something had to be taken out."""
     outside.put_back(lambda one: issubclass(type(one), Tensor) and not is_fake(type(one)) and not made.has(one))
-    if made.is_gone:
+    if made.is_gone():
         return []
     for cache in outside.caches:
         if any(made.has(one) for one in _inside(cache)):
             cache.cache_clear()
-    if made.is_gone:
+    if made.is_gone():
         return []
     gc.collect()
-    return [] if made.is_gone else _take_out(made)
+    return [] if made.is_gone() else _take_out(made)
 
 
 def _let_go(error: BaseException) -> None:
@@ -340,16 +351,28 @@ def _roots_of(model: nn.Module, loss: object) -> list[object]:
     return roots
 
 
-def _inside(container: object) -> Iterator[object]:
+def _inside(container: object, depth: int = _DEEP) -> Iterator[object]:
     """What the collector sees in ``container``, and in what is in it."""
     for one in gc.get_referents(container):
         yield one
-        if isinstance(one, dict | list | tuple | set | frozenset):
-            yield from gc.get_referents(one)
+        if depth and isinstance(one, dict | list | tuple | set | frozenset):
+            yield from _inside(one, depth - 1)
 
 
 def _take_out(made: Made) -> list[str]:
     """Looks for the holders of what a step has made, and takes it out of them; returns their names."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()  # or they are not seen
+    try:
+        return _taken_out_of_all(made)
+    finally:
+        if is_frozen:
+            gc.collect()
+            gc.freeze()
+
+
+def _taken_out_of_all(made: Made) -> list[str]:
     held: dict[str, None] = {}
     modules = [one for module in made.modules if (one := module()) is not None]
     own = {id(part) for module in modules for part in (module, vars(module), *vars(module).values())}

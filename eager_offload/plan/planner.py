@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
@@ -49,8 +50,10 @@ def plan(
         print(plan)
 
     Without ``steps`` the model is traced as it would run on a CPU: forward and backward on tensors without bytes. A
-    kernel that only an accelerator has is not seen. Neither the model nor random numbers change, and nothing is
-    allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
+    kernel that only an accelerator has is not seen; the plan names the functions whose saves depend on it. Nothing of
+    the program's changes: not the model, not what its functions and ``loss`` reach beside it, not random numbers, not
+    what is compiled. A compiled model is planned as it is written. Nothing is allocated but for integers and booleans.
+    Times are those of a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
@@ -70,8 +73,8 @@ def plan(
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
             save: :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``.
         steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
-            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers and random
-            numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
+            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
+            and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes``, ``skip`` and ``codec`` are heeded, and ``device_budget`` and ``host_budget`` where these
             are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
@@ -85,8 +88,10 @@ def plan(
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
             ``keep_last_bytes`` beside it, or ``steps`` that cannot be timed.
-        PlanError: what the model does depends on numbers that no trace has; the text names the module. An
-            error of the model's own comes as it is, with a note that names the module.
+        PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
+            differentiate on a CPU, such as FlexAttention, or it changes what is outside of it where that cannot be put
+            back; the text names the module. An error of the model's own comes as it is, with a note that names the
+            module.
     """
 
     def ask() -> Asked:
@@ -111,7 +116,9 @@ def plan(
                 raise ConfigError(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
-        return Asked(settings, machine, budget, standing, steps, model_text(model) if are_several() else "")
+        is_cpu = device == _HERE and torch.accelerator.current_accelerator(check_available=True) is None
+        text = model_text(model) if are_several() else ""
+        return Asked(settings, machine, budget, standing, steps, text, is_cpu)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -136,6 +143,8 @@ def _make(
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, skip=skip, policy=policy)
         else:
             program = trace(model, inputs, loss, min_bytes=least, skip=skip, again=again, policy=policy)
+            if asked.is_cpu:  # whose kernels were traced
+                program = replace(program, guessed=())
             seconds = tuple(program.seconds(machine))
         windows, rests = _windows(settings, program, machine), settings.host_budget
         room = rests - rests // _ROUNDED if isinstance(rests, int) else None
@@ -153,7 +162,8 @@ def _make(
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=found.problem.window, prefetch_bytes=found.problem.ahead)
     decided = found.problem, found.moves, settings, found.course, found.again, found.whole
-    return Plan(name, machine, budget, policy, *decided, least, asked.steps)
+    is_eager = not any(map(is_compiled, (*model.modules(), loss)))
+    return Plan(name, machine, budget, policy, *decided, least, asked.steps, not is_eager)
 
 
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:

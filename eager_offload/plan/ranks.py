@@ -28,6 +28,8 @@ class Asked(NamedTuple):
     """How many real steps are run; 0: none, and one is traced."""
     model: str
     """What is planned, where there are several ranks: see ``model_text``."""
+    is_cpu: bool = False
+    """Whether the device is the CPU of this process."""
 
     def within(self, each: Sequence[Asked]) -> Asked:
         """The same, but what keeps to the limits of all."""

@@ -5,9 +5,10 @@ Nothing is traced: the model itself runs, forward and backward, so what it does 
 is the one of a trace. What autograd saves it copies, so that a storage goes when forward lets go of it, as it would if
 it had left; so a step takes the memory of a step, the largest saved storage once more, and parameters and buffers
 twice, which are copied to be put back. Operators are timed where they run, without what the recorder does. Gradients,
-parameters, buffers and random numbers are afterwards what they were; what a model counts in attributes of its own, and
-hooks of the user's, such as an optimizer that steps in backward, go on. A few operators fill what they have saved only
-afterwards: its copy has other numbers then, and so have gradients, which planning does not read.
+parameters, buffers and random numbers are afterwards what they were. So are tensors from outside, such as those of a
+head that the loss uses, which are copied before the first operator that writes to them, and what the step's Python code
+reaches: attributes, lists, dictionaries (outside.py). A few operators fill what they have saved only afterwards: its
+copy has other numbers then, and so have gradients, which planning does not read.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import own_buffers, tree_iter, tree_map
+from eager_offload._torch import own_buffers, tree_iter, tree_map, without_dispatch_modes
 from eager_offload.codecs import CodecPolicy
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, PlanError
 from eager_offload.plan.numbers import by_itself, numbers_put_back
+from eager_offload.plan.outside import reached_put_back
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder
 from eager_offload.plan.trace import run_step
@@ -60,8 +62,8 @@ def record(
             )
     found: list[RealSteps] = []
     for _ in range(steps):
-        with by_itself(), numbers_put_back(), _put_back(parts, given):
-            recorder, skipped = Recorder(min_bytes, policy), SkippedModules()
+        with by_itself(), numbers_put_back(), reached_put_back(model, loss), _put_back(parts, given) as outside:
+            recorder, skipped = Recorder(min_bytes, policy, outside=outside), SkippedModules()
             for one in (*_own(parts), *given):
                 recorder.has(one)
             try:
@@ -88,24 +90,45 @@ def _leaf(one: object) -> object:
 
 
 @contextmanager
-def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[None]:
-    """Gradients, parameters and buffers are what they were, bit for bit, and the same tensors."""
-    leaves = [one for one in (*_own(parts), *given) if one.is_leaf]
-    gradients = [one.grad for one in leaves]
-    owners = [(own := own_buffers(module), dict(own)) for part in parts for module in part.modules()]
+def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[Callable[[Tensor], None]]:
+    """Gradients, parameters and buffers are what they were, bit for bit, and the same tensors. So is each tensor from
+    outside that the function is called with, before it changes."""
+    gradients: list[tuple[Tensor, Tensor | None]] = []
     numbers = [(one, one.detach().clone()) for one in _own(parts)]
-    for leaf in leaves:
+    known: set[int] = set()  # they are held by the lists
+
+    def put_gradient_back(leaf: Tensor) -> None:
+        gradients.append((leaf, leaf.grad))
         leaf.grad = None
+
+    def put_back(tensor: Tensor) -> None:
+        if id(tensor) in known:
+            return
+        known.add(id(tensor))
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise PlanError(
+                f"the step takes a tensor of the shape {tuple(tensor.shape)} from outside of the model, which belongs "
+                "to a graph: its backward would free that. Give it as an input, or detach it"
+            )
+        with without_dispatch_modes():
+            numbers.append((tensor, tensor.detach().clone()))
+            if tensor.is_leaf and tensor.requires_grad:
+                put_gradient_back(tensor)
+
+    owners = [(own := own_buffers(module), dict(own)) for part in parts for module in part.modules()]
+    for one in (*_own(parts), *given):
+        if one.is_leaf:
+            put_gradient_back(one)
     try:
-        yield
+        yield put_back
     finally:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
+        for leaf, gradient in reversed(gradients):  # one that was noted twice is what it was first
             leaf.grad = gradient
         for now, before in owners:
             now.clear()
             now.update(before)
         with torch.no_grad():
-            for tensor, number in numbers:
+            for tensor, number in reversed(numbers):
                 same = (tensor == number) | ((tensor != tensor) & (number != number))
                 if not same.all():  # to write the same would spoil graphs that have saved it
                     tensor.copy_(number)

@@ -158,9 +158,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._calls.leave(len(self._ops), len(self._saves))
 
     def begin_backward(self, loss: Tensor) -> None:
-        for leaf in leaves_of(loss):
-            if not is_fake(type(leaf)) and self.lacks(leaf):
-                (self._outside or self._refuse)(leaf)
+        with self.unseen():
+            for leaf in leaves_of(loss):
+                if not is_fake(type(leaf)) and self.lacks(leaf):
+                    (self._outside or self._refuse)(leaf)
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
@@ -211,10 +212,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Operators inside are not counted."""
+        """Operators inside are not counted, and tensors are what they are."""
         self._depth += 1
         try:
-            yield
+            with torch._C.DisableTorchFunction():
+                yield
         finally:
             self._depth -= 1
 
@@ -308,7 +310,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if (of := self._blocks.of(tensor)) is not None and of.is_guess:
             reason = KeepReason.LAYOUT  # decided anew in each step, which knows its size
         if reason is None or reason is KeepReason.SMALL:
+            is_outside = self.lacks(tensor)
             block = self._blocks.add(tensor, op, self._inside[-1])
+            if block is not None and is_outside:
+                block.is_outside = True
         if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
             reason = KeepReason.LAYOUT
         goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0

@@ -338,3 +338,46 @@ def test_tied_parameters_and_views_of_one_are_one_storage() -> None:
 
     program = trace(Tied(), torch.arange(8), min_bytes=0)
     assert program.other_bytes[0] < 2 * 4 * 64 * 8
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Is no module of torch's, which torch compiles only in a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("what", ["torch.compile(model)", "model.compile()", "loss"])
+def test_h63_compiled_code_is_compiled_after_a_plan(what: str, steps: int) -> None:
+    torch._dynamo.reset()
+    graphs, x = list[object](), torch.randn(256, 64)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(made: Tensor) -> Tensor:
+        return made.square().mean()
+
+    model: Any = Written()
+    if what == "torch.compile(model)":
+        model = torch.compile(model, backend=backend)
+    elif what == "model.compile()":
+        model.compile(backend=backend)
+    else:
+        loss = torch.compile(loss, backend=backend)
+    plan = eo.plan(model, x, loss=loss, device_budget="1GiB", config={"tier": "host"}, steps=steps)
+    assert not graphs
+    assert plan.is_compiled
+    assert "of the model as it is written" in str(plan)
+    loss(model(x)).backward()
+    assert len(graphs) == 1
+    torch._dynamo.reset()
