@@ -25,7 +25,7 @@ MIB = 1 << 20
 VERSION = "0.1.0"
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
-Size: TypeAlias = int | str
+Size: TypeAlias = str | int  # in this order: of a command line the text is kept, whose unit may be missing
 Auto: TypeAlias = Literal["auto"]
 if TYPE_CHECKING:
     PathLike: TypeAlias = str | os.PathLike[str]
@@ -463,6 +463,8 @@ class OffloadConfig(_AsWritten):
     def check_unit_of_budget(self, used: Callable[[], int | None], what: str) -> None:
         """Looks whether ``device_budget`` was given without the unit that was meant, such as ``"20"`` for 20 GiB.
 
+        A number is in bytes, and a small one asks for the least that can be had.
+
         Args:
             used: returns the bytes that the budget has to have room for, or ``None``; called where it counts.
             what: what takes them, for the error: ``"the model alone"``.
@@ -470,8 +472,8 @@ class OffloadConfig(_AsWritten):
         Raises:
             ConfigError: so it seems.
         """
-        budget, given = self.device_budget, self.given("device_budget")
-        if not isinstance(budget, int) or budget >= _NO_BUDGET or any(map(str.isalpha, str(given))):
+        budget, given = self.device_budget, self.written("device_budget")
+        if not isinstance(budget, int) or budget >= _NO_BUDGET or given is None or any(map(str.isalpha, given)):
             return
         if (nbytes := used()) is not None and budget < nbytes:
             raise ConfigError(

@@ -168,8 +168,8 @@ def test_h55_on_a_cpu_it_is_the_memory_of_the_process(tmp_path: Path) -> None:
     assert over <= 2, printed
 
 
-@pytest.mark.parametrize("given", ["20", " 20 ", "20.0", 20])
-def test_a_budget_without_its_unit_is_an_error_that_asks_for_one(given: int | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["20", " 20 ", "20.0"])
+def test_a_budget_without_its_unit_is_an_error_that_asks_for_one(given: str, tmp_path: Path) -> None:
     """What is there already takes more than 20 bytes, whatever moves."""
     x = torch.ones(1 << 18, requires_grad=True)
     offload = eo.Offload(device_budget=given, min_bytes=0, tier="disk", disk_path=tmp_path)

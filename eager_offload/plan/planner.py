@@ -105,7 +105,7 @@ def plan(
         named = given.device_budget if device_budget is None else device_budget
         budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
         written = given.written("device_budget") if device_budget is None else device_budget
-        if isinstance(written, str):  # with a number the least that a model needs is asked for
+        if isinstance(written, str):
             OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")
         machine = _machine(device, settings)
