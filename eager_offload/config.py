@@ -26,7 +26,7 @@ MIB = 1 << 20
 VERSION = "0.1.0"
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
-Size: TypeAlias = int | str
+Size: TypeAlias = str | int  # in this order: of a command line the text is kept, whose unit may be missing
 Auto: TypeAlias = Literal["auto"]
 if TYPE_CHECKING:
     PathLike: TypeAlias = str | os.PathLike[str]
@@ -53,6 +53,8 @@ _SIZES = (
 )
 _POLICIES = ("max", "free")
 _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
+#: Fewer bytes than that are no budget for a device, but a number whose unit was forgotten.
+_NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 #: What a text has in place of characters that end or change a literal in a source; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
@@ -166,7 +168,7 @@ class OffloadConfig(_AsWritten):
     Every size accepts an int (bytes) or a text such as ``"256MiB"``.
 
     Raises:
-        ConfigError: for a value that is not accepted or a pair that cannot work together.
+        ConfigError: for a value that is not accepted, a pair that cannot work together or a name that is not a field.
     """
 
     tier: str = "auto"
@@ -264,13 +266,13 @@ class OffloadConfig(_AsWritten):
             self._store(field, _size_or_auto(getattr(self, field), field))
         if self.max_inflight_bytes == 0:
             accepted = "more than 0 bytes: with no window nothing could ever leave"
-            raise _refuse("max_inflight_bytes", self._given("max_inflight_bytes"), accepted)
+            raise _refuse("max_inflight_bytes", self.given("max_inflight_bytes"), accepted)
         for field in ("keep_last_bytes", "host_budget", "disk_budget"):
             self._store(field, _size_or_auto(getattr(self, field), field))
         for field in ("host_budget", "disk_budget"):
             if getattr(self, field) == 0:
                 accepted = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
-                raise _refuse(field, self._given(field), accepted)
+                raise _refuse(field, self.given(field), accepted)
         if self.device_budget is not None:
             self._check_device_budget()
         self._check_slowdown()
@@ -292,10 +294,10 @@ class OffloadConfig(_AsWritten):
     def _check_device_budget(self) -> None:
         self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
         if self.device_budget == 0:
-            raise _refuse("device_budget", self._given("device_budget"), _BUDGET_ACCEPTED)
+            raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
         if self.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={self._given('keep_last_bytes')!r} does not go with device_budget, which says how "
+                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
                 "many of the newest bytes stay: leave one of them out"
             )
 
@@ -315,7 +317,7 @@ class OffloadConfig(_AsWritten):
                 )
         if self.slowdown is not None and self.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={self._given('keep_last_bytes')!r} does not go with {self.says_slowdown}, which "
+                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with {self.says_slowdown}, which "
                 "learns how many bytes stay: leave one of them out"
             )
 
@@ -466,13 +468,38 @@ class OffloadConfig(_AsWritten):
         """``disk_path`` as a tuple of directories, or ``None``."""
         return cast("tuple[Path, ...] | None", self.disk_path)
 
+    def check_unit_of_budget(self, used: Callable[[], int | None], what: str) -> None:
+        """Looks whether ``device_budget`` was given without the unit that was meant, such as ``"20"`` for 20 GiB.
+
+        A number is in bytes, and a small one asks for the least that can be had.
+
+        Args:
+            used: returns the bytes that the budget has to have room for, or ``None``; called where it counts.
+            what: what takes them, for the error: ``"the model alone"``.
+
+        Raises:
+            ConfigError: so it seems.
+        """
+        budget, given = self.device_budget, self.written("device_budget")
+        if not isinstance(budget, int) or budget >= _NO_BUDGET or given is None or any(map(str.isalpha, given)):
+            return
+        if (nbytes := used()) is not None and budget < nbytes:
+            raise ConfigError(
+                f"device_budget={given!r} is not accepted, since that is {budget:,} bytes, and {what} takes "
+                f'{size_text(nbytes)}: give it a unit, such as device_budget="{budget}GiB"'
+            )
+
+    def given(self, field: str) -> object:
+        """Returns the value of a field as errors repeat it: a size as the text or the number that it was given as."""
+        return self._written.get(field, getattr(self, field))
+
     def written(self, field: str) -> str | None:
         """Returns the text that the size in ``field`` was given as; ``None`` where it was given as a number, or not."""
         return self._written.get(field)
 
     def shown(self, field: str) -> object:
         """Returns the value of a field as a user would write it: a size as it was given."""
-        return shown(self._given(field))
+        return shown(self.given(field))
 
     def size(self, field: str) -> int:
         """The bytes of a field that holds a size and not ``"auto"``."""
@@ -482,9 +509,6 @@ class OffloadConfig(_AsWritten):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), **{**vars(self), **self._written}), ()
-
-    def _given(self, field: str) -> object:
-        return self._written.get(field, getattr(self, field))
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the one way to normalise a frozen dataclass

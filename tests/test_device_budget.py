@@ -166,3 +166,32 @@ def test_h55_on_a_cpu_it_is_the_memory_of_the_process(tmp_path: Path) -> None:
     assert max(peaks[4:]) <= 130 * 1.05, printed
     assert max(peaks[4:]) >= 130 * 0.75, printed
     assert over <= 2, printed
+
+
+@pytest.mark.parametrize("given", ["20", " 20 ", "20.0"])
+def test_a_budget_without_its_unit_is_an_error_that_asks_for_one(given: str, tmp_path: Path) -> None:
+    """What is there already takes more than 20 bytes, whatever moves."""
+    x = torch.ones(1 << 18, requires_grad=True)
+    offload = eo.Offload(device_budget=given, min_bytes=0, tier="disk", disk_path=tmp_path)
+    with pytest.raises(eo.ConfigError, match=f'device_budget={given!r} .* 20 bytes.*device_budget="20GiB"'), offload:
+        (x * 2).exp()
+    meant = eo.Offload(device_budget="20 B", min_bytes=0, tier="disk", disk_path=tmp_path)
+    with meant:
+        loss = (x * 2).exp().sum()
+    loss.backward()
+    assert meant.stats(synchronize=True).bytes_out > 0
+    for one in (offload, meant):
+        one.close()
+
+
+def test_the_warning_of_a_budget_repeats_it_as_it_was_given(tmp_path: Path) -> None:
+    x = torch.ones(1 << 18, requires_grad=True)
+    offload = eo.Offload(device_budget="3000 kB", min_bytes=0, tier="disk", disk_path=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            with offload:
+                loss = (x * 2).exp().sum()
+            loss.backward()
+    assert [str(one.message) for one in caught if "device_budget=3000 kB is not kept" in str(one.message)]
+    offload.close()

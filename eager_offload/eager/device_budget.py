@@ -112,18 +112,19 @@ class DeviceBudget:
     Args:
         budget: bytes, or ``"auto"``.
         keep: the most that may stay in the first forward, bytes.
+        given: ``budget`` as the user has written it, if that was a text: the warning repeats it.
 
     Raises:
         ConfigError: the device does not tell how much of its memory is used.
     """
 
-    def __init__(self, offloader: DeviceOffloader, budget: int | str, keep: int) -> None:
-        self._offloader = offloader
+    def __init__(self, offloader: DeviceOffloader, budget: int | str, keep: int, given: str | None) -> None:
+        self._offloader, self._given = offloader, given
         memory = offloader.runtime.memory(offloader.device)
         if memory is None:
             raise ConfigError(
-                f"device_budget={budget!r} is not accepted for {offloader.device}, which does not tell how much of its "
-                "memory is used: leave it out, and bound what is on the device with keep_last_bytes, "
+                f"device_budget={given or budget!r} is not accepted for {offloader.device}, which does not tell how "
+                "much of its memory is used: leave it out, and bound what is on the device with keep_last_bytes, "
                 "max_inflight_bytes and prefetch_bytes"
             )
         #: Whether the device remembers its peak, so that it need not be watched.
@@ -245,9 +246,10 @@ class DeviceBudget:
         device = self._offloader.device
         smaller = "max_inflight_bytes, prefetch_bytes, " if moved else ""
         freed = ", or freed memory that stays with the process (see eo.release_freed_memory)"
+        given = self._given or size_literal(self._allowance.budget)
         return (
-            f"device_budget={size_literal(self._allowance.budget)} is not kept: the peak on {device} was "
-            f"{size_text(peak)}, with nothing kept that may leave. The rest is the model's own, smaller than "
+            f"device_budget={given} is not kept: the peak on {device} was {size_text(peak)}, with nothing kept that "
+            "may leave. The rest is the model's own, smaller than "
             f"min_bytes, on its way{freed if device.type == 'cpu' else ''}. To need less, take a smaller {smaller}"
             "min_bytes or batch, or checkpointing; else raise device_budget"
         )

@@ -85,7 +85,7 @@ class SavedTensors:
         self._queue_bytes = keep = config.newest_bytes(self._windows.prefetch)
         budget = config.device_budget
         #: What bounds the device; ``None`` for nothing.
-        self.budget = None if budget is None else DeviceBudget(offloader, budget, keep)
+        self.budget = None if budget is None else DeviceBudget(offloader, budget, keep, config.written("device_budget"))
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)

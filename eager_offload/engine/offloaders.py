@@ -206,6 +206,12 @@ class Offloaders:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
         if runtime.can_capture and runtime.is_capturing(device):
             return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
+
+        def used() -> int | None:
+            memory = runtime.memory(device)
+            return None if memory is None else memory.used
+
+        self._config.check_unit_of_budget(used, f"what is on {device} already")
         windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
         offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,14 +101,17 @@ def plan(
         given = OffloadConfig.from_given(config, {})
         if given.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={given.keep_last_bytes!r} does not go with a plan, which says itself what stays: "
-                "leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
+                f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which says itself what "
+                "stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
             )
         settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
         if host_budget is not None:
             settings = replace(settings, host_budget=host_budget)
         named = given.device_budget if device_budget is None else device_budget
         budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
+        written = given.written("device_budget") if device_budget is None else device_budget
+        if isinstance(written, str):
+            OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
         standing = parse_size(optimizer_bytes, "optimizer_bytes")
         machine = _machine(device, settings)
         if budget is None:
@@ -207,6 +211,10 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(one.numel() * one.itemsize for one in model.parameters())
 
 
 def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:

@@ -242,6 +242,11 @@ def test_arguments_of_other_kinds_are_errors() -> None:
         ({"device": 3}, "device=3 is not accepted"),
         ({"device_budget": -1}, "device_budget=-1 is not accepted"),
         ({"device_budget": "much"}, "device_budget='much' is not accepted"),
+        (
+            {"device_budget": "20"},
+            "device_budget='20' is not accepted, since that is 20 bytes, and the model alone takes",
+        ),
+        ({"config": {"device_budget": "20"}}, "device_budget='20' is not accepted, since that is 20 bytes"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
         ({"loss": 5}, "loss=5 is not accepted"),
         ({"recompute": "no"}, "recompute='no' is not accepted"),
