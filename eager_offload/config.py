@@ -19,8 +19,6 @@ from eager_offload.errors import ConfigError
 from eager_offload.schedule import Windows
 
 MIB = 1 << 20
-#: Of this library.
-VERSION = "0.1.0"
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
 Size: TypeAlias = int | str

@@ -596,5 +596,5 @@ class Offload:
             warn(message)
 
 
-active.maker.new = Offload
+active.maker.given = Offload
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
     "schedule": set(),
+    "version": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
     "codecs": {"errors"},
@@ -36,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file"},
+    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
@@ -47,11 +48,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "runtime"),
-        *("schedule", "selection", "solver", "stats", "tiers"),
+        *("schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats", "tiers", "trace_file"),
+        "version",
     },
     "offload": {
         *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
@@ -65,12 +67,15 @@ ROOMS: dict[str, set[str]] = {
     },
     "eager_offload": {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),
+        "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers"},
+    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers", "version"},
     "doctor": {"examination"},
-    "report": {"observe"},
-    "run": {"_torch", "config", "errors", "nothing_moved", "offload", "tiers"},
+    "report": {"config", "errors", "observe", "trace_file"},
+    "module_contexts": {"_torch", "errors", "offload"},
+    "run": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
+    "__main__": {"version"},
 }
 
 
