@@ -17,6 +17,7 @@ import eager_offload.compile.ops  # noqa: F401  # defines operators, which graph
 from eager_offload import active
 from eager_offload._torch import (
     compiler_is_loaded,
+    on_first_compile,
     without_caller_modes,
 )
 from eager_offload.compile.aim import text_of
@@ -42,6 +43,7 @@ from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import can_begin_nothing
 
 _NOTHING_TO_FOLLOW = (
@@ -224,8 +226,12 @@ class Offload:
         self.refuse_reentry()
         if self._hooks.thread.step is None and self._offloaders.is_capturing():
             raise captured("an Offload was entered")
-        if not self._serves_compiled_code and compiler_is_loaded():
-            self._prepare_for_compiled_code()
+        if not self._serves_compiled_code:
+            if compiler_is_loaded():
+                self._prepare_for_compiled_code()
+            else:
+                _unprepared.add(self)
+                _first_compile.put_on()
         foreign.add_patches(checkpointing.patches())
         context = EnteredContext(self)
         try:
@@ -503,6 +509,8 @@ class Offload:
         self.refuse_reentry()
         self._offloaders.close(self._hooks.restart)
         self._skipped.end()
+        if self._innermost() is None:
+            _unprepared.discard(self)
         if self._has_passes and self._innermost() is None:
             from eager_offload.compile.inductor import uninstall
 
@@ -596,5 +604,17 @@ class Offload:
             warn(message)
 
 
+def _prepare_all() -> None:
+    """Something is about to be compiled, maybe inside of contexts that were entered before the compiler was loaded."""
+    _first_compile.take_off()
+    for offload in _unprepared:
+        _unprepared.discard(offload)
+        if not offload._serves_compiled_code:
+            offload._prepare_for_compiled_code()
+
+
+#: Those that were entered before anything had loaded the compiler.
+_unprepared: Living[Offload] = Living()
+_first_compile = on_first_compile(_prepare_all)
 active.maker.given = Offload
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)
