@@ -1,28 +1,41 @@
-"""Moves what autograd saves for backward off the device and back just in time, bit for bit."""
+"""Moves what autograd saves for backward off the device and back just in time, bit for bit.
+
+To import this package imports nothing else, torch included, so that commands answer at once. The first of its names
+that is asked for imports the library.
+"""
 
 from __future__ import annotations
 
-from eager_offload.codecs.policy import CodecPolicy
-from eager_offload.config import VERSION, OffloadConfig
-from eager_offload.errors import (
-    CapacityError,
-    ConfigError,
-    CorruptionError,
-    OffloadError,
-    PlanError,
-    PrecisionError,
-    SavedTensorModifiedError,
-    TransferError,
-)
-from eager_offload.machine import Machine
-from eager_offload.malloc import release_freed_memory
-from eager_offload.marks import keep, no_offload, prefer_offload
-from eager_offload.offload import Offload
-from eager_offload.plan.files import Point
-from eager_offload.plan.plan import Plan
-from eager_offload.plan.planner import plan
-from eager_offload.stats import OffloadStats
-from eager_offload.step_plan import StepPlan
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from eager_offload.version import VERSION
+
+if TYPE_CHECKING:
+    from eager_offload.codecs.policy import CodecPolicy
+    from eager_offload.config import OffloadConfig
+    from eager_offload.errors import (
+        CapacityError,
+        ConfigError,
+        CorruptionError,
+        OffloadError,
+        PlanError,
+        PrecisionError,
+        SavedTensorModifiedError,
+        TransferError,
+    )
+    from eager_offload.machine import Machine
+    from eager_offload.malloc import release_freed_memory
+    from eager_offload.marks import keep, no_offload, prefer_offload
+    from eager_offload.offload import Offload
+    from eager_offload.plan.files import Point
+    from eager_offload.plan.plan import Plan
+    from eager_offload.plan.planner import plan
+    from eager_offload.stats import OffloadStats
+    from eager_offload.step_plan import StepPlan
 
 __all__ = [
     "CapacityError",
@@ -49,3 +62,50 @@ __all__ = [
 ]
 
 __version__ = VERSION
+
+#: By the modules that they are in. That of `Offload` is the first: it defines the operators of compiled code.
+_HOMES = {
+    "offload": ("Offload",),
+    "codecs.policy": ("CodecPolicy",),
+    "config": ("OffloadConfig",),
+    "errors": (
+        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError", "PrecisionError"),
+        *("SavedTensorModifiedError", "TransferError"),
+    ),
+    "machine": ("Machine",),
+    "malloc": ("release_freed_memory",),
+    "marks": ("keep", "no_offload", "prefer_offload"),
+    "plan.files": ("Point",),
+    "plan.plan": ("Plan",),
+    "plan.planner": ("plan",),
+    "stats": ("OffloadStats",),
+    "step_plan": ("StepPlan",),
+}
+
+
+class _Package(ModuleType):
+    """This package. Its ``plan`` is the function: an import of the package of that name would put that in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "plan" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+if not TYPE_CHECKING:  # for which every name would be one
+
+    def __getattr__(name: str) -> Any:
+        """Imports the library when one of its names is first asked for, or one of its modules."""
+        if name in __all__:
+            for home, names in _HOMES.items():
+                module = importlib.import_module(f"{__name__}.{home}")
+                globals().update({one: getattr(module, one) for one in names})
+            return globals()[name]
+        if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -117,6 +117,7 @@ PRIVATE_NAMES = {
     "graphs with transfers are kept by caching_precompile, and serve calls outside of any context": (
         "torch._dynamo.symbolic_convert.tls",
     ),
+    "what is compiled first inside of a context fails": ("torch.compile",),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
     "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
     "code that looks through all modules fails at the hooks of a context": (
@@ -224,6 +225,7 @@ PATCHED = {
     ),
     "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
     "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
+    "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
         "torch._inductor.config.post_grad_custom_post_pass",
         "torch._inductor.config.custom_partitioner_fn",
@@ -1399,6 +1401,20 @@ def has_compiled() -> bool:
     """Whether anything in this process has been compiled: autograd then has nodes of which no saved tensor is seen."""
     counters = _if_imported("torch._dynamo.utils", "counters")
     return counters is not None and counters["stats"]["unique_graphs"] > 0
+
+
+def on_first_compile(prepare: Callable[[], None]) -> Patch:
+    """``torch.compile``, which loads the compiler: ``prepare`` is called before it does."""
+
+    def around(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def compile(*args: Any, **named: Any) -> Any:
+            prepare()
+            return theirs(*args, **named)
+
+        return compile
+
+    return Patch(torch, "compile", around)
 
 
 def compiler_is_loaded() -> bool:

@@ -6,6 +6,7 @@ entered first may be left first. What is saved belongs to the one that was enter
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,9 +107,15 @@ class _Thread(threading.local):
 
 
 class _Maker:
-    """Makes an ``Offload``: the module of that class, which knows this one, gives it."""
+    """Makes an ``Offload``: the module of that class, which knows this one, gives it when it is imported."""
 
-    new: Callable[[OffloadConfig], Owner]
+    given: Callable[[OffloadConfig], Owner] | None = None
+
+    def new(self, config: OffloadConfig) -> Owner:
+        if self.given is None:  # where compiled code is all that has asked for the library
+            importlib.import_module("eager_offload.offload")
+        assert self.given is not None
+        return self.given(config)
 
 
 maker = _Maker()

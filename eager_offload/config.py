@@ -22,8 +22,6 @@ from eager_offload.pydantic_schema import schema_of
 from eager_offload.schedule import Windows
 
 MIB = 1 << 20
-#: Of this library.
-VERSION = "0.1.0"
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
 Size: TypeAlias = str | int  # in this order: of a command line the text is kept, whose unit may be missing

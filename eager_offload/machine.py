@@ -6,7 +6,6 @@ import math
 import sys
 from dataclasses import dataclass, fields
 
-from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.names import checks_names
 
@@ -71,6 +70,8 @@ class Machine:
         return max(flops / peak, nbytes / self.memory, self.launch_seconds)
 
     def __str__(self) -> str:
+        from eager_offload.config import size_text  # imports torch, which names of machines are known without
+
         memory = f", {size_text(self.memory_bytes)}" if self.memory_bytes else ""
         return (
             f"{self.name}: {self.flops / 1e12:,.3g} TFLOP/s, {self.memory / 1e9:,.4g} GB/s of memory{memory}; "

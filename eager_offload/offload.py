@@ -18,6 +18,7 @@ import eager_offload.compile.ops  # noqa: F401  # defines operators, which graph
 from eager_offload import active
 from eager_offload._torch import (
     compiler_is_loaded,
+    on_first_compile,
     without_caller_modes,
 )
 from eager_offload.compile.aim import text_of
@@ -235,8 +236,12 @@ class Offload:
             raise captured("an Offload was entered")
         if self._hooks.thread.step is None:
             tell()
-        if not self._serves_compiled_code and compiler_is_loaded():
-            self._prepare_for_compiled_code()
+        if not self._serves_compiled_code:
+            if compiler_is_loaded():
+                self._prepare_for_compiled_code()
+            else:
+                _unprepared.add(self)
+                _first_compile.put_on()
         foreign.add_patches(checkpointing.patches())
         watch.put_on()
         context = EnteredContext(self)
@@ -547,6 +552,8 @@ class Offload:
         self.refuse_reentry()
         self._offloaders.close(self._hooks.restart)
         self._skipped.end()
+        if self._innermost() is None:
+            _unprepared.discard(self)
         if self._has_passes and self._innermost() is None:
             from eager_offload.compile.inductor import uninstall
 
@@ -660,6 +667,18 @@ def _all_held() -> list[tuple[Held, OffloadConfig]]:
     return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
 
 
-active.maker.new = Offload
+def _prepare_all() -> None:
+    """Something is about to be compiled, maybe inside of contexts that were entered before the compiler was loaded."""
+    _first_compile.take_off()
+    for offload in _unprepared:
+        _unprepared.discard(offload)
+        if not offload._serves_compiled_code:
+            offload._prepare_for_compiled_code()
+
+
+#: Those that were entered before anything had loaded the compiler.
+_unprepared: Living[Offload] = Living()
+_first_compile = on_first_compile(_prepare_all)
+active.maker.given = Offload
 watch.held, watch.is_wanted = _all_held, _alive.__bool__
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

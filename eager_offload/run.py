@@ -1,30 +1,24 @@
 """``python -m eager_offload.run [--settings ...] train.py ...``: a training script offloads without a change.
 
 Every call of an outermost module in training mode runs in a ``with offload``, as far as that can be done from outside:
-what a script saves between its modules stays. See [Note: Outermost].
+what a script saves between its modules stays. See [Note: Outermost] in ``module_contexts.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from eager_offload.errors import ConfigError
 
-from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
-from eager_offload.config import field_from_text
-from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.nothing_moved import why
-from eager_offload.offload import Offload
-from eager_offload.tiers.ranks import rank
+if TYPE_CHECKING:
+    from eager_offload.offload import Offload
 
 _USAGE = """\
 usage: python -m eager_offload.run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
@@ -61,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not command or command[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)
         return 2
+    from eager_offload.module_contexts import offload_modules  # and torch with it, which --help does not wait for
+    from eager_offload.offload import Offload
+
     try:
         offload = Offload(_fields(settings))
     except ConfigError as error:
@@ -82,44 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def offload_modules(offload: Offload) -> Iterator[None]:
-    """Inside, calls of outermost modules in training mode run in a ``with offload``.
-
-    [Note: Outermost] The call of a module is the outermost one where no saved-tensor hooks are in force: inside of a
-    module that is being called ours are, and where a script or a framework has put on its own, an ``Offload`` among
-    them, it is left to these. What checkpointing computes again, in backward, belongs to hooks of torch's.
-    """
-
-    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
-                return inner(self, *arguments, **named)
-            if top_pack_hook() is not None or current_autograd_node() is not None:
-                return inner(self, *arguments, **named)
-            if offload.config.skip and next(self.parameters(), None) is not None:
-                offload.skip_in(self)
-            with contextlib.ExitStack() as stack:
-                with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
-                    stack.enter_context(offload)
-                return inner(self, *arguments, **named)
-
-        return call
-
-    patch = on_module_calls(around)
-    patch.put_on()
-    try:
-        yield
-    finally:
-        patch.take_off()
-
-
 def _fields(settings: Sequence[str]) -> dict[str, Any]:
     """The fields that ``--settings`` name, later ones before earlier ones.
 
     Raises:
         ConfigError: a file that cannot be read, or has anything but fields in it.
     """
+    from eager_offload.config import field_from_text
+
     fields: dict[str, Any] = {}
     for one in settings:
         name, equals, text = one.partition("=")
@@ -140,6 +107,9 @@ def _file(path: Path) -> dict[str, Any]:
 
 def _report(offload: Offload) -> None:
     """What it did, for the user, on the first rank alone."""
+    from eager_offload.nothing_moved import why
+    from eager_offload.tiers.ranks import rank
+
     if rank():
         return
     stats = offload.stats(synchronize=True)

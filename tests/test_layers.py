@@ -17,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "names": {"errors"},
     "pydantic_schema": set(),
     "schedule": set(),
+    "version": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
     "codecs": {"errors", "names", "pydantic_schema"},
@@ -40,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file"},
+    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
@@ -51,12 +52,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
-        *("runtime", "schedule", "selection", "solver", "stats", "tiers"),
+        *("runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "nothing_moved", "runtime", "selection", "stats"),
-        *("step_memory", "tiers", "trace_file"),
+        *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
         *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
@@ -80,12 +81,15 @@ ROOMS: dict[str, set[str]] = {
     },
     "eager_offload": {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),
+        "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers"},
+    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers", "version"},
     "doctor": {"examination"},
-    "report": {"observe"},
-    "run": {"_torch", "config", "errors", "nothing_moved", "offload", "tiers"},
+    "report": {"config", "errors", "observe", "trace_file"},
+    "module_contexts": {"_torch", "errors", "offload"},
+    "run": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
+    "__main__": {"version"},
 }
 
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
-from eager_offload.run import main, offload_modules
+from eager_offload.module_contexts import offload_modules
+from eager_offload.run import main
 from tests.processes import python
 
 SCRIPT = """

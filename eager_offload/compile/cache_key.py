@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from functools import cache
 
-from eager_offload.config import VERSION
+from eager_offload.version import VERSION
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eager_offload.config import VERSION
 from eager_offload.errors import KernelError
 from eager_offload.trace_file import Slice, SliceKind, Trace, write_trace
+from eager_offload.version import VERSION
 
 
 class _Launch(NamedTuple):

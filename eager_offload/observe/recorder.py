@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload.config import VERSION, OffloadConfig
+from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Packed
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.observe.advice import advise
@@ -30,6 +30,7 @@ from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, Counters, GraphBytes, KeepReason, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
 from eager_offload.trace_file import HOST_STALLS, MemorySample, SliceKind, Trace
+from eager_offload.version import VERSION
 
 #: Of the stats, what does not add up from step to step.
 _NO_AMOUNTS = ("device_budget", "keep_last_bytes", "max_inflight_bytes", "plan", "prefetch_bytes", "slowdown")

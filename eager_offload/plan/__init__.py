@@ -14,3 +14,8 @@ apply.py      checkpoints around the modules of a plan
 planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; __main__.py the command
               line, html.py the page; ranks.py has several ranks agree
 """
+
+from __future__ import annotations
+
+#: What a plan aims at.
+POLICIES = ("least", "free", "max")

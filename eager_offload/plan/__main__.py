@@ -8,14 +8,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.machine import MACHINES
-from eager_offload.plan.files import Point
-from eager_offload.plan.plan import Plan
-from eager_offload.plan.planner import POLICIES, plan
+from eager_offload.plan import POLICIES
+
+if TYPE_CHECKING:
+    from eager_offload.plan.files import Point
+    from eager_offload.plan.plan import Plan
 
 #: Points of the front that is shown.
 _POINTS = 8
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> Plan:
     """The plan that is asked for; raises ``OffloadError``, also for errors of the function and of the model."""
+    from eager_offload.plan.planner import plan  # and torch with it, which --help does not wait for
+
     try:
         made = _call(options.function)
         return plan(
@@ -122,6 +125,8 @@ def _call(text: str) -> tuple[Any, ...]:
 
 def _table(points: Sequence[Point]) -> Iterator[str]:
     """An empty line, a title and a line for each of ``points``, where there are any."""
+    from eager_offload.config import size_text
+
     if points:
         yield from ("", f"{'budget':>11}  {'peak':>11}  {'step':>10}")
     for point in points:

@@ -14,6 +14,7 @@ from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
+from eager_offload.plan import POLICIES
 from eager_offload.plan.decide import Outcome, RehearsedSolver, TracedSolver
 from eager_offload.plan.files import Point
 from eager_offload.plan.plan import Plan
@@ -25,8 +26,6 @@ from eager_offload.schedule import Windows, largest_of
 
 #: The device that this process has.
 _HERE = "here"
-#: What a plan aims at.
-POLICIES = ("least", "free", "max")
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 

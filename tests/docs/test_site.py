@@ -24,7 +24,7 @@ import yaml
 
 import eager_offload as eo
 from eager_offload import graphs, kernels
-from eager_offload.config import VERSION
+from eager_offload.version import VERSION
 from tests.docs.pages import PAGES, ROOT, links, name
 from tests.observe.browser import CHROMIUM, Browser
 

@@ -14,7 +14,8 @@ import torch
 import eager_offload as eo
 from eager_offload.observe.report import figures
 from eager_offload.observe.report.figures import OutcomeBytes, Saver
-from eager_offload.observe.report.page import REASONS, main, render
+from eager_offload.observe.report.page import REASONS, render
+from eager_offload.report import main
 from eager_offload.stats import KeepReason
 from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
 from tests.observe.traces import AWKWARD, LAYERS, example

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from eager_offload.observe.report.page import main
+from eager_offload.report import main
 from eager_offload.trace_file import Trace, read_trace, write_trace
 from tests.observe.browser import CHROMIUM, Browser
 from tests.observe.traces import AWKWARD, example

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eager_offload import _torch
-from eager_offload.config import VERSION, OffloadConfig
+from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.observe.doctor.diagnosis import Device, Disk, Feature, Memory, SelfTest, Software, Speed
 from eager_offload.offload import Offload
@@ -38,6 +38,7 @@ from eager_offload.tiers.limits import host_budget, host_headroom, pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node
 from eager_offload.tiers.ranks import local_ranks
 from eager_offload.tiers.rawfile import RawFile
+from eager_offload.version import VERSION
 
 #: Accelerators of one machine that are looked at.
 _MOST_DEVICES = 4

@@ -1,20 +1,16 @@
-"""The page of a trace: ``page.html`` is filled with its numbers, ``page.js`` draws it; and the command line."""
+"""The page of a trace: ``page.html`` is filled with its numbers, ``page.js`` draws it."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader
 
 from eager_offload.config import rate_text, size_text
-from eager_offload.errors import OffloadError
 from eager_offload.observe.report.figures import Track, peaks, savers, tracks, work_totals
-from eager_offload.trace_file import SliceKind, Trace, read_trace
+from eager_offload.trace_file import SliceKind, Trace
 
 #: Why bytes stay on their device, and what would change that.
 REASONS = {
@@ -31,35 +27,6 @@ REASONS = {
     "budget": "No tier had room. Raise host_budget or disk_budget, or name a disk in disk_path.",
     "failed": "Their transfer failed or could not begin, and they stayed where they were. The run's warnings say why.",
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page of a trace.
-
-    Returns:
-        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m eager_offload.report",
-        description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
-    )
-    parser.add_argument("trace", type=Path, help="the trace, such as step.json")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
-    )
-    options = parser.parse_args(arguments)
-    source: Path = options.trace
-    output: Path = options.output or source.with_suffix(".html")
-    try:
-        trace = read_trace(source)
-        if output.exists() and output.samefile(source):
-            raise OffloadError(f"{str(output)!r} is the trace itself: name another file with -o")
-        output.write_text(render(trace, source.name), encoding="utf-8")
-    except (OSError, OffloadError) as error:
-        print(f"eager_offload.report: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(f"{output}: {size_text(output.stat().st_size)}, to open in a browser")
-    return 0
 
 
 def render(trace: Trace, name: str = "") -> str:
