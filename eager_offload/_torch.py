@@ -621,7 +621,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def unseen_version(tensor: Tensor) -> int:
-    """The same, where ``tensor`` may be of a subclass that would hear of it."""
+    """``version_of``, where ``tensor`` may be of a subclass that would hear of it."""
     with _without_torch_function():
         return tensor._version
 
@@ -629,6 +629,8 @@ def unseen_version(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The storage of ``tensor``; ``None`` where it has none: of a sparse layout, or a wrapper inside a transform."""
     try:
+        if type(tensor) is Tensor:
+            return tensor.untyped_storage()
         with _without_torch_function():
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

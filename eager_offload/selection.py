@@ -22,10 +22,10 @@ from eager_offload.stats import KeepReason
 _GATHER_BELOW = 4
 
 
-_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView", "Alias")
+_VIEW_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView", "Alias")
 #: The nodes of views that operators save of a weight, and how many of them may stand between the two: of a subclass two
 #: for each view, of which one is the alias that is given its type.
-_VIEWS = frozenset(f"{name}Backward0" for name in _NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
+_VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
 
 #: What autocast casts to.

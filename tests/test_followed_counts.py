@@ -16,6 +16,7 @@ from eager_offload import Offload, OffloadStats
 from eager_offload.eager.plans import KeptSums, KnownPlan
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Fate, Save, StepPlan
+from tests.hazards.wrappers import Dissolving
 
 Look = Callable[[int], None]
 Counted = tuple[Any, ...]
@@ -48,10 +49,6 @@ def forward(weights: list[Tensor], look: Look, *, larger: int = -1) -> Tensor:
 
 
 WEIGHTS, LOOKS = 4, 12
-
-
-class OfItsOwn(Tensor):
-    """What is decided by its class, which a plan does not know."""
 
 
 def frozen(weight: Tensor) -> Tensor:
@@ -172,7 +169,7 @@ def test_steps_in_one_context_are_counted() -> None:
         (lambda w: w.view(64, 64), lambda w: w * 1),
         (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach()),
         (lambda w: w[:1, :4].detach().clone().requires_grad_() * 1, lambda w: w[:1, :4].detach().clone()),
-        (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().clone().as_subclass(OfItsOwn)),
+        (lambda w: w[:1, :4].detach().clone(), lambda w: Dissolving(w[:1, :4].detach().clone(), torch.ones(1), "")),
         (lambda w: w[:1, :4].detach().clone(), lambda w: w[:1, :4].detach().to_sparse()),
         (frozen, lambda w: frozen(w[:32])),
         (lambda w: w[:1, :4].detach().clone(), lambda w: torch.nn.Parameter(w.detach()[:1, :4], requires_grad=False)),

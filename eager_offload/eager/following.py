@@ -76,7 +76,7 @@ class Adopter(Keeper, Protocol):
 # To ask the class for its member takes longer than to compare.
 _PARAMETER, _NEWEST = KeepReason.PARAMETER, KeepReason.NEWEST
 _DECIDE, _SHARE = Fate.DECIDE, Fate.SHARE
-_STRIDED = torch.strided
+_STRIDED = torch.strided  # of other layouts some have no number of bytes
 
 
 def _no_storage() -> None:
@@ -321,7 +321,7 @@ class Run:
             if not _is_like(tensor, staying):
                 return "size"
             may_leave = staying.reason is not _PARAMETER and marks.any_marks()  # a parameter stays in any case
-            if may_leave and marks.mark_of(tensor.untyped_storage()) is Mark.PREFER:  # `_is_like`, so it has one
+            if may_leave and marks.mark_of(tensor.untyped_storage()) is Mark.PREFER:  # it has one, as what it is like
                 self._count_kept(number)
                 self._counted = number + 1  # it is to leave, which is done as if no plan knew of it
                 return None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eager_offload._torch import without_torch_function
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Packed
 from eager_offload.engine.offloaders import Offloaders
@@ -125,6 +126,10 @@ class TraceRecorder:
 
     def pack(self, tensor: Tensor) -> Packed | RecordedHandle:
         """In place of the pack hook."""
+        with without_torch_function():  # a subclass hears no more of it than without a trace
+            return self._pack_and_record(tensor)
+
+    def _pack_and_record(self, tensor: Tensor) -> Packed | RecordedHandle:
         began = self._clocks.host.now()
         self._clocks.of(tensor.device)
         save = SaveEntry(self._forwards.path, tensor.device)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import is_wrapper, storage_key, weak_storage
+from eager_offload._torch import is_wrapper, storage_key, storage_of, weak_storage
 from eager_offload.eager.handles import KeptTensor, SavedView, StorageRecord
 from eager_offload.eager.hooks import Packed
 from eager_offload.engine.transfer import State
@@ -150,8 +150,8 @@ class SaveEntries:
             stays = handle.storage.record.state is State.KEPT
         if not (isinstance(handle, KeptTensor) and handle.reason is KeepReason.PARAMETER):
             for one in plain_tensors(tensor) if is_wrapper(tensor) else (tensor,):
-                if one.layout is torch.strided and not is_parameter(one):
-                    self._hold(save, one.untyped_storage(), stays=stays)
+                if (storage := storage_of(one)) is not None and not is_parameter(one):
+                    self._hold(save, storage, stays=stays)
         return recorded
 
     def add_by_graph(self, nbytes: int, reason: str, save: SaveEntry) -> GraphSave:
