@@ -415,6 +415,12 @@ _CALL = torch.nn.Module._call_impl.__code__
 _MOST_FRAMES = 24
 
 
+def module_called_in(frame: FrameType) -> torch.nn.Module | None:
+    """The module that ``frame`` calls, if it is of torch's code that does. No other frame's locals are looked at: that
+    would hold them, a user's tensors, until the frame ends."""
+    return frame.f_locals["self"] if frame.f_code is _CALL else None
+
+
 def calling_module() -> torch.nn.Module | None:
     """The innermost module in whose forward the calling thread is, if that is near."""
     frame: FrameType | None = sys._getframe(1)
@@ -422,8 +428,7 @@ def calling_module() -> torch.nn.Module | None:
         if frame is None:
             return None
         if frame.f_code is _CALL:
-            found: torch.nn.Module = frame.f_locals["self"]
-            return found
+            return module_called_in(frame)
         frame = frame.f_back
     return None
 

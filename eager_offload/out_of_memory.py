@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eager_offload import active
-from eager_offload._torch import Patch, on_backwards
+from eager_offload._torch import Patch, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason
@@ -93,8 +93,7 @@ def _name(module: torch.nn.Module, names: dict[int, str]) -> str:
 def _names(trace: TracebackType | None) -> Iterator[tuple[int, str]]:
     """The names of modules inside of the outermost one that the error has come through."""
     while trace is not None:
-        found = trace.tb_frame.f_locals.get("self")
-        if isinstance(found, torch.nn.Module):
+        if (found := module_called_in(trace.tb_frame)) is not None:
             for name, module in found.named_modules():
                 yield id(module), name
             return

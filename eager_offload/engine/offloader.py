@@ -184,8 +184,12 @@ class DeviceOffloader:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """The accounts, which are older, have another lock by now."""
+        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
         self.lock = self.accounts.lock
+        for transfer in self.held_back():
+            self.cancel(transfer)
+            assert transfer.record is not None
+            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
 
     def census(self) -> Census:
         """What is known of at this moment. Takes the lock."""

@@ -236,6 +236,7 @@ IN_THE_MIDDLE_OF_A_TRANSFER = """
     pid = os.fork()  # the transfer thread holds whatever locks a transfer takes
     if pid == 0:
         DiskSlot.write = write
+        loss.backward()  # its sources are here, and no copy of them begins
         os._exit(0 if trains(offload, 1) and trains(make(), 2) else 1)
     assert code_of(pid) == 0
     go_on.set()
