@@ -24,6 +24,7 @@ it stores is asked for at once.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,62 +116,38 @@ class StoredHandle:
             ) from error
 
 
+@cache
 def _caching(base: Any) -> type:
     class CachingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
         """In force while the forward of a checkpoint runs."""
 
-        def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
-            is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
-            self._saver = _saver() if is_forward else None
-            #: What the policy says of the operator that runs, if its results are to be handles.
-            self._policy_of_saved: object = None
-            super().__init__(policy_fn, storage, *arguments, **named)
-            if self._saver is not None:
-                storage[_KNOWN] = _Known()
-
-        @property
-        def policy_fn(self) -> Callable[..., Any]:
-            # Not a method kept on the instance: that would be a cycle, which keeps all that is stored until gc runs.
-            return self._policy if self._saver is None else partial(_ask, self)
-
-        @policy_fn.setter
-        def policy_fn(self, policy: Callable[..., Any]) -> None:
-            self._policy = policy
+        supports_higher_order_operators = True  # torch has its rules for them by the very class of a mode
+        saver: Saver
+        #: What the policy says of the operator that runs, if its results are to be handles.
+        policy_of_saved: object = None
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self._saver is None:
-                return super().__torch_dispatch__(func, types, args, kwargs)
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
-                if self._policy_of_saved is not None:
-                    _put_handles(self._saver, self.storage, func, args, self._policy_of_saved)
+                if self.policy_of_saved is not None:
+                    _put_handles(self.saver, self.storage, func, args, self.policy_of_saved)
             finally:
-                self._policy_of_saved = None
+                self.policy_of_saved = None
                 self.respect_saved_tensors_hooks = respects
             return result
 
     return CachingMode
 
 
+@cache
 def _cached(base: Any) -> type:
     class CachedMode(base):  # type: ignore[misc]  # likewise
-        """In force while a checkpoint runs its forward again. 2.11 asks the policy there too; later ones do not."""
+        """In force while a checkpoint runs its forward again."""
 
-        def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
-            super().__init__(policy_fn, storage, *arguments, **named)
-            if _KNOWN in storage:
-                storage[_KNOWN].may_change = self.allow_cache_entry_mutation
-
-        @property
-        def policy_fn(self) -> Callable[..., Any]:
-            return partial(_stored, self._policy) if _KNOWN in self.storage else self._policy
-
-        @policy_fn.setter
-        def policy_fn(self, policy: Callable[..., Any]) -> None:
-            self._policy = policy
+        supports_higher_order_operators = True
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -183,16 +160,38 @@ def _cached(base: Any) -> type:
     return CachedMode
 
 
+def _begin_caching(mode: Any, policy_fn: Callable[..., Any], storage: Any) -> None:
+    """A mode of torch's for the forward of a checkpoint has been made: one of a context is one of this module."""
+    is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
+    if (saver := _saver() if is_forward else None) is not None:
+        mode.saver, storage[_KNOWN] = saver, _Known()
+        mode.policy_fn = partial(_ask, weakref.ref(mode), policy_fn)  # no cycle would go before gc runs
+        mode.__class__ = _caching(mode.__class__)
+
+
+def _begin_cached(mode: Any, policy_fn: Callable[..., Any] | None, storage: Any) -> None:
+    """The same of the mode that runs it again."""
+    if _KNOWN in storage:
+        storage[_KNOWN].may_change = mode.allow_cache_entry_mutation
+        if policy_fn is not None:  # 2.11 asks it there too; later ones do not
+            mode.policy_fn = partial(_stored, policy_fn)
+        mode.__class__ = _cached(mode.__class__)
+
+
 class _Changed(Exception):
     """What the store has a handle of was changed in place since."""
 
 
-def _ask(mode: Any, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _ask(
+    weak: weakref.ref[Any], policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any
+) -> Any:
     """The policy of an operator whose result was or will be made, as torch's mode is to be told."""
-    policy = mode._policy(context, func, *args, **kwargs)
+    policy = policy_fn(context, func, *args, **kwargs)
     if checkpoint_is_traced(func, args, kwargs) or not (policy in _SAVES or _travels(policy, func)):
         return policy
-    mode._policy_of_saved = policy
+    mode = weak()
+    assert mode is not None, "it asks"
+    mode.policy_of_saved = policy
     mode.respect_saved_tensors_hooks = False  # from 2.15 on it may have hooks pack what it saves: once is enough
     return CheckpointPolicy.MUST_SAVE
 
@@ -270,5 +269,5 @@ def saving_with(saver: Saver) -> Iterator[None]:
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """What has torch's selective checkpointing use the modes of this module."""
-    return tuple(on_checkpoints(_caching, _cached))
+    """What has torch's selective checkpointing use the modes of this module in a context."""
+    return tuple(on_checkpoints(_begin_caching, _begin_cached))

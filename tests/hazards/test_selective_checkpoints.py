@@ -237,3 +237,39 @@ def test_h73_wrappers_of_tensors(backend: Backend) -> None:
         return parts_of(x.grad), parts_of(w.grad)
 
     same_gradients(program, backend)
+
+
+class Region(torch.autograd.Function):
+    """Compiled code, as Inductor wraps it: a higher-order operator."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        (y,) = torch.ops.higher_order.inductor_compiled_code(run, [x])
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient * ctx.saved_tensors[0]
+
+
+def test_h73_higher_order_operators(backend: Backend) -> None:
+    """torch has rules for its own modes alone, by their very class; and lets none of ours be taken for one."""
+    wrap = pytest.importorskip("torch._higher_order_ops.wrap")
+    if not hasattr(wrap, "InductorCompiledCallable"):
+        pytest.skip("this torch has no such operator")
+    run = wrap.InductorCompiledCallable(lambda inputs: [inputs[0].exp()])
+    modes = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+
+    def program(around: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        with around:
+            policy = saving(torch.ops.higher_order.inductor_compiled_code)
+            y = selectively(policy, lambda x: Region.apply(run, x).sin(), x * 2).sum()
+            found = torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode
+            assert found == modes
+        y.backward()
+        return x.grad
+
+    for stats in same_gradients(program, backend):
+        assert stats.saved_bytes == 2 * BOUNDARY
