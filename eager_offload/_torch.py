@@ -150,8 +150,8 @@ PRIVATE_NAMES = {
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
-        "torch.utils.checkpoint._CachingTorchDispatchMode",
-        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
+        "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch.utils.checkpoint._is_compiling",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),

@@ -253,7 +253,7 @@ class Region(torch.autograd.Function):
         return None, gradient * ctx.saved_tensors[0]
 
 
-def test_h73_higher_order_operators(backend: Backend) -> None:
+def test_h73_higher_order_operators(users_backend: Backend) -> None:
     """torch has rules for its own modes alone, by their very class; and lets none of ours be taken for one."""
     wrap = pytest.importorskip("torch._higher_order_ops.wrap")
     if not hasattr(wrap, "InductorCompiledCallable"):
@@ -271,5 +271,5 @@ def test_h73_higher_order_operators(backend: Backend) -> None:
         y.backward()
         return x.grad
 
-    for stats in same_gradients(program, backend):
+    for stats in same_gradients(program, users_backend):
         assert stats.saved_bytes == 2 * BOUNDARY
