@@ -15,10 +15,11 @@ store could only hold what a later operator may still change. What was changed a
 finds out, and the bytes of its time cannot be had from the store. A changed result of the other two policies is torch's
 own error, or, with ``allow_cache_entry_mutation``, the result as it is by then; so it stays on the device there.
 
-What was decided when the forward began holds for its backward, wherever that runs. While a compiler traces nothing is
-changed: it reads the policies off its nodes (``compile/policies.py``). Outside of every context the modes are torch's,
-and so they are for a forward that runs in backward, as an inner checkpoint does that an outer one computes again: what
-it stores is asked for at once.
+A mode that is made in a context gets a class of this module, which derives from its own; the names of torch's classes
+stay as they are, since torch and others import them. So what was decided when the forward began holds for its backward,
+wherever that runs. Outside of every context the modes are torch's, and so they are for a forward that runs in backward,
+as an inner checkpoint does that an outer one computes again: what it stores is asked for at once. While a compiler
+traces nothing is changed: it reads the policies off its nodes (``compile/policies.py``).
 """
 
 from __future__ import annotations
@@ -215,20 +216,21 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], polic
     entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
     parameters = {key for one in tensors_in(args) if is_parameter(one) for key in _storages(one)}
-    stays = returns_before_it_is_done(func) or (store[_KNOWN].may_change and policy not in _OFFLOADS)
+    to_the_cpu = policy in _OFFLOADS
+    stays = returns_before_it_is_done(func) or (store[_KNOWN].may_change and not to_the_cpu)
 
     def handle(entry: Any) -> Any:
         value = getattr(entry, "val", None)
         if not isinstance(value, Tensor) or _is_being_filled(value):
             return entry
-        if parameters.intersection(_storages(value)):
+        storages = _storages(value)
+        if parameters.intersection(storages):
             return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
-        if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or (
-            policy in _OFFLOADS and logical_bytes(value) >= saver.min_bytes
-        ):
+        is_large = policy is CheckpointPolicy.MUST_CPU_OFFLOAD or logical_bytes(value) >= saver.min_bytes
+        if to_the_cpu and is_large and storages:
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
-            return StoredHandle(saver.pack(value), saver.unpack, runs_again=policy in _OFFLOADS)
+            return StoredHandle(saver.pack(value), saver.unpack, runs_again=to_the_cpu)
 
     entries[newest] = tree_map(handle, entries[newest])
 
@@ -241,9 +243,10 @@ def _is_being_filled(tensor: Tensor) -> bool:
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    """What names the storages that ``tensor`` has bytes in."""
+    """What names the storages that ``tensor`` has bytes in; none of a layout without one."""
     plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
-    return {storage_key(one.untyped_storage()) for one in plain if one.layout is torch.strided}
+    strided = [one for one in plain if one.layout is torch.strided and not one.is_nested]
+    return {storage_key(one.untyped_storage()) for one in strided}
 
 
 def _saver() -> Saver | None:
