@@ -166,8 +166,8 @@ PRIVATE_NAMES = {
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
-        "torch.utils.checkpoint._CachingTorchDispatchMode",
-        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
+        "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch.utils.checkpoint._is_compiling",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
@@ -218,8 +218,8 @@ PRIVATE_NAMES = {
 PATCHED = {
     "while a context is entered": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
-        "torch.utils.checkpoint._CachingTorchDispatchMode",
-        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
+        "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
         "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
     ),
@@ -739,20 +739,32 @@ def sharing_versions() -> AbstractContextManager[object]:
     return guard
 
 
-def on_checkpoints(caching: Callable[[Any], type], cached: Callable[[Any], type]) -> list[Patch]:
-    """What selective checkpointing makes its two dispatch modes of when a forward begins; none where it has other ways.
+def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[Any, Any, Any], None]) -> list[Patch]:
+    """Has selective checkpointing tell of its modes when a forward begins; none where it has other ways.
 
     Args:
-        caching: makes the class of the mode of the forward, which keeps what the policy says.
-        cached: makes that of the mode in which the forward runs again, which gives it out.
+        caching: is called with each mode for the forward, which keeps what the policy says, its policy and its store.
+        cached: is called likewise with the mode in which the forward runs again, which gives out what is in the store.
     """
     module, names = torch.utils.checkpoint, ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if not all(hasattr(module, name) for name in (*names, "_is_compiling")):
         return []
-    takes = list(inspect.signature(getattr(module, names[0])).parameters)
+    kinds = [getattr(module, name) for name in names]
+    takes = list(inspect.signature(kinds[0]).parameters)
     if takes[:2] != ["policy_fn", "storage"] or not hasattr(torch._C, "_SetExcludeDispatchKeyGuard"):
         return []
-    return [Patch(module, name, around) for name, around in zip(names, (caching, cached), strict=True)]
+
+    def around(tell: Callable[[Any, Any, Any], None], init: Callable[..., None]) -> Callable[..., None]:
+        def __init__(mode: Any, policy_fn: Any, storage: Any, *arguments: Any, **named: Any) -> None:
+            init(mode, policy_fn, storage, *arguments, **named)
+            tell(mode, policy_fn, storage)
+
+        return __init__
+
+    return [
+        Patch(kind, "__init__", functools.partial(around, tell))
+        for kind, tell in zip(kinds, (caching, cached), strict=True)
+    ]
 
 
 def checkpoint_is_traced(func: object, args: object, kwargs: object) -> bool:

@@ -15,15 +15,17 @@ store could only hold what a later operator may still change. What was changed a
 finds out, and the bytes of its time cannot be had from the store. A changed result of the other two policies is torch's
 own error, or, with ``allow_cache_entry_mutation``, the result as it is by then; so it stays on the device there.
 
-What was decided when the forward began holds for its backward, wherever that runs. While a compiler traces nothing is
-changed: it reads the policies off its nodes (``compile/policies.py``). Outside of every context the modes are torch's,
-and so they are for a forward that runs in backward, as an inner checkpoint does that an outer one computes again: what
-it stores is asked for at once.
+A mode that is made in a context gets a class of this module, which derives from its own; the names of torch's classes
+stay as they are, since torch and others import them. So what was decided when the forward began holds for its backward,
+wherever that runs. Outside of every context the modes are torch's, and so they are for a forward that runs in backward,
+as an inner checkpoint does that an outer one computes again: what it stores is asked for at once. While a compiler
+traces nothing is changed: it reads the policies off its nodes (``compile/policies.py``).
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,62 +117,38 @@ class StoredHandle:
             ) from error
 
 
+@cache
 def _caching(base: Any) -> type:
     class CachingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
         """In force while the forward of a checkpoint runs."""
 
-        def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
-            is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
-            self._saver = _saver() if is_forward else None
-            #: What the policy says of the operator that runs, if its results are to be handles.
-            self._policy_of_saved: object = None
-            super().__init__(policy_fn, storage, *arguments, **named)
-            if self._saver is not None:
-                storage[_KNOWN] = _Known()
-
-        @property
-        def policy_fn(self) -> Callable[..., Any]:
-            # Not a method kept on the instance: that would be a cycle, which keeps all that is stored until gc runs.
-            return self._policy if self._saver is None else partial(_ask, self)
-
-        @policy_fn.setter
-        def policy_fn(self, policy: Callable[..., Any]) -> None:
-            self._policy = policy
+        supports_higher_order_operators = True  # torch has its rules for them by the very class of a mode
+        saver: Saver
+        #: What the policy says of the operator that runs, if its results are to be handles.
+        policy_of_saved: object = None
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if self._saver is None:
-                return super().__torch_dispatch__(func, types, args, kwargs)
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
-                if self._policy_of_saved is not None:
-                    _put_handles(self._saver, self.storage, func, args, self._policy_of_saved)
+                if self.policy_of_saved is not None:
+                    _put_handles(self.saver, self.storage, func, args, self.policy_of_saved)
             finally:
-                self._policy_of_saved = None
+                self.policy_of_saved = None
                 self.respect_saved_tensors_hooks = respects
             return result
 
     return CachingMode
 
 
+@cache
 def _cached(base: Any) -> type:
     class CachedMode(base):  # type: ignore[misc]  # likewise
-        """In force while a checkpoint runs its forward again. 2.11 asks the policy there too; later ones do not."""
+        """In force while a checkpoint runs its forward again."""
 
-        def __init__(self, policy_fn: Callable[..., Any], storage: Any, *arguments: Any, **named: Any) -> None:
-            super().__init__(policy_fn, storage, *arguments, **named)
-            if _KNOWN in storage:
-                storage[_KNOWN].may_change = self.allow_cache_entry_mutation
-
-        @property
-        def policy_fn(self) -> Callable[..., Any]:
-            return partial(_stored, self._policy) if _KNOWN in self.storage else self._policy
-
-        @policy_fn.setter
-        def policy_fn(self, policy: Callable[..., Any]) -> None:
-            self._policy = policy
+        supports_higher_order_operators = True
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -183,16 +161,38 @@ def _cached(base: Any) -> type:
     return CachedMode
 
 
+def _begin_caching(mode: Any, policy_fn: Callable[..., Any], storage: Any) -> None:
+    """A mode of torch's for the forward of a checkpoint has been made: one of a context is one of this module."""
+    is_forward = current_backward() == -1 and not torch.compiler.is_compiling()
+    if (saver := _saver() if is_forward else None) is not None:
+        mode.saver, storage[_KNOWN] = saver, _Known()
+        mode.policy_fn = partial(_ask, weakref.ref(mode), policy_fn)  # no cycle would go before gc runs
+        mode.__class__ = _caching(mode.__class__)
+
+
+def _begin_cached(mode: Any, policy_fn: Callable[..., Any] | None, storage: Any) -> None:
+    """The same of the mode that runs it again."""
+    if _KNOWN in storage:
+        storage[_KNOWN].may_change = mode.allow_cache_entry_mutation
+        if policy_fn is not None:  # 2.11 asks it there too; later ones do not
+            mode.policy_fn = partial(_stored, policy_fn)
+        mode.__class__ = _cached(mode.__class__)
+
+
 class _Changed(Exception):
     """What the store has a handle of was changed in place since."""
 
 
-def _ask(mode: Any, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _ask(
+    weak: weakref.ref[Any], policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any
+) -> Any:
     """The policy of an operator whose result was or will be made, as torch's mode is to be told."""
-    policy = mode._policy(context, func, *args, **kwargs)
+    policy = policy_fn(context, func, *args, **kwargs)
     if checkpoint_is_traced(func, args, kwargs) or not (policy in _SAVES or _travels(policy, func)):
         return policy
-    mode._policy_of_saved = policy
+    mode = weak()
+    assert mode is not None, "it asks"
+    mode.policy_of_saved = policy
     mode.respect_saved_tensors_hooks = False  # from 2.15 on it may have hooks pack what it saves: once is enough
     return CheckpointPolicy.MUST_SAVE
 
@@ -216,20 +216,21 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], polic
     entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
     parameters = {key for one in tensors_in(args) if is_parameter(one) for key in _storages(one)}
-    stays = returns_before_it_is_done(func) or (store[_KNOWN].may_change and policy not in _OFFLOADS)
+    to_the_cpu = policy in _OFFLOADS
+    stays = returns_before_it_is_done(func) or (store[_KNOWN].may_change and not to_the_cpu)
 
     def handle(entry: Any) -> Any:
         value = getattr(entry, "val", None)
         if not isinstance(value, Tensor) or _is_being_filled(value):
             return entry
-        if parameters.intersection(_storages(value)):
+        storages = _storages(value)
+        if parameters.intersection(storages):
             return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
-        if policy is CheckpointPolicy.MUST_CPU_OFFLOAD or (
-            policy in _OFFLOADS and logical_bytes(value) >= saver.min_bytes
-        ):
+        is_large = policy is CheckpointPolicy.MUST_CPU_OFFLOAD or logical_bytes(value) >= saver.min_bytes
+        if to_the_cpu and is_large and storages:
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
-            return StoredHandle(saver.pack(value), saver.unpack, runs_again=policy in _OFFLOADS)
+            return StoredHandle(saver.pack(value), saver.unpack, runs_again=to_the_cpu)
 
     entries[newest] = tree_map(handle, entries[newest])
 
@@ -242,9 +243,10 @@ def _is_being_filled(tensor: Tensor) -> bool:
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    """What names the storages that ``tensor`` has bytes in."""
+    """What names the storages that ``tensor`` has bytes in; none of a layout without one."""
     plain = plain_tensors(tensor) if is_wrapper(tensor) else (tensor,)
-    return {storage_key(one.untyped_storage()) for one in plain if one.layout is torch.strided}
+    strided = [one for one in plain if one.layout is torch.strided and not one.is_nested]
+    return {storage_key(one.untyped_storage()) for one in strided}
 
 
 def _saver() -> Saver | None:
@@ -270,5 +272,5 @@ def saving_with(saver: Saver) -> Iterator[None]:
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """What has torch's selective checkpointing use the modes of this module."""
-    return tuple(on_checkpoints(_caching, _cached))
+    """What has torch's selective checkpointing use the modes of this module in a context."""
+    return tuple(on_checkpoints(_begin_caching, _begin_cached))

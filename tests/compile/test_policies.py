@@ -121,11 +121,12 @@ def test_a_value_that_had_better_travel_stays_if_it_is_small(x: Tensor) -> None:
     offload.close()
 
 
-def test_what_is_saved_as_policies_say_stays_as_torch_has_it(x: Tensor, offload: eo.Offload) -> None:
+def test_what_policies_save_travels_as_any_other_saved_tensor(x: Tensor, offload: eo.Offload) -> None:
     expected, _ = step(Blocks(CheckpointPolicy.MUST_SAVE), x, None)
     found, computed = step(Blocks(CheckpointPolicy.MUST_SAVE), x, offload)
     assert computed == ONCE
     assert all(map(same_bits, found, expected))
+    assert offload.stats(synchronize=True).offloaded_bytes == 4 * BYTES
 
 
 def test_outside_of_a_context_nothing_changes(x: Tensor, offload: eo.Offload) -> None:
