@@ -282,7 +282,7 @@ def test_compiled_autograd_changes_nothing(backend: str, inside: bool) -> None:
         run = compile(deep)
         compiled_backward = torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True))
         with around:
-            loss = (run(x, weight).exp() + (x @ weight).sin()).square().mean()
+            loss = run(x, weight).exp().sin().sum()
             if inside:
                 with compiled_backward:
                     loss.backward()
