@@ -242,6 +242,16 @@ def test_a_slowdown_says_what_stays_by_itself(fields: dict[str, Any], setting: s
     assert eo.OffloadConfig.from_text(config.to_text()) == config
 
 
+@given(st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=20))
+def test_the_text_of_a_config_needs_no_escape_in_a_source(name: str) -> None:
+    config = eo.OffloadConfig(tier="disk", disk_path=name, skip=[name], min_bytes=0)
+    text = config.to_text()
+    assert text.isascii()
+    assert text.isprintable()
+    assert not set(text) & set('"\\')
+    assert eo.OffloadConfig.from_text(text) == config
+
+
 def test_two_limits_of_a_slowdown_are_one_too_many() -> None:
     with pytest.raises(eo.ConfigError, match=r'max_slowdown=0\.05 does not go with policy="free"'):
         eo.OffloadConfig(policy="free", max_slowdown=0.05)

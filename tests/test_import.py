@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
+from eager_offload.__main__ import COMMANDS
 from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
 from tests.processes import printed_by, python
 
@@ -49,7 +50,8 @@ def state():
     }
 
 before, modules = state(), set(sys.modules)
-import eager_offload
+from eager_offload import *
+Offload
 after = state()
 print(json.dumps([before, after, sorted(set(sys.modules) - modules)]))
 """
@@ -75,6 +77,65 @@ def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the
     count, named = printed_by("-c", TRAINING).split(maxsplit=1)
     assert named.strip() == "[]"
     assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"
+
+
+#: Runs a module as ``python -m`` does, and says on its last line whether that has imported torch.
+COMMAND = """
+import runpy, sys
+module = sys.argv.pop(1)
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_command_says_what_it_takes_without_torch(command: str, is_module: bool) -> None:
+    arguments = [f"eager_offload.{command}"] if is_module else ["eager_offload", command]
+    *said, end = printed_by("-c", COMMAND, *arguments, "--help").splitlines()
+    assert said[0].startswith(f"usage: python -m eager_offload.{command} ")
+    assert end == "0 False"
+
+
+def test_the_commands_are_listed_without_torch() -> None:
+    *said, end = printed_by("-c", COMMAND, "eager_offload").splitlines()
+    assert end == "0 False"
+    assert all(any(line.startswith(f"  {command} ") for line in said) for command in COMMANDS)
+    assert printed_by("-c", COMMAND, "eager_offload", "--version").splitlines() == [eo.__version__, "0 False"]
+    unknown = python("-m", "eager_offload", "docter")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "'docter' is not a command" in unknown.stderr
+
+
+#: What a program may do before, and after, it asks for a name of the library.
+NAMES = """
+import sys
+import eager_offload as eo
+import eager_offload.plan
+assert eo.__version__ and set(eo.__all__) < set(dir(eo)) and not hasattr(eo, "offlod")
+assert "torch" not in sys.modules
+plan = eo.plan
+assert plan.__module__ == "eager_offload.plan.planner"
+assert hasattr(sys.modules["torch"].ops.eager_offload, "offload")
+import eager_offload.plan.files
+from eager_offload import *
+from eager_offload import plan as again
+assert eo.plan is again is plan
+assert eo.codecs.BitMask and eo.graphs.capture_step and not hasattr(eo, "nothing")
+eo.plan = "another"
+assert eo.plan == "another"
+"""
+
+
+def test_names_are_there_when_they_are_asked_for_and_the_function_is_not_its_package() -> None:
+    printed_by("-W", "error", "-c", NAMES)
+
+
+def test_every_public_name_has_its_home() -> None:
+    assert sorted(name for names in eo._HOMES.values() for name in names) == eo.__all__
+    assert all(getattr(eo, name).__module__.startswith("eager_offload.") for name in eo.__all__)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from eager_offload.compile.cache_key import cache_key
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers, Partitioner
 from tests.compiler_caches import give_machine_code, take_machine_code
+from tests.processes import printed_by
 
 _PROGRAM = """
 import json, sys
@@ -108,6 +109,103 @@ def test_what_was_made_serves_the_same_in_another_process_and_nothing_else(tmp_p
     for hit in process({"region": True}, OTHERS[0]):
         assert hit["aot_hits"] == 1
     take_machine_code(tmp_path)
+
+
+#: Trains by a function that torch.compile is given in a context, or outside, which finds the entries of all others.
+_PRECOMPILED = """
+import contextlib, sys, torch
+from torch._dynamo.precompile_context import PrecompileContext
+
+torch._dynamo.config.caching_precompile = True
+offload = contextlib.nullcontext()
+if sys.argv[1] == "with":
+    import eager_offload as eo
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+run = torch.compile(lambda x, weight: (x @ weight).sin().exp().sum(), backend="inductor")
+torch.manual_seed(0)
+x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+with offload:
+    loss = run(x, weight)
+loss.backward()
+PrecompileContext.save_to_dynamo_cache()
+moved = offload.stats(synchronize=True).bytes_in if sys.argv[1] == "with" else 0
+print([one.tolist() for one in (loss.detach(), x.grad, weight.grad)], moved > 0, sep="|")
+"""
+
+
+@pytest.mark.long
+def test_h72_what_is_kept_precompiled_has_no_transfers(tmp_path: Path) -> None:
+    environment = give_machine_code(tmp_path)
+    with_it, without = (printed_by("-c", _PRECOMPILED, way, **environment).split("|") for way in ("with", "without"))
+    assert with_it[0] == without[0]
+    assert (with_it[1].strip(), without[1].strip()) == ("True", "False")
+    take_machine_code(tmp_path)
+
+
+#: Nothing has loaded the compiler before the context is entered.
+_FIRST = """
+import sys, torch
+import eager_offload as eo
+
+x, weight = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+theirs, offload = torch.compile, eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+
+def deep(x, weight):
+    return (x @ weight).sin().exp().cos().sum()
+
+expected = torch.autograd.grad(deep(x, weight), [x, weight])
+with offload:
+    assert "torch._dynamo" not in sys.modules
+    loss = torch.compile(deep, backend="aot_eager")(x, weight)
+    assert torch.compile is theirs
+assert all(map(torch.equal, torch.autograd.grad(loss, [x, weight]), expected))
+stats = offload.stats(synchronize=True)
+assert stats.bytes_in > 0 and stats.compiled_regions == 1, stats
+"""
+
+
+def test_what_is_compiled_first_inside_of_a_context_is_offloaded() -> None:
+    printed_by("-W", "ignore", "-c", _FIRST)
+
+
+_CPP = """
+import contextlib, sys, torch
+import torch._inductor.config as inductor
+import eager_offload as eo
+
+inductor.cpp_wrapper = True
+
+def chain(x, weight):
+    y = torch.relu(x @ weight)
+    first, second = y.split(y.shape[0] // 2)
+    return (first.exp() * second.sin()).mean()
+
+def step(offload):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    results, run = [], torch.compile(chain, backend="inductor", dynamic=True)
+    for rows in (8, 12):
+        x, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        with offload:
+            loss = run(x, weight)
+        loss.backward()
+        results += [loss.detach(), x.grad, weight.grad]
+    return results
+
+offload = eo.Offload(tier="disk", disk_path=sys.argv[1], codec="lossless", min_bytes=0, keep_last_bytes=0)
+assert all(map(torch.equal, step(contextlib.nullcontext()), step(offload)))
+assert offload.stats(synchronize=True).bytes_in > 0
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_h72_a_wrapper_in_cpp_takes_what_the_operators_are_given(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s "1" \\ %41 \u00e9\n{x}'
+    folder.mkdir()
+    environment = give_machine_code(tmp_path / "compiled")
+    printed_by("-c", _CPP, folder, seconds=560, **environment)
+    take_machine_code(tmp_path / "compiled")
 
 
 def test_the_cache_key_knows_the_sources() -> None:
