@@ -119,8 +119,8 @@ class StepTrace:
 
 
 def summarize(offload: Offload) -> None:
-    """Training ends: a line for the user, on the first rank alone, where anything moved. Where memory has not fallen, it
-    says why."""
+    """Training ends: a line for the user, on the first rank alone, where anything moved; it says why memory has not
+    fallen, where it has not."""
     stats = offload.stats()
     if stats.offloaded_bytes and rank() == 0:
         headline, memory = str(stats).splitlines()[0], stats.advice[0]
