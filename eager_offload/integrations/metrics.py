@@ -119,13 +119,14 @@ class StepTrace:
 
 
 def summarize(offload: Offload) -> None:
-    """Training ends: a line for the user, on the first rank alone, where anything moved; and why memory has not fallen,
-    where it has not."""
+    """Training ends: a line for the user, on the first rank alone, where anything moved; it says why memory has not
+    fallen, where it has not."""
     stats = offload.stats()
     if stats.offloaded_bytes and rank() == 0:
-        print(f"eager_offload: {str(stats).splitlines()[0]}", file=sys.stderr)
-        if not (memory := stats.advice[0]).startswith("Memory fell"):
-            print(f"eager_offload: {memory}", file=sys.stderr)
+        headline, memory = str(stats).splitlines()[0], stats.advice[0]
+        print(
+            f"eager_offload: {headline}" + ("" if memory.startswith("Memory fell") else f". {memory}"), file=sys.stderr
+        )
 
 
 def _amount(stats: OffloadStats, name: str) -> float:

@@ -1,4 +1,4 @@
-"""What limited a run, and which knob to turn: sentences that follow from the stats, the configuration and the rows of a step.
+"""What limited a run, and which knob to turn: sentences about the stats, the configuration and the rows of a step.
 
 Memory is what offload is for, so what became of it is said first, and nothing else is praised where it did not fall.
 Shares of time are of the time since counting began, so a run that mostly does something else hears less. Beside a plan

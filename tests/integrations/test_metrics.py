@@ -136,3 +136,6 @@ def test_a_line_at_the_end_is_the_first_of_the_stats_and_of_the_first_rank(
     said = capsys.readouterr().err
     assert bool(said) is (rank == "0")
     assert said.startswith("eager_offload: peak saved-tensor memory") or not said
+    assert ("Memory fell" in offload.stats().advice[0]) is not (". Memory " in said) or not said, (
+        "it says why it did not"
+    )

@@ -261,6 +261,8 @@ def test_a_second_trace_begins_anew(path: Path, net: Net, offload: eo.Offload) -
     second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
     assert_sound(second)
     assert second.stats["saved_bytes"] == 2 * first.stats["saved_bytes"]
+    assert second.stats["max_inflight_bytes"] == offload.stats().max_inflight_bytes > 0, "a window is no amount"
+    assert second.advice[0].startswith("Memory ")
 
 
 def test_counting_anew_inside_is_shown_as_it_is(path: Path, net: Net, offload: eo.Offload) -> None:
