@@ -67,7 +67,9 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
     # What makes the pages is installed by itself: they are made of the sources, and import none of them.
-    alone = "import sys; sys.modules['torch'] = sys.modules['eager_offload'] = None; import mkdocs.__main__ as m; m.cli()"
+    alone = (
+        "import sys; sys.modules['torch'] = sys.modules['eager_offload'] = None; import mkdocs.__main__ as m; m.cli()"
+    )
     built = subprocess.run(
         [sys.executable, "-c", alone, "build", "--strict", "--site-dir", str(out)],
         cwd=ROOT,
