@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 # What the demo needs is installed by itself, and is a part of what everything else does.
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.installed-for-demo
+# Pages are made of the sources as texts: what makes them is installed without the library, torch and frameworks.
+DOCS_VENV := .venv-docs
+DOCS := $(DOCS_VENV)/.installed
 
 # Tests start hundreds of processes: without bytecode each of them would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,8 +34,8 @@ help: ## this list
 demo: $(DEMO) ## train a small language model four ways; a table and demo/memory.png
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
-docs: $(STAMP) ## the documentation into site/, which opens from the folder; any warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean $(ARGS)
+docs: $(DOCS) ## the documentation into site/, which opens from the folder; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean $(ARGS)
 
 test: $(STAMP) ## the tests, about 5 minutes on 2 cores; TESTS_SEED=N samples as another run did
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not gpu" $(ARGS)
@@ -72,16 +75,26 @@ clean: ## remove what the targets above made
 	rm -rf .venv .venv-* build dist *.egg-info demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .virtual_device .compiled .fake_cuda
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+
 # pip runs again only when what is installed has changed. The package itself is installed in place: no need for it to.
 $(STAMP): EXTRAS := test,frameworks,docs,lint,demo
 $(DEMO): EXTRAS := demo
 $(STAMP) $(DEMO): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/',-n p) constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	touch $@ $(DEMO)
+
+$(DOCS): pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -r $(DOCS_VENV)/requirements.txt
+	touch $@
 
 # Torch's CUDA build, with wheels for x86-64 and 5 GB of libraries. The library itself is run in place.
 $(CUDA_STAMP): tests/fake_cuda/requirements.txt

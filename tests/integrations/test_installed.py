@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -40,7 +41,7 @@ OffloadPlugin(log_metrics="some")
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_an_install_brings_the_integrations(kind: str, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
-    copied = ["pyproject.toml", "README.md", "LICENSE", "eager_offload"]
+    copied = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "eager_offload"]
     checkout.mkdir()
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in copied), str(checkout)], check=True)
     environment = tmp_path / "environment"
@@ -92,7 +93,17 @@ def test_the_source_distribution_has_all_that_git_has(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr[-2000:]
     with tarfile.open(tmp_path / built.stdout.split()[-1]) as archive:
         held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        information = next(member for member in archive if member.name.endswith("/PKG-INFO"))
+        described = archive.extractfile(information)
+        assert described is not None
+        headers, _, description = described.read().decode().partition("\n\n")
     assert not set(names) - held
     readme = ROOT / "README.md"
     assert {link.path for link in links(readme) if link.path} <= held
+    # An index shows it without the files: what it names is in the source distribution, and no link leads to it.
+    assert "Description-Content-Type: text/markdown" in headers
+    assert description.startswith("# eager_offload")
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)|<!--", description)
+    pages = set(re.findall(r"`((?:docs/)?[\w/]+\.md|LICENSE)`", description))
+    assert {link.path for link in links(readme) if link.path.endswith(".md")} <= pages <= held
     assert {name for name in held - set(names) if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}
