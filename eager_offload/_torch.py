@@ -125,10 +125,18 @@ PRIVATE_NAMES = {
         *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
         *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
     ),
+    "hooks that a plan has called keep what they have changed": (
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
+        "torch.nn.modules.module._global_forward_pre_hooks",
+        "torch.nn.modules.module._global_forward_hooks",
+        "torch.nn.modules.module._global_backward_hooks",
+    ),
     "planning fails": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.autograd.graph._engine_run_backward",
     ),
+    "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
     "after a plan of a compiled model that is not compiled any more": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
         "torch._inductor.config.post_grad_custom_post_pass",
@@ -1040,6 +1048,19 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
     return module._compiled_call_impl
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """What is called with the gradients of ``tensor``."""
+    found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for hooks in found for hook in (hooks or {}).values()]
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """What is called with each call of any module."""
+    module = torch.nn.modules.module
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
+    return [hook for name in names for hook in getattr(module, name, {}).values()]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from eager_offload import active
 from eager_offload._torch import (
@@ -161,14 +161,13 @@ def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: 
 
 def _flex_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
     """As of an attention that masks nothing: how much a block mask leaves out only its numbers tell."""
-    return _formula(torch.ops.aten._scaled_dot_product_flash_attention.default)(query, key, value, out_val=None)  # type: ignore[no-any-return]
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch declares no types for it
 
 
 def _flex_attention_backward(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], out: Sequence[int], *_: object, **__: object
 ) -> int:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    return _formula(backward)(out, query, key, value, out_val=None)  # type: ignore[no-any-return]
+    return int(sdpa_backward_flop_count(out, query, key, value))  # type: ignore[no-untyped-call]  # as above
 
 
 #: Those that torch does not count, or counts by tensors and not by shapes; by name, as its own formulas are.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import sys
 import traceback
 from collections import OrderedDict, deque
@@ -40,7 +41,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import is_fake, tree_iter
+from eager_offload._torch import hooks_of, hooks_of_all_modules, is_fake, tree_iter
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Blocks
 
@@ -62,10 +63,12 @@ _ATOMS = (
 #: Packages whose functions name nothing of the user's.
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
 #: Modules of the standard library whose objects are containers.
-_CONTAINERS = ("builtins", "collections", "types", "functools")
+_CONTAINERS = ("builtins", "collections", "types", "functools", "weakref", "_thread")
 _SEQUENCES: tuple[Any, ...] = (list, deque, set)
 #: Objects that are noted at most, and how many holders of holders are looked for.
 _MOST, _DEEP = 200_000, 8
+#: Bytes of an array of numbers that is copied.
+_MOST_COPIED = 1 << 20
 _NOTHING: Any = object()
 
 
@@ -74,13 +77,13 @@ class _Slots:
 
     def __init__(self, read: Callable[[], dict[Any, Any]], write: Callable[[Any, Any], None]) -> None:
         self._read, self._write = read, write
-        self._before = read()
+        self.before = read()
 
     def put_back(self, is_others: Callable[[object], bool]) -> None:
         """Has the slots as they were, but for those that hold what ``is_others`` says another thread has put there."""
         now = self._read()
-        for key in dict.fromkeys((*self._before, *now)):
-            old, new = self._before.get(key, _NOTHING), now.get(key, _NOTHING)
+        for key in dict.fromkeys((*self.before, *now)):
+            old, new = self.before.get(key, _NOTHING), now.get(key, _NOTHING)
             if old is not new and not is_others(new):
                 self._write(key, old)
 
@@ -104,6 +107,39 @@ class _Elements:
         (kind.update if kind is set else kind.extend)(container, [*before, *others])
 
 
+class _State:
+    """What a generator of random numbers would draw next, or an array of numpy's holds."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._write, self._before = write, read()
+
+    def put_back(self, _: object) -> None:
+        """Has it as it was."""
+        self._write(self._before)
+
+
+def _state_of(one: Any) -> _State | None:
+    """The state of a generator of random numbers, torch's, Python's or numpy's, or of a small array; ``None`` for
+    anything else."""
+    if isinstance(one, torch.Generator):
+        return _State(one.get_state, one.set_state)
+    if isinstance(one, random.Random):
+        return _State(one.getstate, one.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(one, numpy.random.RandomState):
+        return _State(one.get_state, one.set_state)
+    if numpy is not None and isinstance(one, numpy.random.Generator):
+        return _State(lambda: one.bit_generator.state, partial(setattr, one.bit_generator, "state"))
+    if numpy is not None and isinstance(one, numpy.ndarray) and (one.nbytes <= _MOST_COPIED or one.dtype.hasobject):
+        return _State(one.copy, partial(_write_array, one))
+    return None
+
+
+def _write_array(array: Any, before: Any) -> None:
+    if array.tobytes() != before.tobytes():
+        array[...] = before
+
+
 class Outside:
     """What is reached from some functions, classes and objects.
 
@@ -113,7 +149,7 @@ class Outside:
 
     def __init__(self, roots: list[object]) -> None:
         self.caches: list[Any] = []
-        self._places: list[_Slots | _Elements] = []
+        self._places: list[_Slots | _Elements | _State] = []
         self._seen: dict[int, object] = {}
         self._todo = roots
         #: What functions name; an attribute of a class that nobody names is not followed.
@@ -161,6 +197,9 @@ class Outside:
 
     def _follow_object(self, one: Any) -> None:
         """A container, or an object with attributes."""
+        if (state := _state_of(one)) is not None:
+            self._places.append(state)
+            return
         if isinstance(one, dict):
             self._note_slots(partial(dict.copy, one), one)
             self._todo += dict.values(one)
@@ -172,10 +211,16 @@ class Outside:
         if str(kind.__module__).partition(".")[0] in {*sys.stdlib_module_names} - {*_CONTAINERS}:
             return
         self._todo.append(kind)
+        if isinstance(one, Tensor):
+            self._todo += hooks_of(one)
         attributes = getattr(one, "__dict__", None)
-        if isinstance(attributes, dict) and (attributes or not isinstance(one, Tensor)):
+        if isinstance(attributes, dict):
             self._note_slots(partial(dict.copy, attributes), attributes)
             self._todo += attributes.values()
+        if slots := _slots_of(kind):
+            place = _Slots(partial(_read_slots, one, slots), partial(_write_slot, one))
+            self._places.append(place)
+            self._todo += place.before.values()
 
     def _follow_function(self, function: FunctionType) -> None:
         if _is_of_library(function):
@@ -205,13 +250,7 @@ class Outside:
         return found
 
     def _note_class(self, kind: type) -> None:
-        def write(name: str, value: object) -> None:
-            if value is _NOTHING:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, value)
-
-        self._places.append(_Slots(lambda: _attributes(kind), write))
+        self._places.append(_Slots(partial(_attributes, kind), partial(_write_slot, kind)))
 
     def _note_slots(self, read: Callable[[], dict[Any, Any]], container: dict[Any, Any]) -> None:
         # By the methods of the kind itself, in whose place a subclass may have others.
@@ -258,6 +297,24 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(one)
 
 
+def _slots_of(kind: type) -> list[str]:
+    """Names of what objects of ``kind`` have in slots, where Python code has said so."""
+    found = (vars(one).get("__slots__", ()) for one in kind.__mro__ if not _is_of_library(one))
+    names = [name for slots in found for name in ([slots] if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _read_slots(owner: object, names: list[str]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _write_slot(owner: object, name: str, value: object) -> None:
+    if value is _NOTHING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
 def _attributes(kind: type) -> dict[str, Any]:
     return {name: one for name, one in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
 
@@ -266,20 +323,29 @@ def _attributes(kind: type) -> dict[str, Any]:
 
 
 class Made:
-    """What a traced step has made, held weakly."""
+    """What a traced step was given and has made, held weakly: its tensors, and the copies of modules."""
 
     def __init__(self) -> None:
         self.blocks = Blocks()
-        #: Of the copy.
-        self.modules: list[ref[nn.Module]] = []
+        self._modules: dict[int, ref[nn.Module]] = {}
+
+    def add(self, module: nn.Module) -> None:
+        """``module`` is a copy, and so are those in it."""
+        self._modules.update((id(one), ref(one)) for one in module.modules())
 
     def has(self, one: object) -> bool:
-        """Whether ``one`` is a tensor of the step's."""
-        return issubclass(type(one), Tensor) and self.blocks.has(cast(Tensor, one))
+        """Whether ``one`` is of the step."""
+        if issubclass(type(one), Tensor):
+            return self.blocks.has(cast(Tensor, one))
+        return (weak := self._modules.get(id(one))) is not None and weak() is one
+
+    def modules(self) -> list[nn.Module]:
+        """The copies that are alive."""
+        return [one for weak in self._modules.values() if (one := weak()) is not None]
 
     def is_gone(self) -> bool:
         """Whether nothing of it is alive."""
-        return not self.blocks.are_alive() and not any(module() is not None for module in self.modules)
+        return not self.blocks.are_alive() and not self.modules()
 
 
 @contextmanager
@@ -300,15 +366,15 @@ def left_as_it_was(model: nn.Module, loss: object, made: Made) -> Iterator[None]
     if held := _leave(outside, made):
         raise PlanError(
             f"a tensor of the step was put into {', '.join(held)}, outside of the model: it has no numbers, so it was "
-            "taken out there. What was there before is not known. Put such things into attributes of the model, where "
-            "the copy has them that is traced, or leave it out while planning"
+            "taken out where that can be done. What was there before is not known. Put such things into attributes of "
+            "the model, where the copy has them that is traced, or leave it out while planning"
         )
 
 
 @contextmanager
 def reached_put_back(model: nn.Module, loss: object) -> Iterator[None]:
     """What a real step of ``model`` itself reaches is afterwards what it was, but for the numbers of tensors."""
-    outside = Outside([model, loss])
+    outside = Outside([*hooks_of_all_modules(), model, loss])
     try:
         yield
     finally:
@@ -326,7 +392,13 @@ def _leave(outside: Outside, made: Made) -> list[str]:
     if made.is_gone():
         return []
     gc.collect()
-    return [] if made.is_gone() else _take_out(made)
+    if made.is_gone():
+        return []
+    held = _take_out(made)
+    gc.collect()
+    if held or made.is_gone() or torch.is_autocast_enabled("cpu"):  # whose cache holds casts until it is left
+        return held
+    return ["something that cannot be looked into"]
 
 
 def _let_go(error: BaseException) -> None:
@@ -341,7 +413,7 @@ def _let_go(error: BaseException) -> None:
 
 def _roots_of(model: nn.Module, loss: object) -> list[object]:
     """What runs in a step of a copy: functions of the classes of all that is copied, and those that are no copies."""
-    roots: list[object] = [] if isinstance(loss, nn.Module) else [loss]
+    roots = [*hooks_of_all_modules(), *([] if isinstance(loss, nn.Module) else [loss])]
     for part in (model, loss):
         for module in part.modules() if isinstance(part, nn.Module) else ():
             roots.append(type(module))
@@ -374,9 +446,9 @@ def _take_out(made: Made) -> list[str]:
 
 def _taken_out_of_all(made: Made) -> list[str]:
     held: dict[str, None] = {}
-    modules = [one for module in made.modules if (one := module()) is not None]
+    modules = made.modules()
     own = {id(part) for module in modules for part in (module, vars(module), *vars(module).values())}
-    targets: list[Any] = [*modules]
+    targets = list[Any]()
     for one in gc.get_objects():
         if made.has(one):
             targets.append(one)
@@ -437,4 +509,9 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
             del attributes[name]
         if names:
             return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
-    return None
+    names = [name for name, one in _read_slots(holder, _slots_of(type(holder))).items() if id(one) in ids]
+    for name in names:
+        delattr(holder, name)
+    if names:
+        return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
+    return None if isinstance(holder, tuple | frozenset) else f"a {type(holder).__qualname__}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def record(
             try:
                 if skip:
                     skipped.add(model, skip)
-                run_step(recorder, model, inputs, loss)
+                copy_context().run(run_step, recorder, model, inputs, loss)
             finally:
                 skipped.end()
             found.append(RealSteps(recorder.program(), tuple(recorder.seconds)))

@@ -28,6 +28,7 @@ from eager_offload._torch import (
     tensors_in,
     weak_storage,
     without_dispatch_modes,
+    without_torch_function,
 )
 from eager_offload.codecs import CodecPolicy
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
@@ -215,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         """Operators inside are not counted, and tensors are what they are."""
         self._depth += 1
         try:
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 yield
         finally:
             self._depth -= 1

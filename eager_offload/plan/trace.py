@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,8 @@ def trace(
     """
     made = Made()
     with left_as_it_was(model, loss, made):
-        return _trace(model, inputs, loss, min_bytes, skip, again, policy, made)
+        # What is set of a context variable goes with the context.
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, skip, again, policy, made)
 
 
 def _trace(
@@ -86,8 +87,9 @@ def _trace(
         stand_ins = StandIns(recorder)
         inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
-        parts = [part for part in (traced, made_loss) if isinstance(part, nn.Module)]
-        made.modules += [weakref.ref(module) for part in parts for module in part.modules()]
+        for part in (traced, made_loss):
+            if isinstance(part, nn.Module):
+                made.add(part)
         if skip:
             skipped.add(traced, skip)
         try:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import cost, ops
-from eager_offload.compile.cost import bandwidth_of, flops_of, machine_of, roofline, traffic_of
+from eager_offload.compile.cost import OperatorCall, bandwidth_of, flops_of, machine_of, roofline, traffic_of
 from eager_offload.machine import Machine
 from eager_offload.runtime.base import Direction
 from eager_offload.simulation.simulated import SimulatedRuntime
@@ -59,6 +59,20 @@ def test_an_attention_counts_on_a_cpu_as_elsewhere_and_by_half_if_it_is_causal(i
     nodes = nodes_of(attend, torch.ones(2, 3, 16, 8))
     (attention,) = (node for name, node in nodes.items() if "attention" in name)
     assert flops_of(attention) == 2 * (2 * 2 * 3 * 16 * 16 * 8) // part
+
+
+def test_flex_attention_takes_the_operations_of_an_attention() -> None:
+    from torch.nn.attention import flex_attention  # noqa: F401  # which makes the operators
+
+    operators = torch.ops.higher_order
+    query, rows = torch.empty(2, 3, 16, 8, device="meta"), torch.empty(2, 3, 16, device="meta")
+    results = query, rows, rows
+    forward = OperatorCall(operators.flex_attention, (query, query, query, None, (), 1.0, {}), {}, results)
+    given = query, query, query, query, rows, query, None
+    backward = OperatorCall(operators.flex_attention_backward, given, {}, (query, query, query))
+    product = 2 * 2 * 3 * 16 * 16 * 8
+    assert (flops_of(forward), flops_of(backward)) == (2 * product, 5 * product)
+    assert flops_of(OperatorCall(operators.cond, (rows,), {}, rows)) == 0
 
 
 def test_a_convolution_counts() -> None:

@@ -37,7 +37,6 @@ def batch() -> Tensor:
 @pytest.fixture(autouse=True)
 def none_is_fake() -> Iterator[None]:
     """After each test no more tensors without bytes are anywhere in the process than before."""
-    gc.collect()
     before = fakes()
     yield
     gc.collect()
@@ -177,11 +176,15 @@ class Hiding(nn.Linear):
     seen: list[Tensor] = []  # noqa: RUF012  # of the class
     last: Tensor | None = None
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # which holds the module too
+    def width(self) -> Tensor:
+        return torch.tensor(float(self.out_features))
+
     def forward(self, x: Tensor) -> Tensor:
         global LAST
         if len(x) not in KNOWN:
             KNOWN[len(x)] = torch.arange(len(x)).float().cos()[:, None]
-        y = super().forward(x) * table(len(x)) * other_table(len(x))[0] * KNOWN[len(x)]
+        y = super().forward(x) / self.width() * table(len(x)) * other_table(len(x))[0] * KNOWN[len(x)]
         Hiding.seen.append(y.detach())
         type(self).last = LAST = y.detach()
         return y
