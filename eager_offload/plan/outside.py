@@ -10,19 +10,17 @@ stand-ins (stand_ins.py). A step may also put tensors of its own there: into a c
 3. if any tensor of the step is alive then, whoever holds it is looked for among all objects of the process. It is taken
    out there, and ``PlanError`` names the place: what was there before nobody has noted.
 
-Nobody knows which thread has changed a container: other threads should leave these alone meanwhile.
+Nobody knows which thread has changed a container: other threads should leave these alone meanwhile, and two plans are
+never made at once. Step 2 is here, step 3 in leftovers.py.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import random
 import sys
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import is_
 from types import (
@@ -33,19 +31,15 @@ from types import (
     FunctionType,
     MethodType,
     ModuleType,
-    TracebackType,
 )
-from typing import Any, cast
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import hooks_of, hooks_of_all_modules, is_fake, tree_iter
-from eager_offload.errors import PlanError
-from eager_offload.plan.blocks import Blocks
+from eager_offload._torch import hooks_of, hooks_of_all_modules, tree_iter
 
-_Cache: Any = type(functools.lru_cache(lambda: None))
+Cache: Any = type(functools.lru_cache(lambda: None))
 #: They hold nothing that a step could change.
 _ATOMS = (
     str,
@@ -63,10 +57,12 @@ _ATOMS = (
 #: Packages whose functions name nothing of the user's.
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
 #: Modules of the standard library whose objects are containers.
-_CONTAINERS = ("builtins", "collections", "types", "functools", "weakref", "_thread")
+_CONTAINERS = {"builtins", "collections", "types", "functools", "weakref", "_thread"}
+#: Packages whose objects are not looked into.
+_CLOSED = sys.stdlib_module_names - _CONTAINERS | {"eager_offload"}
 _SEQUENCES: tuple[Any, ...] = (list, deque, set)
-#: Objects that are noted at most, and how many holders of holders are looked for.
-_MOST, _DEEP = 200_000, 8
+#: Objects that are noted at most.
+_MOST = 200_000
 #: Bytes of an array of numbers that is copied.
 _MOST_COPIED = 1 << 20
 _NOTHING: Any = object()
@@ -151,21 +147,22 @@ class Outside:
         self.caches: list[Any] = []
         self._places: list[_Slots | _Elements | _State] = []
         self._seen: dict[int, object] = {}
-        self._todo = roots
+        self._todo = deque(roots)
         #: What functions name; an attribute of a class that nobody names is not followed.
         self._names: set[str] = set()
         self._classes: dict[type, set[str]] = {}
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while self._todo:
             while self._todo and len(self._seen) < _MOST:
-                self._follow(self._todo.pop())
-            self._todo = [] if len(self._seen) >= _MOST else self._named_of_classes()
+                self._follow(self._todo.popleft())
+            self._todo = deque(() if len(self._seen) >= _MOST else self._named_of_classes())
         for space, names in self._globals.values():
             self._note_slots(partial(_named, space, names), space)
 
     def put_back(self, is_others: Callable[[object], bool]) -> None:
+        """Has everything as it was, but for what ``is_others`` says another thread has made and put there."""
         for place in self._places:
-            place.put_back(is_others)
+            place.put_back(lambda one: id(one) not in self._seen and is_others(one))
 
     # -- what is reached ----------------------------------------------------------------------------------------------
 
@@ -183,7 +180,7 @@ class Outside:
             self._todo.append(one.fget if isinstance(one, property) else one.func)
         elif isinstance(one, partial):
             self._todo += [one.func, *one.args, one.keywords]
-        elif isinstance(one, _Cache):
+        elif isinstance(one, Cache):
             self.caches.append(one)
             self._todo.append(one.__wrapped__)
         elif isinstance(one, CellType):
@@ -208,7 +205,7 @@ class Outside:
                 self._places.append(_Elements(container, one))
                 self._todo += container.__iter__(one)
         kind = type(one)
-        if str(kind.__module__).partition(".")[0] in {*sys.stdlib_module_names} - {*_CONTAINERS}:
+        if str(kind.__module__).partition(".")[0] in _CLOSED:
             return
         self._todo.append(kind)
         if isinstance(one, Tensor):
@@ -217,8 +214,8 @@ class Outside:
         if isinstance(attributes, dict):
             self._note_slots(partial(dict.copy, attributes), attributes)
             self._todo += attributes.values()
-        if slots := _slots_of(kind):
-            place = _Slots(partial(_read_slots, one, slots), partial(_write_slot, one))
+        if slots := slots_of(kind):
+            place = _Slots(partial(read_slots, one, slots), partial(_write_slot, one))
             self._places.append(place)
             self._todo += place.before.values()
 
@@ -281,6 +278,18 @@ class Outside:
         self._todo += read().values()
 
 
+def roots_of(model: nn.Module, loss: object) -> list[object]:
+    """What runs in a step of a copy: functions of the classes of all that is copied, and those that are no copies."""
+    roots = [*hooks_of_all_modules(), *([] if isinstance(loss, nn.Module) else [loss])]
+    for part in (model, loss):
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            roots.append(type(module))
+            for value in vars(module).values():
+                for one in value.values() if isinstance(value, dict) else tree_iter(value):
+                    roots.append(one if isinstance(one, FunctionType | partial | Cache) else type(one))
+    return roots
+
+
 def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: space[name] for name in names & {*space}}
 
@@ -297,14 +306,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(one)
 
 
-def _slots_of(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
     """Names of what objects of ``kind`` have in slots, where Python code has said so."""
     found = (vars(one).get("__slots__", ()) for one in kind.__mro__ if not _is_of_library(one))
     names = [name for slots in found for name in ([slots] if isinstance(slots, str) else slots)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _read_slots(owner: object, names: list[str]) -> dict[str, Any]:
+def read_slots(owner: object, names: list[str]) -> dict[str, Any]:
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
@@ -317,201 +326,3 @@ def _write_slot(owner: object, name: str, value: object) -> None:
 
 def _attributes(kind: type) -> dict[str, Any]:
     return {name: one for name, one in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
-
-
-# -- after a step -----------------------------------------------------------------------------------------------------
-
-
-class Made:
-    """What a traced step was given and has made, held weakly: its tensors, and the copies of modules."""
-
-    def __init__(self) -> None:
-        self.blocks = Blocks()
-        self._modules: dict[int, ref[nn.Module]] = {}
-
-    def add(self, module: nn.Module) -> None:
-        """``module`` is a copy, and so are those in it."""
-        self._modules.update((id(one), ref(one)) for one in module.modules())
-
-    def has(self, one: object) -> bool:
-        """Whether ``one`` is of the step."""
-        if issubclass(type(one), Tensor):
-            return self.blocks.has(cast(Tensor, one))
-        return (weak := self._modules.get(id(one))) is not None and weak() is one
-
-    def modules(self) -> list[nn.Module]:
-        """The copies that are alive."""
-        return [one for weak in self._modules.values() if (one := weak()) is not None]
-
-    def is_gone(self) -> bool:
-        """Whether nothing of it is alive."""
-        return not self.blocks.are_alive() and not self.modules()
-
-
-@contextmanager
-def left_as_it_was(model: nn.Module, loss: object, made: Made) -> Iterator[None]:
-    """What a traced step of ``model`` reaches outside of its copy is afterwards what it was: see [Note: outside of the
-    copy]. ``made`` is what the step makes; nothing inside of the ``with`` may hold it when it is left.
-
-    Raises:
-        PlanError: something that was not reached held tensors of the step.
-    """
-    outside = Outside(_roots_of(model, loss))
-    try:
-        yield
-    except BaseException as error:
-        _let_go(error)
-        _leave(outside, made)
-        raise
-    if held := _leave(outside, made):
-        raise PlanError(
-            f"a tensor of the step was put into {', '.join(held)}, outside of the model: it has no numbers, so it was "
-            "taken out where that can be done. What was there before is not known. Put such things into attributes of "
-            "the model, where the copy has them that is traced, or leave it out while planning"
-        )
-
-
-@contextmanager
-def reached_put_back(model: nn.Module, loss: object) -> Iterator[None]:
-    """What a real step of ``model`` itself reaches is afterwards what it was, but for the numbers of tensors."""
-    outside = Outside([*hooks_of_all_modules(), model, loss])
-    try:
-        yield
-    finally:
-        outside.put_back(lambda one: False)
-
-
-def _leave(outside: Outside, made: Made) -> list[str]:
-    """Puts all back; returns the places where something had to be taken out."""
-    outside.put_back(lambda one: issubclass(type(one), Tensor) and not is_fake(type(one)) and not made.has(one))
-    if made.is_gone():
-        return []
-    for cache in outside.caches:
-        if any(made.has(one) for one in _inside(cache)):
-            cache.cache_clear()
-    if made.is_gone():
-        return []
-    gc.collect()
-    if made.is_gone():
-        return []
-    held = _take_out(made)
-    gc.collect()
-    if held or made.is_gone() or torch.is_autocast_enabled("cpu"):  # whose cache holds casts until it is left
-        return held
-    return ["something that cannot be looked into"]
-
-
-def _let_go(error: BaseException) -> None:
-    """Has the frames of an error hold nothing, which would hold the tensors of the step as long as it lives."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__
-
-
-def _roots_of(model: nn.Module, loss: object) -> list[object]:
-    """What runs in a step of a copy: functions of the classes of all that is copied, and those that are no copies."""
-    roots = [*hooks_of_all_modules(), *([] if isinstance(loss, nn.Module) else [loss])]
-    for part in (model, loss):
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            roots.append(type(module))
-            for value in vars(module).values():
-                for one in value.values() if isinstance(value, dict) else tree_iter(value):
-                    roots.append(one if isinstance(one, FunctionType | partial | _Cache) else type(one))
-    return roots
-
-
-def _inside(container: object, depth: int = _DEEP) -> Iterator[object]:
-    """What the collector sees in ``container``, and in what is in it."""
-    for one in gc.get_referents(container):
-        yield one
-        if depth and isinstance(one, dict | list | tuple | set | frozenset):
-            yield from _inside(one, depth - 1)
-
-
-def _take_out(made: Made) -> list[str]:
-    """Looks for the holders of what a step has made, and takes it out of them; returns their names."""
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        gc.unfreeze()  # or they are not seen
-    try:
-        return _taken_out_of_all(made)
-    finally:
-        if is_frozen:
-            gc.collect()
-            gc.freeze()
-
-
-def _taken_out_of_all(made: Made) -> list[str]:
-    held: dict[str, None] = {}
-    modules = made.modules()
-    own = {id(part) for module in modules for part in (module, vars(module), *vars(module).values())}
-    targets = list[Any]()
-    for one in gc.get_objects():
-        if made.has(one):
-            targets.append(one)
-        elif issubclass(type(one), Tensor) and one.is_leaf and made.has(one.grad):
-            one.grad = None
-            held[f"the gradient of a tensor of the shape {tuple(one.shape)}"] = None
-    for _ in range(_DEEP):
-        if not targets:
-            break
-        ids, ours, above = {*map(id, targets)}, {id(targets), id(modules)}, []
-        for holder in gc.get_referrers(*targets):
-            if id(holder) in ours or id(holder) in own or isinstance(holder, FrameType | TracebackType):
-                continue
-            name = _taken_out(holder, ids)
-            if name is None:
-                above.append(holder)
-            else:
-                held[name] = None
-        del holder
-        targets = above
-    return [*held]
-
-
-def _taken_out(holder: Any, ids: set[int]) -> str | None:
-    """Takes the objects with those ids out of ``holder``, and returns its name; ``None`` where its own holders are to
-    be asked."""
-    if isinstance(holder, _Cache):
-        holder.cache_clear()
-        return f"the cache of {holder.__module__}.{holder.__qualname__}"
-    if isinstance(holder, dict):
-        owners = gc.get_referrers(holder)
-        for cache in owners:
-            if isinstance(cache, _Cache):
-                return _taken_out(cache, ids)
-        keys = [key for key, one in holder.items() if id(one) in ids]
-        for key in keys:
-            del holder[key]
-        for owner in owners:
-            if getattr(owner, "__dict__", None) is holder:
-                name = getattr(owner, "__name__", None)
-                where = f"module {name}" if isinstance(owner, ModuleType) else f"a {type(owner).__qualname__}"
-                return f"{', '.join(map(repr, keys))} of {where}"
-        return f"a {type(holder).__name__} at {', '.join(map(repr, keys))}"
-    if isinstance(holder, list | deque):
-        left = [one for one in holder if id(one) not in ids]
-        holder.clear()
-        holder.extend(left)
-        return f"a {type(holder).__name__}"
-    if isinstance(holder, set):
-        holder.difference_update([one for one in holder if id(one) in ids])
-        return "a set"
-    if isinstance(holder, CellType):
-        del holder.cell_contents
-        return "a variable of a closure"
-    if isinstance(attributes := getattr(holder, "__dict__", None), dict):
-        names = [name for name, one in attributes.items() if id(one) in ids]
-        for name in names:
-            del attributes[name]
-        if names:
-            return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
-    names = [name for name, one in _read_slots(holder, _slots_of(type(holder))).items() if id(one) in ids]
-    for name in names:
-        delattr(holder, name)
-    if names:
-        return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
-    return None if isinstance(holder, tuple | frozenset) else f"a {type(holder).__qualname__}"

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from eager_offload._torch import own_buffers, tree_iter, tree_map, without_dispatch_modes
 from eager_offload.codecs import CodecPolicy
 from eager_offload.errors import ConfigError, PlanError
+from eager_offload.plan.leftovers import reached_put_back
 from eager_offload.plan.numbers import by_itself, numbers_put_back
-from eager_offload.plan.outside import reached_put_back
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder
 from eager_offload.plan.trace import run_step

@@ -3,7 +3,7 @@
 [Note: tracing]
 A copy of the model is run whose parameters are fake tensors on the CPU, which stand for the device. So the model
 itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (outside.py). A fake
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py). A fake
 CPU tensor takes autograd to the kernels of a CPU; those of an accelerator would abort where torch was built without it.
 """
 
@@ -25,8 +25,8 @@ from eager_offload.codecs import CodecPolicy
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
 from eager_offload.plan.apply import checkpointed
+from eager_offload.plan.leftovers import Made, left_as_it_was
 from eager_offload.plan.numbers import by_itself, numbers_of_its_own
-from eager_offload.plan.outside import Made, left_as_it_was
 from eager_offload.plan.program import Program
 from eager_offload.plan.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.plan.stand_ins import StandIns

@@ -84,7 +84,7 @@ class HostTier(Tier):
         if self._quota.pooled and nbytes > self.budget:
             self._look()
         if nbytes > self.budget:
-            return Shortage(f"host_budget comes to {self._given or size_text(self.budget)}", self._over.remedy)
+            return Shortage(f"host_budget comes to {size_text(self.budget)}", self._over.remedy)
         try:
             self._arena.take(nbytes, self._quota)
         except OffloadError:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -237,6 +241,43 @@ def test_h63_whatever_holds_a_tensor_has_what_it_had(fails: bool, was_used: bool
 
 def tensors(state: object) -> list[Tensor]:
     return [one for one in torch.utils._pytree.tree_iter(state) if isinstance(one, Tensor)]
+
+
+class Slotted:
+    """Has no dictionary."""
+
+    __slots__ = ("last",)
+
+
+CONTEXT: ContextVar[Tensor | None] = ContextVar("CONTEXT", default=None)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_h63_so_has_what_is_no_container(steps: int) -> None:
+    """Slots, a context variable, an attribute of a tensor, an array, generators of numbers, hooks of a parameter and of
+    all modules, and one tensor that two names have in turn."""
+    slotted, weak, plain, array = Slotted(), WeakKeyDictionary[object, Tensor](), torch.ones(64), numpy.empty(1, object)
+    drawn, drawn_by_python, seen = torch.Generator().manual_seed(3), random.Random(3), list[object]()
+    model, pair = body(), {"first": torch.zeros(1), "second": torch.ones(1)}
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient) or gradient)
+
+    def loss(hidden: Tensor) -> Tensor:
+        slotted.last = array[0] = plain.last = weak[model] = made = hidden.detach()  # type: ignore[attr-defined]
+        CONTEXT.set(made)
+        pair["first"], pair["second"] = pair["second"], pair["first"]
+        return (hidden * torch.rand(64, generator=drawn)).square().mean() * drawn_by_python.random()
+
+    def state() -> tuple[object, ...]:
+        objects = hasattr(slotted, "last"), list(weak), vars(plain), array.tolist(), seen, CONTEXT.get(), *pair.values()
+        return *objects, drawn.get_state(), drawn_by_python.getstate()
+
+    before = str(state())
+    everywhere = nn.modules.module.register_module_forward_hook(lambda module, given, made: seen.append(made))
+    try:
+        assert planned(model, batch(), loss, steps=steps).moved_bytes > 0
+    finally:
+        everywhere.remove()
+    assert str(state()) == before
 
 
 FOUND: list[Tensor] = []
