@@ -66,6 +66,8 @@ class Saver:
     unpack: Callable[[Any], Tensor]
     min_bytes: int
     """What had better go to the CPU stays if it has fewer."""
+    moves_all: bool = False
+    """Whether nothing may stay as the newest: then what a policy saves leaves, even where something keeps it alive."""
 
 
 class _Thread(threading.local):
@@ -227,7 +229,7 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any], polic
         if parameters.intersection(storages):
             return entry  # a view of one takes no memory, and below autograd nothing tells that it is one
         is_large = policy is CheckpointPolicy.MUST_CPU_OFFLOAD or logical_bytes(value) >= saver.min_bytes
-        if to_the_cpu and is_large and storages:
+        if (to_the_cpu or saver.moves_all) and is_large and storages:
             marks.prefer_offload(value)
         with sharing_versions(), marks.Region() if stays else nullcontext():
             return StoredHandle(saver.pack(value), saver.unpack, runs_again=to_the_cpu)
@@ -254,7 +256,11 @@ def _saver() -> Saver | None:
     if _thread.saver is not None:
         return _thread.saver
     offload = active.current()
-    return None if offload is None else Saver(offload.pack, active.unpack, offload.config.size("min_bytes"))
+    if offload is None:
+        return None
+    config = offload.config
+    moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and config.slowdown is None
+    return Saver(offload.pack, active.unpack, config.size("min_bytes"), moves_all)
 
 
 @contextmanager
