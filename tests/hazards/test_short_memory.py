@@ -169,7 +169,7 @@ def test_a_budget_in_bytes_holds_where_memory_is_short_and_one_warning_says_so(
     offload = backend.offload(host_budget="1TiB")
     machine.available = 4 * MIB
     expected = step(depth=30)
-    with pytest.warns(RuntimeWarning, match="host_budget=1024GiB is taken as it was given"):
+    with pytest.warns(RuntimeWarning, match="host_budget=1TiB is taken as it was given"):
         assert_identical(expected, step(Settled(offload), depth=30))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
