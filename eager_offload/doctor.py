@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     os.environ.pop("EAGER_OFFLOAD", None)  # the machine is examined, whatever is switched off for its programs
     options = _parser().parse_args(arguments)
-    from eager_offload.observe.doctor.command import examine, to_text  # and torch with it
+    from eager_offload.observe.doctor.examination import examine, to_text  # and torch with it
 
     if sys.stderr.isatty():
         print("Measuring for about 10 seconds ...", file=sys.stderr)

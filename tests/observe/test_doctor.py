@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.observe.doctor import command, probes
-from eager_offload.observe.doctor.command import WIDTH, examine, to_text
+from eager_offload.doctor import main
+from eager_offload.observe.doctor import examination, probes
 from eager_offload.observe.doctor.diagnosis import Diagnosis, Feature, Speed
+from eager_offload.observe.doctor.examination import WIDTH, examine, to_text
 from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
@@ -31,8 +32,8 @@ MIB = 1 << 20
 #: ``python -m eager_offload.doctor``, without the limits of time that a busy machine may not keep.
 _PATIENT_COMMAND = """
 import runpy
-from eager_offload.observe.doctor import command
-command._ONE_PROBE = command._ALL_PROBES = 600.0
+from eager_offload.observe.doctor import examination
+examination._ONE_PROBE = examination._ALL_PROBES = 600.0
 runpy.run_module("eager_offload.doctor", run_name="__main__", alter_sys=True)
 """
 
@@ -152,8 +153,8 @@ def test_an_interrupt_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: p
     def interrupted(paths: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "examine", interrupted)
-    assert command.main([]) == 130
+    monkeypatch.setattr(examination, "examine", interrupted)
+    assert main([]) == 130
     assert capsys.readouterr().out == ""
 
 
@@ -161,7 +162,7 @@ def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, dire
     answered = threading.Event()
     monkeypatch.setattr(probes, "directory", lambda path: answered.wait())
     quickly(monkeypatch)
-    monkeypatch.setattr(command, "_ONE_PROBE", 0.3)
+    monkeypatch.setattr(examination, "_ONE_PROBE", 0.3)
     try:
         found = examine([directory])
     finally:
@@ -181,7 +182,7 @@ def test_nothing_can_work_where_no_directory_serves(
     monkeypatch: pytest.MonkeyPatch, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quickly(monkeypatch)
-    assert command.main(["--disk-path", str(directory / "missing")]) == 1
+    assert main(["--disk-path", str(directory / "missing")]) == 1
     reported = " ".join(capsys.readouterr().out.split())
     assert "No such file or directory" in reported
     assert "cannot work here" in reported
@@ -241,7 +242,7 @@ def test_the_command_prints_json_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("EAGER_OFFLOAD", "0")  # which is of programs, and not of the machine
     quickly(monkeypatch)
-    assert command.main(["--json", "--disk-path", str(directory)]) == 0
+    assert main(["--json", "--disk-path", str(directory)]) == 0
     given = json.loads(capsys.readouterr().out)
     assert given["verdict"]["works"] is True
     assert [disk["path"] for disk in given["disks"]] == [str(directory)]
@@ -266,5 +267,5 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """No probe fails since the machine is busy."""
-    monkeypatch.setattr(command, "_ONE_PROBE", 600.0)
-    monkeypatch.setattr(command, "_ALL_PROBES", 600.0)
+    monkeypatch.setattr(examination, "_ONE_PROBE", 600.0)
+    monkeypatch.setattr(examination, "_ALL_PROBES", 600.0)

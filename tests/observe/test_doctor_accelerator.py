@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from eager_offload.observe.doctor import probes
-from eager_offload.observe.doctor.command import WIDTH, examine, to_text
 from eager_offload.observe.doctor.diagnosis import (
     FORMAT,
     Device,
@@ -23,6 +22,7 @@ from eager_offload.observe.doctor.diagnosis import (
     recommended,
     verdict,
 )
+from eager_offload.observe.doctor.examination import WIDTH, examine, to_text
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from tests.doubles.recording_accelerator import RecordingAccelerator
 
