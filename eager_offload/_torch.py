@@ -191,6 +191,7 @@ PRIVATE_NAMES = {
     ),
     "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
     "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
+    "an out-of-memory error of a backward has no note": ("torch.autograd._engine_run_backward",),
     "checkpointing counts as a foreign hook": (
         "torch.utils.checkpoint._checkpoint_hook",
         "torch.utils.checkpoint._recomputation_hook",
@@ -230,6 +231,9 @@ PATCHED = {
         "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
         "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
+    ),
+    "until a backward is run when every Offload has gone: its errors have a note": (
+        "torch.autograd._engine_run_backward",
     ),
     "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
     "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
@@ -418,14 +422,16 @@ def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch | None:
 
 
 #: Of frames in which a module is called.
-_CALL = torch.nn.Module._call_impl.__code__
+_CALL = getattr(torch.nn.Module._call_impl, "__code__", None)
 #: How many frames up a module is looked for: an operator is mostly called by the forward of the one that it is of.
 _MOST_FRAMES = 24
 
 
 def module_called_in(frame: FrameType) -> torch.nn.Module | None:
-    """The module that ``frame`` calls, if it is of torch's code that does. No other frame's locals are looked at: that
-    would hold them, a user's tensors, until the frame ends."""
+    """The module whose forward ``frame`` calls, if that is what it does.
+
+    The locals of no other frame are looked at: that would hold them, tensors of a user's, until the frame ends.
+    """
     return frame.f_locals["self"] if frame.f_code is _CALL else None
 
 
