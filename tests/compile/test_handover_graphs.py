@@ -275,7 +275,7 @@ def test_the_passes_work_on_a_joint_graph_that_was_exported(offload: eo.Offload)
 
 @BOTH
 @pytest.mark.parametrize("inside", [False, True])
-def test_compiled_autograd_changes_nothing(backend: str, inside: bool) -> None:
+def test_h72_compiled_autograd_changes_nothing(backend: str, inside: bool) -> None:
     def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
         """Eager code saves too; what unpacks it breaks no graph of the backward."""
         x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
