@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from eager_offload import SavedTensorModifiedError, no_offload
-from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.backends import Backend, DiskBackend, assert_settled
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Gone
 from tests.hazards.programs import Around, Settled, assert_identical, exact, leaf, same_gradients
@@ -78,6 +78,24 @@ def test_h73_however_a_policy_says_it(policy: str, users_backend: Backend) -> No
     stats = exact(partial(training, POLICIES[policy]), Settled(offload))
     assert stats.saved_tensors == 2 * (4 * 3 + 1)
     assert stats.bytes_out >= (4 * 4) * BOUNDARY
+
+
+@pytest.mark.parametrize("keep_last_bytes", [0, 1])
+def test_h73_what_the_program_still_holds_stays_unless_nothing_is_to(keep_last_bytes: int, disk: DiskBackend) -> None:
+    def program(around: Around) -> object:
+        model, x = blocks(), leaf(ROWS, WIDTH)
+        for _ in range(3):
+            with around:
+                h = x * 2
+                for block in model:
+                    h = selectively(POLICIES["must"], lambda x, block=block: block.down(block.up(x)), h)
+                loss = h.square().mean()
+            loss.backward()  # `h` is what the last operator of a policy has returned
+        return x.grad, gradients(model)
+
+    stats = exact(program, Settled(disk.offload(keep_last_bytes=keep_last_bytes)))
+    assert stats.bytes_out > 0
+    assert ("alive" in stats.kept_bytes) is bool(keep_last_bytes)
 
 
 def test_h73_its_memory_goes_and_any_thread_brings_it_back(backend: Backend) -> None:
