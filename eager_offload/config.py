@@ -258,7 +258,10 @@ class OffloadConfig(_AsWritten):
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
             raise _refuse("tier", self.tier, " or ".join(f'"{t}"' for t in _TIERS))
-        self._store("_written", {field: size for field in _SIZES if isinstance(size := getattr(self, field), str)})
+        sizes = {field: getattr(self, field) for field in _SIZES}
+        self._store(
+            "_written", {field: text for field, text in sizes.items() if isinstance(text, str) and text != "auto"}
+        )
         self._store("min_bytes", parse_size(self.min_bytes, "min_bytes"))
         for field in ("max_inflight_bytes", "prefetch_bytes"):
             self._store(field, _size_or_auto(getattr(self, field), field))
