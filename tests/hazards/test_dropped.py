@@ -105,10 +105,14 @@ def a_disk_that_fails(offload: eo.Offload, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def hidden_hooks(offload: eo.Offload) -> None:
-    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"), offload:
-        value = loss(model())
-        with save_on_cpu():
-            value = value + loss(model())
+    def forward() -> Tensor:
+        with offload:
+            value = loss(model())
+            with save_on_cpu():
+                return value + loss(model())
+
+    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"):
+        value = forward()
     value.backward()
 
 
