@@ -652,6 +652,10 @@ class DeviceOffloader:
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
 
+    def holds_copies(self) -> bool:
+        """Returns whether there are copies out that no stream was given yet."""
+        return bool(self._held_back)
+
     def poll_from_thread(self) -> bool:
         """``poll``, for a transfer thread: there may be no further call. ``False`` where another thread is inside.
 

@@ -75,6 +75,9 @@ ALIGNMENT = 64
 class Pollable(Protocol):
     """Takes up what is over."""
 
+    def holds_copies(self) -> bool:
+        """Returns whether there are copies out that no stream was given yet."""
+
     def poll_from_thread(self) -> bool:
         """Does so on the calling thread, without waiting for a lock; ``False`` where it has to be asked again."""
 

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.xdist_group("inert")
 def patched_for_contexts() -> dict[str, object]:
     return {
         "hooks": saved_tensors_hooks.__enter__,
-        "caching": checkpointing._CachingTorchDispatchMode,
-        "cached": checkpointing._CachedTorchDispatchMode,
+        "caching": checkpointing._CachingTorchDispatchMode.__init__,
+        "cached": checkpointing._CachedTorchDispatchMode.__init__,
         "splits": splitting.maybe_inline_graph_saved_tensors_hooks,
         "bans": banning.DisabledSavedTensorsHooksVariable._call_func,
     }
