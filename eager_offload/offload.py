@@ -293,9 +293,11 @@ class Offload:
             for run in self._hooks.runs():
                 stays[KeepReason.NEWEST, None] += run.waiting_bytes + run.kept_bytes
                 waiting += run.waiting_bytes
-            small = counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
+            written = self._hooks.thread.rows  # of a step that is not over; else of the largest that is
+            rows = counters.rows if written is None else written.rows
+            small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
-            return Held(counters.live.without_offload, stays, leaving, returning, small, counters.small_bytes_largest)
+            return Held(counters.live.without_offload, stays, leaving, returning, small)
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.

@@ -14,7 +14,7 @@ from eager_offload import active
 from eager_offload._torch import Patch, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
-from eager_offload.stats import KeepReason
+from eager_offload.stats import KeepReason, SavedRow
 
 #: How many modules a note names of each reason.
 _MOST_NAMES = 3
@@ -41,10 +41,8 @@ class Held(NamedTuple):
     """What is on its way out."""
     returning: int
     """What was brought back, or is on its way."""
-    small: int
+    small: tuple[SavedRow, ...]
     """What a step saves of tensors smaller than ``min_bytes``."""
-    small_largest: int
-    """The largest of these."""
 
 
 def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
@@ -72,6 +70,8 @@ def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator
         yield f"{size_text(held.leaving)} are on their way out"
     if held.returning:
         yield f"{size_text(held.returning)} were brought back for backward, or are on their way"
+    if held.small:
+        yield f"{size_text(sum(row.nbytes for row in held.small))} more are of tensors smaller than min_bytes"
     yield _advice(held, reasons, config)
 
 
@@ -111,12 +111,12 @@ def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> 
         knob = "keep_last_bytes=0"
     is_zero = config.keep_last_bytes == 0
     window, ahead = max(held.leaving // 4, 1), max(held.returning // 4, 1)
-    min_bytes = max(held.small_largest // 2, 1)
+    min_bytes = max(max((row.size for row in held.small), default=0) // 2, 1)
     ways = {
         knob: 0 if is_zero else newest,
         f'max_inflight_bytes="{size_literal(window)}"': held.leaving - window,
         f'prefetch_bytes="{size_literal(ahead)}"': held.returning - ahead,
-        f'min_bytes="{size_literal(min_bytes)}"': held.small if held.small_largest > 1 else 0,
+        f'min_bytes="{size_literal(min_bytes)}"': sum(row.nbytes for row in held.small if row.size >= min_bytes),
         "a larger host_budget or disk_budget, or a disk_path": reasons[KeepReason.BUDGET],
     }
     best = max(ways, key=lambda way: ways[way])

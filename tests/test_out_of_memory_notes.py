@@ -96,6 +96,7 @@ def test_what_is_on_its_way_is_told_apart_from_what_stays(disk: DiskBackend) -> 
         (note,) = notes(disk.offload(), model(FullInForward()))
     assert "16.0 KiB stay as the newest bytes" in note, "its operator may still write to it"
     assert "16.0 KiB are on their way out" in note
+    assert 'max_inflight_bytes="4KiB" would have freed up to 12.0 KiB' in note
     collect()  # the error that pytest has held, with the frames of the step
 
 
@@ -105,6 +106,15 @@ def test_where_no_tier_has_room_that_is_what_would_have_helped() -> None:
         (note,) = notes(offload, model(FullInForward()))
     assert "stay since no tier has room" in note
     assert "a larger host_budget or disk_budget, or a disk_path would have freed up to" in note
+    offload.close()
+
+
+@pytest.mark.parametrize("full", [FullInForward(), FullInBackward()], ids=["forward", "backward"])
+def test_of_small_tensors_those_count_that_the_setting_would_move(full: nn.Module) -> None:
+    offload = eo.Offload(tier="disk", min_bytes=NBYTES + 1)
+    (note,) = notes(offload, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2), nn.GELU(), full))
+    assert "KiB more are of tensors smaller than min_bytes" in note
+    assert 'min_bytes="8KiB" would have freed up to 48.0 KiB' in note
     offload.close()
 
 

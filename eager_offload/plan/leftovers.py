@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from eager_offload._torch import hooks_of_all_modules, is_fake
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Blocks
-from eager_offload.plan.outside import Cache, Outside, read_slots, roots_of, slots_of
+from eager_offload.plan.outside import Cache, Outside, read_slots, roots_of, slots_of, write_slot
 
 #: How many holders of holders are looked for.
 _DEEP = 8
@@ -69,7 +69,9 @@ def left_as_it_was(model: nn.Module, loss: object, made: Made) -> Iterator[None]
             _let_go(error, handled)
             _leave(outside, made)
             raise
-        held = _leave(outside, made)
+        held, failure = _leave(outside, made)
+    if failure is not None:
+        raise failure
     if held:
         raise PlanError(
             f"a tensor of the step was put into {', '.join(held)}, outside of the model: it has no numbers, so it was "
@@ -89,9 +91,17 @@ def reached_put_back(model: nn.Module, loss: object) -> Iterator[None]:
             outside.put_back(lambda one: False)
 
 
-def _leave(outside: Outside, made: Made) -> list[str]:
-    """Puts all back; returns the places where something had to be taken out."""
-    outside.put_back(lambda one: issubclass(type(one), Tensor) and not is_fake(type(one)) and not made.has(one))
+def _leave(outside: Outside, made: Made) -> tuple[list[str], PlanError | None]:
+    """Puts all back; returns the places where something had to be taken out, and the error of what is not as it was."""
+    failure = None
+    try:
+        outside.put_back(lambda one: issubclass(type(one), Tensor) and not is_fake(type(one)) and not made.has(one))
+    except PlanError as error:
+        failure = error.with_traceback(None)
+    return _taken_out_of_others(outside, made), failure
+
+
+def _taken_out_of_others(outside: Outside, made: Made) -> list[str]:
     if made.is_gone():
         return []
     for cache in outside.caches:
@@ -208,7 +218,7 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
             return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
     names = [name for name, one in read_slots(holder, slots_of(type(holder))).items() if id(one) in ids]
     for name in names:
-        delattr(holder, name)
+        write_slot(holder, name)
     if names:
         return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
     return None if isinstance(holder, tuple | frozenset) else f"a {type(holder).__qualname__}"

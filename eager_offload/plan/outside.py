@@ -21,6 +21,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from operator import is_
 from types import (
@@ -29,6 +30,7 @@ from types import (
     CodeType,
     FrameType,
     FunctionType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -38,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import hooks_of, hooks_of_all_modules, tree_iter
+from eager_offload.errors import PlanError
 
 Cache: Any = type(functools.lru_cache(lambda: None))
 #: They hold nothing that a step could change.
@@ -160,9 +163,22 @@ class Outside:
             self._note_slots(partial(_named, space, names), space)
 
     def put_back(self, is_others: Callable[[object], bool]) -> None:
-        """Has everything as it was, but for what ``is_others`` says another thread has made and put there."""
+        """Has everything as it was, but for what ``is_others`` says another thread has made and put there.
+
+        Raises:
+            PlanError: some of it could not be put back; all else was.
+        """
+        failed: list[Exception] = []
         for place in self._places:
-            place.put_back(lambda one: id(one) not in self._seen and is_others(one))
+            try:
+                place.put_back(lambda one: id(one) not in self._seen and is_others(one))
+            except Exception as error:
+                failed.append(error.with_traceback(None))  # its frames may hold what the step has made
+        if failed:
+            raise PlanError(
+                f"what the step has changed outside of the model cannot be put back in {len(failed)} places, of which "
+                f"the first says {type(failed[0]).__name__}: {failed[0]}. Leave that out while planning"
+            ) from failed[0]
 
     # -- what is reached ----------------------------------------------------------------------------------------------
 
@@ -215,7 +231,7 @@ class Outside:
             self._note_slots(partial(dict.copy, attributes), attributes)
             self._todo += attributes.values()
         if slots := slots_of(kind):
-            place = _Slots(partial(read_slots, one, slots), partial(_write_slot, one))
+            place = _Slots(partial(read_slots, one, slots), partial(write_slot, one))
             self._places.append(place)
             self._todo += place.before.values()
 
@@ -247,7 +263,7 @@ class Outside:
         return found
 
     def _note_class(self, kind: type) -> None:
-        self._places.append(_Slots(partial(_attributes, kind), partial(_write_slot, kind)))
+        self._places.append(_Slots(partial(_attributes, kind), partial(write_slot, kind)))
 
     def _note_slots(self, read: Callable[[], dict[Any, Any]], container: dict[Any, Any]) -> None:
         # By the methods of the kind itself, in whose place a subclass may have others.
@@ -307,21 +323,27 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def slots_of(kind: type) -> list[str]:
-    """Names of what objects of ``kind`` have in slots, where Python code has said so."""
-    found = (vars(one).get("__slots__", ()) for one in kind.__mro__ if not _is_of_library(one))
-    names = [name for slots in found for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    """Names of what objects of ``kind`` have in slots, where Python code has said so; as it has mangled them."""
+    kinds = [one for one in kind.__mro__ if not _is_of_library(one)]
+    return [name for one in kinds for name, slot in vars(one).items() if isinstance(slot, MemberDescriptorType)]
 
 
 def read_slots(owner: object, names: list[str]) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+    """Reads the slots that are not empty, past what the class has in place of reading."""
+    found = {}
+    for name in names:
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(owner, name)
+    return found
 
 
-def _write_slot(owner: object, name: str, value: object) -> None:
+def write_slot(owner: object, name: str, value: object = _NOTHING) -> None:
+    """Writes or empties a slot, or an attribute of a class, past what the class has in place of writing."""
+    kind: Any = type if isinstance(owner, type) else object
     if value is _NOTHING:
-        delattr(owner, name)
+        kind.__delattr__(owner, name)
     else:
-        setattr(owner, name, value)
+        kind.__setattr__(owner, name, value)
 
 
 def _attributes(kind: type) -> dict[str, Any]:

@@ -70,13 +70,15 @@ class StandIns(TorchFunctionMode):
                     elif isinstance(one, torch.Generator) and id(one) not in found:
                         with without_dispatch_modes():  # its state is a tensor
                             found[id(one)] = one.clone_state()
+        is_copied = any(isinstance(one, nn.Module) for one in (loss, getattr(loss, "__self__", None)))
         try:
-            return copy.deepcopy((model, loss), {**found, **self._found})
+            copied, its_loss = copy.deepcopy((model, loss if is_copied else None), {**found, **self._found})
         except Exception as error:
             raise PlanError(
                 f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
                 "module inside of what wraps it"
             ) from error
+        return copied, its_loss if is_copied else loss
 
     def __torch_function__(
         self,

@@ -30,7 +30,7 @@ _NUMBERS = (
     "LOCAL_SIZE",
 )
 #: What they call the number of processes on all nodes.
-_TOTALS = ("WORLD_SIZE", "PMI_SIZE")
+_TOTALS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
 #: Slurm's, of the step that this process belongs to.
 _SLURM_STEP = ("SLURM_STEP_TASKS_PER_NODE",)
 #: What was asked for, and of the whole job. The one process that runs the script of ``sbatch`` has these too: they say

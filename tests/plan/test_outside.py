@@ -244,9 +244,19 @@ def tensors(state: object) -> list[Tensor]:
 
 
 class Slotted:
-    """Has no dictionary."""
+    """Has no dictionary, a slot whose name Python mangles, and lets nobody write."""
 
-    __slots__ = ("last",)
+    __slots__ = ("__first", "last")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+    def put(self, made: Tensor) -> None:
+        for name in SLOTS:
+            object.__setattr__(self, name, made)
+
+
+SLOTS = ("_Slotted__first", "last")
 
 
 CONTEXT: ContextVar[Tensor | None] = ContextVar("CONTEXT", default=None)
@@ -262,13 +272,15 @@ def test_h63_so_has_what_is_no_container(steps: int) -> None:
     model[0].weight.register_hook(lambda gradient: seen.append(gradient) or gradient)
 
     def loss(hidden: Tensor) -> Tensor:
-        slotted.last = array[0] = plain.last = weak[model] = made = hidden.detach()  # type: ignore[attr-defined]
+        array[0] = plain.last = weak[model] = made = hidden.detach()  # type: ignore[attr-defined]
+        slotted.put(made)
         CONTEXT.set(made)
         pair["first"], pair["second"] = pair["second"], pair["first"]
         return (hidden * torch.rand(64, generator=drawn)).square().mean() * drawn_by_python.random()
 
     def state() -> tuple[object, ...]:
-        objects = hasattr(slotted, "last"), list(weak), vars(plain), array.tolist(), seen, CONTEXT.get(), *pair.values()
+        slots = [hasattr(slotted, name) for name in SLOTS]
+        objects = slots, list(weak), vars(plain), array.tolist(), seen, CONTEXT.get(), *pair.values()
         return *objects, drawn.get_state(), drawn_by_python.getstate()
 
     before = str(state())
@@ -278,6 +290,25 @@ def test_h63_so_has_what_is_no_container(steps: int) -> None:
     finally:
         everywhere.remove()
     assert str(state()) == before
+
+
+class Weighted:
+    """A loss that is no module, and has a tensor and a number."""
+
+    def __init__(self) -> None:
+        self.weight, self.calls = torch.full((64,), 0.5), 0
+
+    def loss(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return (hidden * self.weight).square().mean()
+
+
+@pytest.mark.parametrize("how", ["method", "partial"])
+def test_h63_a_loss_that_is_no_module_may_have_tensors(how: str) -> None:
+    weighted = Weighted()
+    loss = weighted.loss if how == "method" else functools.partial(Weighted.loss, weighted)
+    assert planned(body(), batch(), loss).moved_bytes > 0
+    assert weighted.calls == 0
 
 
 FOUND: list[Tensor] = []
