@@ -229,7 +229,7 @@ def test_the_navigation_names_each_page_once() -> None:
 
 def test_make_docs_builds_strictly() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    rule = re.search(r"^docs: \$\(STAMP\).*\n\t(.*)$", makefile, re.MULTILINE)
+    rule = re.search(r"^docs: \$\(DOCS\).*\n\t(.*)$", makefile, re.MULTILINE)
     assert rule
     assert "mkdocs build --strict" in rule[1]
     assert "/site/" in (ROOT / ".gitignore").read_text().split()
