@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
@@ -184,7 +185,10 @@ class TransferThread:
 
     def serve(self, user: object) -> None:
         """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/finalizers.py."""
-        self._users.add(FinalizerRecord(user, self._bell.put))
+        if self._thread is None:
+            self._take_up_rings()
+        if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
+            self._users.add(FinalizerRecord(user, self._bell.put))
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
@@ -331,7 +335,14 @@ class TransferThread:
         except Empty:
             return False
         self._users.discard(user)
+        self._take_up_rings()
         return True
+
+    def _take_up_rings(self) -> None:
+        """Answers all that have rung by now at once."""
+        with suppress(Empty):
+            while True:
+                self._users.discard(self._bell.get_nowait())
 
     def _call(self, listener: Callable[[], bool | None]) -> bool | None:
         with self._pausing:
