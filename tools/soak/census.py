@@ -19,8 +19,8 @@ MIB = 1 << 20
 #: of its arenas. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
 #: by every step, or by every step of one kind, is hundreds after a minute.
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
-#: Of the plan that it followed last each ``Offload`` has the numbers, which ``step_plan()`` returns after a close too; and
-#: of the largest step that it has written down, for advice.
+#: Of the plan that it followed last each ``Offload`` has the numbers, which ``step_plan()`` returns after a close too;
+#: and of the largest step that it has written down, for advice.
 _OF_STEPS = ("step_plan.Save", "step_plan.Ask", "stats.SavedRow")
 _PLAN_SLACK = dict.fromkeys([f"objects: eager_offload.{name}" for name in _OF_STEPS], 256)
 
