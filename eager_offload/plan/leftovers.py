@@ -16,10 +16,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import hooks_of_all_modules, is_fake
+from eager_offload._torch import hooks_of_all_modules, is_fake, without_torch_function
 from eager_offload.errors import PlanError
 from eager_offload.plan.blocks import Blocks
-from eager_offload.plan.outside import Cache, Outside, read_slots, roots_of, slots_of, write_slot
+from eager_offload.plan.outside import Cache, Outside, attributes_in, read_slots, roots_of, slots_of, write_slot
 
 #: How many holders of holders are looked for.
 _DEEP = 8
@@ -144,7 +144,8 @@ def _take_out(made: Made) -> list[str]:
     if is_frozen:
         gc.unfreeze()  # or they are not seen
     try:
-        return _taken_out_of_all(made)
+        with without_torch_function():  # tensors of all kinds of classes are among what is looked at
+            return _taken_out_of_all(made)
     finally:
         if is_frozen:
             gc.collect()
@@ -159,8 +160,8 @@ def _taken_out_of_all(made: Made) -> list[str]:
     for one in gc.get_objects():
         if made.has(one):
             targets.append(one)
-        elif issubclass(type(one), Tensor) and one.is_leaf and made.has(one.grad):
-            one.grad = None
+        elif issubclass(type(one), Tensor) and _of_tensor(one, "is_leaf") and made.has(_of_tensor(one, "grad")):
+            object.__setattr__(one, "grad", None)
             held[f"the gradient of a tensor of the shape {tuple(one.shape)}"] = None
     for _ in range(_DEEP):
         if not targets:
@@ -179,6 +180,11 @@ def _taken_out_of_all(made: Made) -> list[str]:
     return [*held]
 
 
+def _of_tensor(tensor: object, name: str) -> Any:
+    """Reads what every tensor has, past what its class has in place of reading."""
+    return object.__getattribute__(tensor, name)
+
+
 def _taken_out(holder: Any, ids: set[int]) -> str | None:
     """Takes the objects with those ids out of ``holder``, and returns its name; ``None`` where its own holders are to
     be asked."""
@@ -194,7 +200,7 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
         for key in keys:
             del holder[key]
         for owner in owners:
-            if getattr(owner, "__dict__", None) is holder:
+            if attributes_in(owner) is holder:
                 name = getattr(owner, "__name__", None)
                 where = f"module {name}" if isinstance(owner, ModuleType) else f"a {type(owner).__qualname__}"
                 return f"{', '.join(map(repr, keys))} of {where}"
@@ -210,7 +216,7 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
     if isinstance(holder, CellType):
         del holder.cell_contents
         return "a variable of a closure"
-    if isinstance(attributes := getattr(holder, "__dict__", None), dict):
+    if isinstance(attributes := attributes_in(holder), dict):
         names = [name for name, one in attributes.items() if id(one) in ids]
         for name in names:
             del attributes[name]

@@ -226,7 +226,7 @@ class Outside:
         self._todo.append(kind)
         if isinstance(one, Tensor):
             self._todo += hooks_of(one)
-        attributes = getattr(one, "__dict__", None)
+        attributes = attributes_in(one)
         if isinstance(attributes, dict):
             self._note_slots(partial(dict.copy, attributes), attributes)
             self._todo += attributes.values()
@@ -320,6 +320,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from _names_in(one)
+
+
+def attributes_in(owner: object) -> Any:
+    """Returns the dictionary of an object, past what its class has in place of reading; ``None`` where it has none."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
 
 
 def slots_of(kind: type) -> list[str]:

@@ -314,8 +314,16 @@ def test_h63_a_loss_that_is_no_module_may_have_tensors(how: str) -> None:
 FOUND: list[Tensor] = []
 
 
+class Strange(Tensor):
+    """Lets nobody ask it anything."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        raise RuntimeError("its own code has run")
+
+
 def test_h63_a_holder_that_no_function_names_is_found_and_named() -> None:
-    hidden = FOUND
+    hidden, strange = FOUND, torch.ones(3).as_subclass(Strange)
 
     def loss(made: Tensor) -> Tensor:
         vars(sys.modules[__name__])["FO" + "UND"].append(made.detach())
@@ -324,6 +332,7 @@ def test_h63_a_holder_that_no_function_names_is_found_and_named() -> None:
     with pytest.raises(eo.PlanError, match="was put into a list, outside of the model"):
         planned(body(), batch(), loss)
     assert hidden == []
+    assert type(strange) is Strange
 
 
 @pytest.mark.parametrize("fails", [False, True])
