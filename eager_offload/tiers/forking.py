@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ _inheritable: Living[Inheritable] = Living()
 #: What a child neither uses nor gives back: only the parent can talk to the driver that has pinned it, say. Nothing of
 #: it may go before the process does.
 LEFT_TO_THE_PARENT: list[object] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(LEFT_TO_THE_PARENT))  # an interpreter that ends clears its modules
 
 
 def tell_after_fork(one: Inheritable) -> None:

@@ -30,7 +30,7 @@ def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
 def budgets_are_divided(ranks: Ranks) -> None:
     """What the user has not set is worked out for one of so many processes, on the word of the launcher."""
     assert local_ranks() == ranks.size
-    alone = System(environ={})
+    alone = System(environ={"LOCAL_WORLD_SIZE": "1"})
     assert {limit.sharers for limit in host_headroom().limits if limit.kind == "memory"} == {ranks.size}
     assert {limit.sharers for limit in disk_headroom(ranks.directory).limits if limit.kind == "disk"} == {ranks.size}
 
