@@ -435,26 +435,21 @@ def module_called_in(frame: FrameType) -> torch.nn.Module | None:
     return frame.f_locals["self"] if frame.f_code is _CALL else None
 
 
-def calling_module() -> torch.nn.Module | None:
-    """The innermost module in whose forward the calling thread is, if that is near."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_code is _CALL:
-            return module_called_in(frame)
-        frame = frame.f_back
-    return None
-
-
 def _no_module() -> None:
     """In place of a weak reference to a module."""
 
 
 def module_reference() -> Callable[[], torch.nn.Module | None]:
-    """A weak reference to ``calling_module()``."""
-    module = calling_module()
-    return _no_module if module is None else weakref.ref(module)
+    """Returns a weak reference to the innermost module in whose forward the calling thread is, if that is near."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code is _CALL:
+            module = module_called_in(frame)
+            return _no_module if module is None else weakref.ref(module)
+        frame = frame.f_back
+    return _no_module
 
 
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:

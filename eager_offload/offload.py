@@ -297,7 +297,8 @@ class Offload:
             rows = counters.rows if written is None else written.rows
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
-            return Held(counters.live.without_offload, stays, leaving, returning, small)
+            is_saving = written is not None and bool(written.rows)
+            return Held(counters.live.without_offload, stays, leaving, returning, is_saving, small)
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.

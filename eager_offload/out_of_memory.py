@@ -41,6 +41,8 @@ class Held(NamedTuple):
     """What is on its way out."""
     returning: int
     """What was brought back, or is on its way."""
+    is_saving: bool
+    """Whether the calling thread is in its ``with``, and has saved."""
     small: tuple[SavedRow, ...]
     """What a step saves of tensors smaller than ``min_bytes``."""
 
@@ -51,7 +53,7 @@ def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
         return
     names = dict(_names(error.__traceback__))
     for held, config in found:
-        if held.saved or held.small:
+        if held.saved or held.is_saving:
             error.add_note("\n  ".join(_lines(held, config, names)))
 
 

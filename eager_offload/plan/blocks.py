@@ -119,7 +119,7 @@ class Blocks:
 
     def of(self, tensor: Tensor) -> Block | None:
         """The block of ``tensor``, if it is known."""
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)  # how large it is is not asked: of tensors of other traces that may not be known
         if storage is None:
             return None
         found = self._by_key.get(storage_key(storage))

@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import traceback
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CellType, FrameType, ModuleType, TracebackType
@@ -196,9 +196,10 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
         for cache in owners:
             if isinstance(cache, Cache):
                 return _taken_out(cache, ids)
-        keys = [key for key, one in holder.items() if id(one) in ids]
+        kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
+        keys = [key for key, one in dict.items(holder) if id(one) in ids]
         for key in keys:
-            del holder[key]
+            kind.__delitem__(holder, key)
         for owner in owners:
             if attributes_in(owner) is holder:
                 name = getattr(owner, "__name__", None)

@@ -214,7 +214,7 @@ class Outside:
             self._places.append(state)
             return
         if isinstance(one, dict):
-            self._note_slots(partial(dict.copy, one), one)
+            self._note_slots(partial(_contents, one), one)
             self._todo += dict.values(one)
         for container in _SEQUENCES:
             if isinstance(one, container):
@@ -228,7 +228,7 @@ class Outside:
             self._todo += hooks_of(one)
         attributes = attributes_in(one)
         if isinstance(attributes, dict):
-            self._note_slots(partial(dict.copy, attributes), attributes)
+            self._note_slots(partial(_contents, attributes), attributes)
             self._todo += attributes.values()
         if slots := slots_of(kind):
             place = _Slots(partial(read_slots, one, slots), partial(write_slot, one))
@@ -304,6 +304,11 @@ def roots_of(model: nn.Module, loss: object) -> list[object]:
                 for one in value.values() if isinstance(value, dict) else tree_iter(value):
                     roots.append(one if isinstance(one, FunctionType | partial | Cache) else type(one))
     return roots
+
+
+def _contents(container: dict[Any, Any]) -> dict[Any, Any]:
+    """Reads a dictionary past a ``__getitem__`` of its class, which ``dict.copy`` would call."""
+    return dict(dict.items(container))
 
 
 def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
