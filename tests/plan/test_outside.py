@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -309,6 +310,21 @@ def test_h63_a_loss_that_is_no_module_may_have_tensors(how: str) -> None:
     loss = weighted.loss if how == "method" else functools.partial(Weighted.loss, weighted)
     assert planned(body(), batch(), loss).moved_bytes > 0
     assert weighted.calls == 0
+
+
+class Making(OrderedDict[str, Any]):
+    """Makes anew what it is asked for, as a table of activations does."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Making(gelu=nn.GELU)
+
+
+def test_h63_a_table_that_makes_what_it_is_asked_for_is_left_alone() -> None:
+    assert planned(body(), batch(), lambda hidden: ACTIVATIONS["gelu"](hidden).square().mean()).moved_bytes > 0
+    assert OrderedDict.__getitem__(ACTIVATIONS, "gelu") is nn.GELU
 
 
 FOUND: list[Tensor] = []
