@@ -41,7 +41,7 @@ def test_accelerate_launches_it_and_bytes_move() -> None:
     printed = launched("accelerate")
     assert "2 processes moved" in printed
     assert len(learnt(printed)) == 3 + 2
-    assert moved(printed)[-1] > moved(printed)[0] > 0  # of both processes and all steps, of one
+    assert min(moved(printed)) > 0  # a copy that backward overtakes is counted until then
 
 
 @pytest.mark.long
