@@ -435,7 +435,7 @@ def module_called_in(frame: FrameType) -> torch.nn.Module | None:
     return frame.f_locals["self"] if frame.f_code is _CALL else None
 
 
-def _no_module() -> None:
+def no_module() -> None:
     """In place of a weak reference to a module."""
 
 
@@ -447,9 +447,9 @@ def module_reference() -> Callable[[], torch.nn.Module | None]:
             break
         if frame.f_code is _CALL:
             module = module_called_in(frame)
-            return _no_module if module is None else weakref.ref(module)
+            return no_module if module is None else weakref.ref(module)
         frame = frame.f_back
-    return _no_module
+    return no_module
 
 
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:

@@ -18,6 +18,7 @@ import eager_offload.compile.ops  # noqa: F401  # defines operators, which graph
 from eager_offload import active
 from eager_offload._torch import (
     compiler_is_loaded,
+    no_module,
     on_first_compile,
     without_caller_modes,
 )
@@ -287,7 +288,7 @@ class Offload:
                 leaving += offloader.leaving_bytes
                 for record in offloader.records:
                     if isinstance(record, CountedBytes) and record.state in (WAITING, KEPT):
-                        module = getattr(record, "module", _no_module)()
+                        module = getattr(record, "module", no_module)()
                         stays[record.kept, module] += record.device_bytes
                         waiting += record.device_bytes if record.state is WAITING else 0
             for run in self._hooks.runs():
@@ -659,10 +660,6 @@ class Offload:
         if what not in self._warned:
             self._warned.add(what)
             warn(message)
-
-
-def _no_module() -> None:
-    """In place of a weak reference to the module of what compiled code saves."""
 
 
 def _all_held() -> list[tuple[Held, OffloadConfig]]:
