@@ -141,16 +141,21 @@ def test_closing_inside_the_context_does_not_make_it_an_empty_one(disk: DiskBack
     assert torch.equal(actual, x.grad)
 
 
+def checkpointed(
+    function: Callable[[Tensor], Tensor], around: AbstractContextManager[Any], *, use_reentrant: bool = False
+) -> Tensor:
+    """Returns the gradient of a step that has ``function`` in a checkpoint."""
+    x = leaf()
+    with around:
+        loss = checkpoint(function, x.exp(), use_reentrant=use_reentrant) + x.exp().sum()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: bool, disk: DiskBackend) -> None:
-    def run(around: AbstractContextManager[Any]) -> Tensor:
-        x = leaf()
-        with around:
-            loss = checkpoint(forward, x.exp(), use_reentrant=use_reentrant) + x.exp().sum()
-        loss.backward()
-        assert x.grad is not None
-        return x.grad
-
+    run = partial(checkpointed, forward, use_reentrant=use_reentrant)
     offload = disk.offload()
     with warnings.catch_warnings(action="error"):
         assert torch.equal(run(offload), run(nullcontext()))
@@ -258,14 +263,7 @@ def test_h24_others_are_told_of_beside_those_that_hand_on(disk: DiskBackend) -> 
 
 
 def test_h24_hooks_inside_of_a_checkpoint_hide_nothing_from_ours(disk: DiskBackend) -> None:
-    def run(around: AbstractContextManager[Any]) -> Tensor:
-        x = leaf()
-        with around:
-            loss = checkpoint(partial(forward, inside=theirs()), x.exp(), use_reentrant=False) + x.exp().sum()
-        loss.backward()
-        assert x.grad is not None
-        return x.grad
-
+    run = partial(checkpointed, partial(forward, inside=theirs()))
     offload = disk.offload()
     with warnings.catch_warnings(action="error"):
         assert torch.equal(run(offload), run(nullcontext()))

@@ -64,7 +64,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
-        return self.out(self.norm(hidden)).logsumexp(-1).mean() / self.calls  # type: ignore[no-any-return]
+        return self.out(self.norm(hidden)).logsumexp(-1).mean() / self.calls
 
 
 def trained(how: str, directory: Path) -> tuple[list[Tensor], int]:
@@ -76,7 +76,7 @@ def trained(how: str, directory: Path) -> tuple[list[Tensor], int]:
 
     def loss(hidden: Tensor) -> Tensor:
         penalty = torch.stack([one.square().sum() for one in model.parameters()])
-        return head(hidden) + 1e-3 * penalty.sum()  # type: ignore[no-any-return]
+        return head(hidden) + 1e-3 * penalty.sum()
 
     kept = [one.grad for one in (*model.parameters(), *head.parameters())]
     plan = None if how == "no plan" else planned(model, x, loss, steps=2 if how == "steps" else 0)
@@ -135,9 +135,9 @@ class Scale(torch.autograd.Function):
 def test_h63_a_gradient_that_no_stand_in_can_take_is_an_error() -> None:
     scale = nn.Parameter(torch.ones(64))
     with pytest.raises(eo.PlanError, match=r"the model itself takes a tensor of the shape \(64,\) from outside"):
-        planned(body(), batch(), lambda hidden: Scale.apply(hidden, scale).square().mean())  # type: ignore[no-any-return, no-untyped-call]
+        planned(body(), batch(), lambda hidden: Scale.apply(hidden, scale).square().mean())
     assert scale.grad is None
-    assert planned(body(), batch(), lambda hidden: Scale.apply(hidden, scale).mean(), steps=1).fits  # type: ignore[no-any-return, no-untyped-call]
+    assert planned(body(), batch(), lambda hidden: Scale.apply(hidden, scale).mean(), steps=1).fits
     assert scale.grad is None
 
 
@@ -273,7 +273,7 @@ def test_h63_so_has_what_is_no_container(steps: int) -> None:
     model[0].weight.register_hook(lambda gradient: seen.append(gradient) or gradient)
 
     def loss(hidden: Tensor) -> Tensor:
-        array[0] = plain.last = weak[model] = made = hidden.detach()  # type: ignore[attr-defined]
+        array[0] = plain.last = weak[model] = made = hidden.detach()
         slotted.put(made)
         CONTEXT.set(made)
         pair["first"], pair["second"] = pair["second"], pair["first"]
@@ -387,7 +387,7 @@ class Device(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.norm(x)
-        return self.lstm(self.dropout(self.attention(x, x, x)[0]))[0].square().mean()  # type: ignore[no-any-return]
+        return self.lstm(self.dropout(self.attention(x, x, x)[0]))[0].square().mean()
 
 
 def test_h70_a_plan_names_the_functions_whose_saves_it_guessed(tmp_path: Path) -> None:
