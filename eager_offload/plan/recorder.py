@@ -206,9 +206,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         with self.unseen():
             self._meet(func, args, named)
             result = self._run(func, args, named)
-        if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
-            self._calls.changed()  # whose state a checkpoint does not put back
-        self._write_down(OperatorCall(func, args, named, result))
+            if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
+                self._calls.changed()  # whose state a checkpoint does not put back
+            self._write_down(OperatorCall(func, args, named, result))
         return result
 
     @contextmanager
