@@ -30,7 +30,7 @@ from benchmarks.simulation.player import OURS, Kind, play
 from eager_offload.compile import prefetch, sink_waits
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
-from eager_offload.plan.predict import floor_seconds
+from eager_offload.planning.predict import floor_seconds
 
 try:
     import torch._functorch._activation_offloading.activation_offloading as torch_passes

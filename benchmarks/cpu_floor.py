@@ -26,7 +26,7 @@ import eager_offload as eo
 from benchmarks.common import MIB, MODEL, Report, Spread, command_line, drive, parse, ratios, show, speeds, turns
 from benchmarks.throttle import ThrottledTier
 from benchmarks.training import hash_gradients, language_model, on_a_quiet_cpu, text, windows
-from eager_offload.plan.predict import floor_seconds
+from eager_offload.planning.predict import floor_seconds
 
 #: The most that a step may take, as a multiple of its floor, by how fast the link is: 1 is where it is just free.
 LIMITS = {0.5: 1.15, 1.0: 1.15, 2.0: 1.10}

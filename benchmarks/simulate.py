@@ -22,7 +22,7 @@ import torch
 from benchmarks.common import Report, Spread, command_line, drive, named, parse, show
 from benchmarks.simulation.large import LARGE, SEQUENCES, SQUARE, WINDOW_TENSORS, Small
 from benchmarks.simulation.stage import Stage
-from eager_offload.plan.predict import floor_seconds
+from eager_offload.planning.predict import floor_seconds
 
 LIMIT = 1.03
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.version import VERSION
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
     from eager_offload.malloc import release_freed_memory
     from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
-    from eager_offload.plan.files import Point
-    from eager_offload.plan.plan import Plan
-    from eager_offload.plan.planner import plan
+    from eager_offload.planning.files import Point
+    from eager_offload.planning.plan import Plan
+    from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
     from eager_offload.step_plan import StepPlan
 
@@ -75,23 +73,13 @@ _HOMES = {
     "machine": ("Machine",),
     "malloc": ("release_freed_memory",),
     "marks": ("keep", "no_offload", "prefer_offload"),
-    "plan.files": ("Point",),
-    "plan.plan": ("Plan",),
-    "plan.planner": ("plan",),
+    "planning.files": ("Point",),
+    "planning.plan": ("Plan",),
+    "planning.planner": ("plan",),
     "stats": ("OffloadStats",),
     "step_plan": ("StepPlan",),
 }
 
-
-class _Package(ModuleType):
-    """This package. Its ``plan`` is the function: an import of the package of that name would put that in its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "plan" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # for which every name would be one
 

@@ -10,7 +10,7 @@ from eager_offload.version import VERSION
 
 #: By their names: the module whose ``main`` it is, and what it does.
 COMMANDS = {
-    "plan": ("eager_offload.plan.__main__", "what fits and what is to move, before the first step"),
+    "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
     "doctor": ("eager_offload.doctor", "what this machine offers to offloading, and which settings fit"),
     "report": ("eager_offload.report", "a trace as one page to look at"),
     "run": ("eager_offload.run", "runs a training script, which offloads without a change"),

@@ -266,7 +266,7 @@ OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
 IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
-#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``plan/numbers.py``.
+#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
 

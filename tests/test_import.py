@@ -117,9 +117,9 @@ import eager_offload.plan
 assert eo.__version__ and set(eo.__all__) < set(dir(eo)) and not hasattr(eo, "offlod")
 assert "torch" not in sys.modules
 plan = eo.plan
-assert plan.__module__ == "eager_offload.plan.planner"
+assert plan.__module__ == "eager_offload.planning.planner"
 assert hasattr(sys.modules["torch"].ops.eager_offload, "offload")
-import eager_offload.plan.files
+import eager_offload.planning.files
 from eager_offload import *
 from eager_offload import plan as again
 assert eo.plan is again is plan

@@ -74,13 +74,13 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
-    "plan": {
+    "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
         *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
-        *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),
+        *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_plan"),
         "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},

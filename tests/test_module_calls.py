@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import eager_offload as eo
 from eager_offload.integrations.calls import OffloadedCalls
-from eager_offload.plan.apply import checkpointed
+from eager_offload.planning.apply import checkpointed
 
 T = TypeVar("T")
 

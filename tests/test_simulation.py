@@ -14,7 +14,7 @@ from benchmarks.simulation.large import H200, LARGE, SQUARE, Small, large
 from benchmarks.simulation.oracle import Program, best_step
 from benchmarks.simulation.stage import Clock, Stage
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import floor_seconds
+from eager_offload.planning.predict import floor_seconds
 from eager_offload.simulation.simulated import SimulatedRuntime
 
 

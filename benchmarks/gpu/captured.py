@@ -28,7 +28,7 @@ from benchmarks.gpu.train import SMALL, SMALL_WINDOWS, decoder, random_tokens
 from benchmarks.models import Shape
 from benchmarks.peers import plain
 from eager_offload.graphs import capture_step
-from eager_offload.plan.predict import floor_seconds
+from eager_offload.planning.predict import floor_seconds
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 

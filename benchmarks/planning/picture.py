@@ -21,7 +21,7 @@ import eager_offload as eo
 from benchmarks.common import GIB, MIB, positive
 from benchmarks.planning.ways import rehearsed
 from benchmarks.simulation.large import H200
-from eager_offload.plan.trace import trace
+from eager_offload.planning.trace import trace
 
 from lm.picture import STYLE  # which draws into files alone
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eager_offload.machine import Machine
-from eager_offload.plan.predict import Problem
+from eager_offload.planning.predict import Problem
 
 
 @dataclass

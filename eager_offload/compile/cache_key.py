@@ -22,7 +22,7 @@ _OTHERS = (
         "tiers/memory.py",
     ),
     *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
-    *(f"plan/{name}.py" for name in ("predict", "program", "recompute", "solve")),
+    *(f"planning/{name}.py" for name in ("predict", "program", "recompute", "solve")),
 )
 
 

@@ -37,7 +37,7 @@ from eager_offload.compile.graphs import (
 from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
-from eager_offload.plan.predict import Prediction
+from eager_offload.planning.predict import Prediction
 from eager_offload.schedule import Windows, largest_of
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason

@@ -36,13 +36,13 @@ from eager_offload.compile.decide import decided
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import Partitioner
-from eager_offload.plan.predict import Problem
-from eager_offload.plan.solve import Solver
+from eager_offload.planning.predict import Problem
+from eager_offload.planning.solve import Solver
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, compiler, fresh_compiler, results_of, same_results
 from tests.compile.happens_before import run
 from tests.compile.split import Split, moving, reasons, split
-from tests.plan.programs import slow
+from tests.planning.programs import slow
 
 KIB = 1 << 10
 #: Windows in which little is on its way at one time, as beside a large model.
