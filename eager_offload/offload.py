@@ -523,7 +523,7 @@ class Offload:
         A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
         pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
         against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken.
-        ``python -m eager_offload.doctor`` says how long pinning takes.
+        ``python -m eager_offload doctor`` says how long pinning takes.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"20GiB"``.

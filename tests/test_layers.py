@@ -8,9 +8,9 @@ from graphlib import TopologicalSorter
 from tests.test_import import PACKAGE, imports_of
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
-SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recompute", "solve")}
+SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those of no row of its own are `solver`, and `examination`, which trains a step where all else that observes is told.
+#: Those inside of a folder are `solver`, and `doctor`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "trace_file": {"errors"},
     "codecs": {"errors", "names", "pydantic_schema"},
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
-    "machine": {"config", "errors", "names"},
+    "machine": {"_torch", "config", "errors", "names"},
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors"},
     "live_bytes": {"_torch", "tiers"},
@@ -84,12 +84,10 @@ ROOMS: dict[str, set[str]] = {
         "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers", "version"},
-    "doctor": {"examination"},
-    "report": {"config", "errors", "observe", "trace_file"},
+    "doctor": {"_torch", "config", "errors", "machine", "offload", "runtime", "tiers", "version"},
     "module_contexts": {"_torch", "errors", "offload"},
-    "run": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
-    "__main__": {"version"},
+    "running": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
+    "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
 
 
@@ -113,8 +111,8 @@ def room_of(module: str) -> str:
     """The first name below the package: a folder, or a module of its own."""
     if module in SOLVER:
         return "solver"
-    if module.startswith("eager_offload.observe.doctor"):
-        return "examination"
+    if module == "eager_offload.observe.doctor":
+        return "doctor"
     return module.split(".")[1] if "." in module else module
 
 
