@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
+    "kernels": {"_torch", "codecs", "config", "errors"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
