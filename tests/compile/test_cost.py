@@ -19,7 +19,7 @@ from eager_offload.compile import cost, ops
 from eager_offload.compile.cost import OperatorCall, bandwidth_of, flops_of, machine_of, roofline, traffic_of
 from eager_offload.machine import Machine
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.simulated import SimulatedRuntime
 
 CPU = torch.device("cpu")
 

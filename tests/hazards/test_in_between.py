@@ -16,7 +16,6 @@ from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue, Windows
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
@@ -25,6 +24,7 @@ from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import leaf
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
 CPU = torch.device("cpu")
