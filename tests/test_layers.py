@@ -27,7 +27,6 @@ ROOMS: dict[str, set[str]] = {
     "tiers": {"_torch", "config", "errors"},
     "live_bytes": {"_torch", "tiers"},
     "runtime": {"_torch", "config", "errors", "tiers"},
-    "simulation": {"_torch", "errors", "runtime", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
     "nothing_moved": {"config", "stats", "step_memory"},
@@ -41,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
+    "kernels": {"_torch", "codecs", "config", "errors"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
@@ -76,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
-        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
+        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "skipping"),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
