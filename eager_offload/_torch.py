@@ -379,14 +379,6 @@ def _engine_asks() -> bool:
     return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
-
-
 #: Names the backward that this thread is running, -1 outside.
 current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
