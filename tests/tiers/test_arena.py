@@ -219,7 +219,7 @@ def test_a_slot_that_has_died_serves_the_next_of_its_size_and_quota_and_is_in_us
     assert of_another.fences == ()
     assert own.used_bytes == other.used_bytes == 8192
     assert arena.used_bytes == 2 * 8192
-    assert arena.allocate(MIB - 8192, quota=own) is not None, "what is ready is not counted against a budget"
+    assert arena.allocate(MIB - 8192, quota=own) is not None, "what has died is not counted against a budget"
 
 
 def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
@@ -239,7 +239,7 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
     slot.write(noise(8192))
     del slot
     found.clear()
-    heir = arena.allocate(8192, quota=Quota(MIB, pooled=False))  # for which nothing of others is ready
+    heir = arena.allocate(8192, quota=Quota(MIB, pooled=False))
     assert found == [(0, MIB)]
     assert (arena.used_bytes, arena.held_bytes) == (8192, MIB)
     assert len(heir.fences) == 1
