@@ -7,6 +7,7 @@ at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -394,7 +395,7 @@ class Arena:
         """
         if self.returned or self._is_changing:
             self._poll()
-        slabs = self._slabs["whole" if self._sizes.alone(nbytes) else "page" if nbytes >= PAGE else "line"]
+        slabs = self._slabs["whole" if nbytes >= self._sizes.alone_from else "page" if nbytes >= PAGE else "line"]
         size = nbytes + -nbytes % slabs.alignment
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
@@ -412,7 +413,7 @@ class Arena:
             self._is_changing = False
             raise self._new_slab(size, limit)
         self.served_bytes += nbytes
-        return slabs.slab_at(extent.start), extent
+        return slabs.slabs[bisect_right(slabs.starts, extent.start) - 1], extent
 
     def _fitting(self, size: int, nbytes: int) -> int | None:
         """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
@@ -470,30 +471,27 @@ class Arena:
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
-                self._take_back(record)
+                self._is_changing = True
+                slab, extent, quota = record.slab, record.extent, record.quota
+                slab.slots -= 1
+                self._used -= record.nbytes
+                if slab.kind == "whole":
+                    self._slack -= slab.nbytes - record.nbytes
+                if quota is not None:
+                    quota.used_bytes -= record.nbytes
+                    quota.held_bytes -= extent.nbytes
+                if not slab.is_left:
+                    self._slabs[slab.kind].extents.release(extent.start, extent.nbytes, record.fences)
+                    if slab.slots == 0:
+                        self._note_idle(slab)
+                elif slab.slots == 0:
+                    self._held -= slab.nbytes
+                self._records.discard(record)
+                self._is_changing = False
             self.returned.popleft()
         keep = 0 if self.is_closed else self._idle_bytes
         if self._idle_now > keep:
             self._release_idle(keep)
-
-    def _take_back(self, record: HostSlotRecord) -> None:
-        self._is_changing = True
-        slab, extent, quota = record.slab, record.extent, record.quota
-        slab.slots -= 1
-        self._used -= record.nbytes
-        if slab.kind == "whole":
-            self._slack -= slab.nbytes - record.nbytes
-        if quota is not None:
-            quota.used_bytes -= record.nbytes
-            quota.held_bytes -= extent.nbytes
-        if not slab.is_left:
-            self._slabs[slab.kind].extents.release(extent.start, extent.nbytes, record.fences)
-            if slab.slots == 0:
-                self._note_idle(slab)
-        elif slab.slots == 0:
-            self._held -= slab.nbytes
-        self._records.discard(record)
-        self._is_changing = False
 
     def _note_idle(self, slab: Slab) -> None:
         self._idle[slab] = None
