@@ -212,6 +212,7 @@ PRIVATE_NAMES = {
         "torch.random.default_generator",
     ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
     "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
@@ -269,6 +270,9 @@ _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
+#: Compiles the CUDA C++ of a source, and returns its function of a name: called with a grid, a block, arguments, bytes
+#: of shared memory and a stream.
+compile_cuda: Callable[[str, str], Any] | None = getattr(torch.cuda, "_compile_kernel", None)
 
 
 def require_torch(version: str = torch.__version__) -> None:
@@ -373,14 +377,6 @@ def _engine_asks() -> bool:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
     return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: Names the backward that this thread is running, -1 outside.

@@ -17,7 +17,7 @@ from eager_offload.compile import ops
 from eager_offload.compile.cost import OperatorCall, bandwidth_of, flops_of, roofline, traffic_of
 from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.simulated import SimulatedRuntime
 
 CPU = torch.device("cpu")
 
