@@ -42,9 +42,9 @@ class OffloadTrainerCallback(TrainerCallback):
     """``Trainer(..., callbacks=[OffloadTrainerCallback(min_bytes="4MiB")])``: the model offloads while it trains.
 
     Nothing moves in evaluation and prediction. At each logging step the figures of
-    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history`` and to the callbacks behind
-    this one. The trackers of ``report_to`` stand before all that is given, where
-    :class:`OffloadTrainerMixin` alone reaches them.
+    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history``, and to the callbacks
+    behind this one. The trackers of ``report_to`` stand before every callback that is given: they get the figures from
+    :class:`OffloadTrainerMixin` alone.
 
     Args:
         config: an ``Offload`` (which stays yours to close), an ``OffloadConfig``, a mapping of its fields, or ``None``:
