@@ -77,7 +77,7 @@ _ON_THE_DEVICE = (
     "runtime/device_clock runtime/pinned runtime/staging compile/host_tensors engine"
 )
 _DEVICE = (
-    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/doctor "
+    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/measured_speed "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
     "gpu/scenarios::test_on_the_device"
