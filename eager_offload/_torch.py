@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses; see ``PRIVATE_NAMES``. Nothing else imports one.
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Where
-hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` looks for all.
+hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PRIVATE_NAMES = {
     "hooks of others inside a context, which hide what is saved, are not warned of": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
-    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
+    "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
@@ -236,7 +236,7 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
+    "while python -m eager_offload run runs a script": ("torch.nn.Module.__call__",),
     "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
@@ -377,14 +377,6 @@ def _engine_asks() -> bool:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
     return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: Names the backward that this thread is running, -1 outside.

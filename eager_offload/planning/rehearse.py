@@ -25,8 +25,9 @@ from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import without_torch_function
-from eager_offload.codecs import CodecPolicy, PackedLayout, TensorMeta
+from eager_offload.codecs import PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
+from eager_offload.codecs.names import IDENTITY, CodecRules
 from eager_offload.offload import Offload
 from eager_offload.planning.numbers import by_itself
 from eager_offload.planning.predict import Course, Problem
@@ -76,30 +77,26 @@ class _StandIn:
     takes: Callable[[int, int], None]
     name: ClassVar[str] = "stand-in"
     lossless: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
 
     def layout(self, meta: TensorMeta) -> PackedLayout:
         return parts_of(("bytes", self.nbytes))
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+    def pack(self, x: Tensor, out: Tensor) -> None:
         self.takes(self.packing.pack_bytes, self.packing.pack_scratch)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         self.takes(self.packing.unpack_bytes, self.packing.unpack_scratch)
 
-    def error_bound(self, meta: TensorMeta, amax: float) -> float:
-        return 0.0
 
-
-class _Codecs(CodecPolicy):
+class _Codecs(CodecRules):
     """The codecs of stand-ins, and none for what a plan does not know."""
 
     def __init__(self, made: Callable[[str], _StandIn]) -> None:
-        super().__init__(lossless=False)
-        object.__setattr__(self, "_made", made)  # of a frozen class, and no field that a text or a comparison has
+        super().__init__({"*": IDENTITY})
+        self._made = made
 
     def codec(self, text: str) -> _StandIn:
-        return self._made(text)  # type: ignore[attr-defined,no-any-return]  # see above
+        return self._made(text)
 
 
 class _Stage:
@@ -288,12 +285,11 @@ class _Stage:
                 own = whole if save.owner == number else 0
                 first = self._saves_of[self._program.saves[number].storage][0]
                 requires_grad = self._program.saves[first].requires_grad
-                save = dataclasses.replace(
-                    save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, requires_grad=requires_grad
-                )
+                save = dataclasses.replace(save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, codec=IDENTITY)
+                save = dataclasses.replace(save, requires_grad=requires_grad)
                 if save.coded is not None:
                     dtype = str(torch.float8_e5m2 if requires_grad else torch.uint8)
-                    coded = Coded(str(self._program.saves[number].storage), dtype, "", self._nbytes(save.coded.nbytes))
+                    coded = Coded(str(self._program.saves[number].storage), dtype, self._nbytes(save.coded.nbytes))
                     save = dataclasses.replace(save, coded=coded)
             elif self._program.saves[number].storage < 0:
                 save = Save(Fate.KEEP, KeepReason.SMALL, _SMALL_BYTES, _SMALL_BYTES)
