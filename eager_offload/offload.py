@@ -89,8 +89,7 @@ class Offload:
             any first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
             plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
-        around_tier: stands something in front of each tier that is opened, such as the token bucket of
-            ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
+        around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
