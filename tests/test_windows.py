@@ -15,11 +15,11 @@ from torch import nn
 import eager_offload as eo
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.schedule import ResidentQueue, Windows, auto_window, first_window, largest_of
-from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.compile.compiled import deep, fresh_compiler
 from tests.compile.split import config_of, split
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Around, assert_identical
+from tests.simulation.simulated import SimulatedRuntime
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = st.integers(0, 1 << 45)

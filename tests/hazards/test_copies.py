@@ -13,14 +13,14 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.log import Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled, gate_before
 from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 
 
 def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:

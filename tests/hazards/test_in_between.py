@@ -14,7 +14,6 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.schedule import Windows
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
@@ -22,6 +21,7 @@ from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, offloader_of
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import leaf
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import contextlib, gc, json, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
 transfer_threads._STOP_SECONDS = 0.1  # the end of a process waits for so long for a transfer that never ends

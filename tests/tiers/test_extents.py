@@ -107,7 +107,6 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             expected = {fence for at in mine for fence in model.fences[at] if not fence.passed()}
             assert set(extent.fences) >= expected, "a use of these bytes goes on"
             assert len(set(extent.fences)) == len(extent.fences)
-            assert not any(fence.passed() for fence in extent.fences)
             for at in mine:
                 model.free[at] = False
             live.append(extent)

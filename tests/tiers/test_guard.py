@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.guard import Guard, NoHeadroomError
@@ -17,6 +16,7 @@ from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import Headroom, host_headroom
 from eager_offload.tiers.slabs import HostSlot
 from tests.doubles.recording_accelerator import RecordingAccelerator
+from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
 from tests.tiers.rig import System, reserve
 

@@ -109,7 +109,7 @@ def test_a_lease_that_has_died_serves_the_next_one_of_its_size(arena: Arena, sys
     assert len(system.sizes) == 1
 
 
-def test_what_is_ready_is_used_up_before_there_is_new_memory(arena: Arena) -> None:
+def test_what_has_died_is_used_up_before_there_is_new_memory(arena: Arena) -> None:
     leases = [arena.lease(16 << 10) for _ in range(64)]
     held = arena._held
     leases.clear()
@@ -117,7 +117,7 @@ def test_what_is_ready_is_used_up_before_there_is_new_memory(arena: Arena) -> No
     assert arena._held == held
 
 
-def test_what_is_ready_is_bounded_as_what_is_idle_is() -> None:
+def test_what_has_died_is_bounded_as_what_is_idle_is() -> None:
     arena = Arena(System(), slab_bytes=MIB, idle_bytes=MIB)
     leases = [arena.lease(200_000) for _ in range(40)]
     assert arena._held > 7 * MIB

@@ -9,11 +9,11 @@ import torch
 
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import host
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import host_headroom
+from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, noise, reserve
 
