@@ -27,7 +27,7 @@ _FIRST = {
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
     "eager/follow": (
-        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
+        "hazards/following hazards/following_guard followed_counts codecs/rounding "
         "hazards/out_of_memory"
     ),
     "eager/handles": "hazards/versions hazards/lifetime",
