@@ -7,8 +7,7 @@ from bisect import bisect_left
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -188,6 +187,22 @@ class Plan(PlanFigures, ComputedPlan):
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 
+    def figure(self) -> Any:
+        """The plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
+
+        A notebook shows it, and its ``write_html`` writes a page. Fixed ways are drawn to compare with: nothing moves,
+        every second storage does, all that may does. In the curves waits are left out, so that both have the time of
+        compute; the peak, which was rehearsed, may be above them.
+
+        Raises:
+            OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
+        """
+        from eager_offload.observe.figure import needs_plotly  # plotly is not needed for a plan
+        from eager_offload.planning.drawing import drawn
+
+        needs_plotly()
+        return drawn(self, self.front(), self.fixed_ways())
+
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
@@ -199,15 +214,6 @@ class Plan(PlanFigures, ComputedPlan):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
         write(self, path)
-
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page to ``path`` that needs no network: what lives when, what other budgets buy, what moves.
-
-        Fixed ways are drawn to compare with: nothing moves, every second storage does, all that may does.
-        """
-        from eager_offload.planning.html import page  # jinja2 is not needed for a plan
-
-        Path(path).write_text(page(self, self.front(), self.fixed_ways()), "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
