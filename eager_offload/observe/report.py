@@ -1,22 +1,18 @@
-"""The report of a trace: its numbers, as text, and the command that writes it."""
+"""The report of a trace: its numbers, and the text of them."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from eager_offload.config import rate_text, size_text
-from eager_offload.errors import OffloadError
 from eager_offload.observe.memory import change_text
 from eager_offload.runtime.base import covered_seconds
-from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace, read_trace
+from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
 #: Rows of the table of what saved most; what is left is one more.
 _MOST_SAVERS = 15
@@ -173,46 +169,3 @@ def _share(part: float, whole: float) -> str:
 
 def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(parts.items(), key=lambda item: -item[1])
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page of a trace, or prints it.
-
-    Returns:
-        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
-    """
-    options = _parser().parse_args(arguments)
-    source: Path = options.trace
-    output: Path = options.output or source.with_suffix(".html")
-    try:
-        if options.text:
-            print(to_text(read_trace(source)))
-            return 0
-        from eager_offload.observe.figure import needs_plotly, trace_figure, write_page
-
-        needs_plotly()
-        trace = read_trace(source)
-        if output.exists() and output.samefile(source):
-            raise OffloadError(f"{str(output)!r} is the trace itself: name another file with -o")
-        write_page(trace_figure(trace, source.name), output)
-    except (OSError, OffloadError) as error:
-        print(f"eager_offload report: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(f"{output}: {size_text(output.stat().st_size)}, to open in a browser")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m eager_offload report",
-        description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
-    )
-    parser.add_argument("trace", type=Path, help="the trace, such as step.json")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
-    )
-    parser.add_argument("--text", action="store_true", help="print it, in place of a page: plotly is not needed")
-    return parser

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eager_offload.config import size_text
 from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack
 from eager_offload.observe.memory import change_text
 from eager_offload.observe.report import Tile, time_text
-from eager_offload.planning.figures import PlanFigures, sentences
+from eager_offload.planning.figures import FixedWay, PlanFigures, sentences
 from eager_offload.planning.files import Point
-
-if TYPE_CHECKING:
-    from eager_offload.planning.plan import FixedWay
 
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096

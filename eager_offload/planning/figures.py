@@ -39,6 +39,14 @@ class Row(NamedTuple):
     recomputed_bytes: int = 0
 
 
+class FixedWay(NamedTuple):
+    """What comes of a decision that looks at no budget."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+
+
 class PlanFigures(PlanFields):
     """What follows from the fields of a plan. Sizes are bytes, times seconds."""
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
 from eager_offload.planning.draft import draft, is_off, timed
-from eager_offload.planning.figures import PlanFigures, seconds_text
+from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Fate, StepPlan
@@ -26,14 +26,6 @@ from eager_offload.step_plan import Fate, StepPlan
 _GAIN = 0.02
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
-
-
-class FixedWay(NamedTuple):
-    """What comes of a decision that looks at no budget."""
-
-    name: str
-    peak_bytes: int
-    step_seconds: float
 
 
 class Plan(PlanFigures, ComputedPlan):
