@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from eager_offload.errors import OffloadError
 from eager_offload.version import VERSION
 
 
