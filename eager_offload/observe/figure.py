@@ -20,7 +20,7 @@ from eager_offload.trace_file import MemorySample, Slice, SliceKind, Trace
 
 #: Slices and samples that are drawn; a browser zooms slowly in more.
 _MOST_SLICES, _MOST_SAMPLES = 20_000, 8_192
-#: Pixels: of a line in a table, of a lane, of a plot, and between parts; between plots with one axis of time.
+#: Pixels: of a line in a table, of a lane, of a plot, and between parts; between those that belong together.
 _LINE, _LANE, PLOT, GAP, _NEAR = 24, 22, 300, 60, 20
 #: Where plots begin, of the width, so that there is room for the names of lanes.
 _LEFT = 0.1
@@ -217,7 +217,7 @@ class Stack:
         """The summary: names, and below them their numbers."""
         lines = max(-(-len(tile.rest) // (_NARROW // len(tiles))) for tile in tiles)
         cells = [[f"<b>{escape(tile.value)}</b>", escape(tile.rest)] for tile in tiles]
-        self._table([f"<b>{tile.name}</b>" for tile in tiles], cells, [1.0] * len(tiles), 2 * _LINE + 18 * lines + 10)
+        self._table([f"<b>{tile.name}</b>" for tile in tiles], cells, [1.0] * len(tiles), 2 * _LINE + 18 * lines + 22)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[float]) -> None:
         """Rows of text; a long one takes several lines."""
@@ -234,7 +234,8 @@ class Stack:
             columnwidth=list(widths),
         )
         self.drawing.add_trace(table)
-        self._parts.append(_Part(height, GAP, "", self.drawing.data[-1]))
+        follows_table = self._parts and self._parts[-1].table is not None
+        self._parts.append(_Part(height, _NEAR if follows_table else GAP, "", self.drawing.data[-1]))
 
     def memory(self, times: Sequence[float], curves: Sequence[Curve], what: str) -> str:
         """Curves of bytes over milliseconds; returns the name of the axis of time."""
