@@ -395,5 +395,5 @@ def test_where_torch_forbids_hooks_the_class_is_left_as_it_was(disk: DiskBackend
     offload = disk.offload()
     with disable_saved_tensors_hooks("saved tensor hooks are off"), pytest.raises(eo.OffloadError), offload:
         pass
-    assert foreign._watchers == 0
+    assert active._patched_by == 0
     assert torch.equal(gradient(offload), gradient(nullcontext()))

@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from tests.test_import import PACKAGE, imports_of
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
-SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recompute", "solve")}
+SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
 #: Those of no row of its own are `solver`, and `examination`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {

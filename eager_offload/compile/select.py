@@ -20,6 +20,7 @@ from eager_offload.compile.consumers import Consumers, may_be_rounded
 from eager_offload.compile.cost import memory_of, returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
+    calls_regions,
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
@@ -109,7 +110,7 @@ class SavedValue:
     first: int
     """Where in the backward it is used first."""
     in_region: bool
-    """Whether what uses it belongs to operators of a region that keeps what it saves."""
+    """Whether what uses it belongs to operators of a region that keeps what it saves, or its graph calls regions."""
     readers: frozenset[str] = frozenset()
     """All that read it, by the names that rules have; empty where it has to be exact."""
 
@@ -176,12 +177,14 @@ def saved_of(
         order: where those stand.
         nodes: of forward and backward, the forward's in front.
     """
+    nodes = list(nodes)
     consumers = Consumers(nodes) if config.codec_policy.rounds else None
+    has_regions = calls_regions(nodes)
 
     def known(users: Collection[Node]) -> SavedValue:
         first = min((order[user] for user in users), default=len(order))
         readers = frozenset[str]() if consumers is None else consumers.of(users)
-        return SavedValue(first, any(map(is_in_region, users)), readers)
+        return SavedValue(first, has_regions or any(map(is_in_region, users)), readers)
 
     return {node: known(some) for node, some in users.items()}
 

@@ -131,4 +131,3 @@ def _table(points: Sequence[Point]) -> Iterator[str]:
         yield from ("", f"{'budget':>11}  {'peak':>11}  {'step':>10}")
     for point in points:
         yield f"{size_text(point.budget):>11}  {size_text(point.peak_bytes):>11}  {point.step_seconds:>8.3f} s"
-

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import eager_offload as eo
 from eager_offload import _torch
 from eager_offload.compile import inductor, lowering
-from eager_offload.compile.inductor import OrderTransfers, Partitioner
+from eager_offload.compile.inductor import OrderTransfers
 
 pytestmark = pytest.mark.xdist_group("inert")
 
@@ -86,8 +86,8 @@ def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
 ) -> None:
     monkeypatch.setattr(inductor, "_users", weakref.WeakSet())  # those of other tests may be open
     inductor.uninstall(Graph())
-    before = config.post_grad_custom_post_pass, config.custom_partitioner_fn
-    assert not isinstance(before[0], OrderTransfers)
+    before = config.post_grad_custom_post_pass
+    assert not isinstance(before, OrderTransfers)
     one, other = make_offload(tmp_path), make_offload(tmp_path)
     for _ in range(2):
         for each in (one, other):
@@ -95,9 +95,8 @@ def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
                 pass
         one.close()
         assert isinstance(config.post_grad_custom_post_pass, OrderTransfers), "a backward is compiled after its context"
-        assert isinstance(config.custom_partitioner_fn, Partitioner)
         other.close()
-        assert (config.post_grad_custom_post_pass, config.custom_partitioner_fn) == before
+        assert config.post_grad_custom_post_pass == before
 
 
 def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
@@ -123,15 +122,12 @@ def test_kernels_of_a_graph_without_transfers_are_ordered_as_torch_orders_them(m
 
 
 def test_memory_of_a_graph_without_transfers_is_estimated_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_ours, sizes, nodes = [False], {"a": (8, 8)}, [SimpleNamespace(node="reload")]
+    is_ours, sizes = [False], {"a": (8, 8)}
     monkeypatch.setattr(memory, "compute_size_for_scheduler_buffer", lambda buffers: sizes)
-    monkeypatch.setattr(memory, "get_freeable_input_buf", lambda nodes, inputs: inputs)
-    _torch.leave_out_of_peak(lambda node: True, lambda node: "host", lambda: is_ours[0])
-    estimated: Any = memory
-    for inputs, expected, size in ({"x", "host"}, {"x", "host"}, 8), ({"x", "host"}, {"x"}, 0):
-        found = estimated.compute_size_for_scheduler_buffer({"a": SimpleNamespace(node=None)})
+    _torch.leave_out_of_peak(lambda node: True, lambda: is_ours[0])
+    for size in (8, 0):
+        found = memory.compute_size_for_scheduler_buffer({"a": SimpleNamespace(node=None)})  # type: ignore[dict-item]
         assert found == {"a": (size, size)}
-        assert estimated.get_freeable_input_buf(nodes, inputs) == expected
         is_ours[0] = True
 
 
@@ -144,10 +140,10 @@ def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch
         asked.append(known())
         return asked[-1]
 
-    for name in ("compute_size_for_scheduler_buffer", "get_freeable_input_buf"):
-        monkeypatch.setattr(memory, name, getattr(memory, name))  # goes back behind the test
+    sizes = "compute_size_for_scheduler_buffer"
+    monkeypatch.setattr(memory, sizes, getattr(memory, sizes))  # goes back behind the test
     lowering.install_lowerings()
-    _torch.leave_out_of_peak(lowering._is_host_tensor, lowering._host_tensor_read, is_ours)
+    _torch.leave_out_of_peak(lowering._is_host_tensor, is_ours)
     x, offload = torch.randn(32, 32, requires_grad=True), make_offload(tmp_path)
     with config.patch(force_disable_caches=True):
         with offload:
@@ -165,7 +161,7 @@ def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch
 def test_only_a_graph_that_has_one_of_our_operators_is_known_to_have_transfers() -> None:
     one, other = Graph(), Graph()
     with V.set_graph_handler(one):
-        lowering._as_it_is(torch.fx.Graph().placeholder("x"))
+        lowering._note_transfer()
         assert lowering._is_ours()
     with V.set_graph_handler(other):
         assert not lowering._is_ours()

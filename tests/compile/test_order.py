@@ -14,7 +14,7 @@ from eager_offload import OffloadError
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_asynchronous
-from eager_offload.compile.order import between_kernels, prefetch, sink_waits
+from eager_offload.compile.order import prefetch, sink_waits
 from tests.compile.happens_before import (
     CONFIG,
     CPU,
@@ -75,62 +75,6 @@ def test_a_wait_comes_before_its_source_is_written_over() -> None:
     assert ran.violations == []
     assert torch.equal(ran.results[0], X.sin())
     assert torch.equal(ran.results[1], X.sin() + X.cos())
-
-
-def layer(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """What is between two products leaves, and the products do."""
-    y = torch.mm(x, weight)
-    first = ops.offload(y, config=CONFIG)
-    z = y + x
-    second = ops.offload(z, config=CONFIG)
-    n = z * z.square().mean(-1, keepdim=True).rsqrt()
-    third = ops.offload(n, config=CONFIG)
-    v = torch.mm(n, weight)
-    return [first, second, third, ops.offload(v.sin(), config=CONFIG)]
-
-
-def test_offloads_start_between_kernels_and_in_the_same_order() -> None:
-    sunk = sink_waits(asynchronous(layer, X, WEIGHT), 1 << 20)
-    assert in_order(sunk) == "cococcccoccowwww"
-    between = between_kernels(sunk)
-    assert in_order(between) == "cocccccooccowwww"
-    assert [node.name for node in of_kind(between, ops.offload)] == [node.name for node in of_kind(sunk, ops.offload)]
-    expected, ran = run(sunk, X, WEIGHT), run(between, X, WEIGHT)
-    assert ran.violations == []
-    assert ran.stats.bytes_out == expected.stats.bytes_out == 4 * NBYTES
-    assert all(torch.equal(one, other) for one, other in zip(ran.results, expected.results, strict=True))
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_waits_stay_where_the_window_has_them_and_no_offload_comes_behind_its_own(window: int) -> None:
-    sunk = sink_waits(asynchronous(layer, X, WEIGHT), window * NBYTES)
-    between = between_kernels(sunk)
-    assert [label for label in in_order(between) if label != "o"] == [label for label in in_order(sunk) if label != "o"]
-    assert peak_flying(between)[0] <= window * NBYTES
-    ran = run(between, X, WEIGHT)
-    assert ran.violations == []
-    assert ran.stats.inflight_bytes_peak <= window * NBYTES
-
-
-def test_an_offload_waits_for_a_few_operators_and_not_for_all_of_a_graph_without_products() -> None:
-    def program(x: Tensor) -> list[Tensor]:
-        hosts = []
-        for _ in range(100):
-            x = x.sin()
-            hosts.append(ops.offload(x, config=CONFIG))
-        return hosts
-
-    between = in_order(between_kernels(sink_waits(asynchronous(program, X), 1 << 20)))
-    assert between == "c" * 64 + "o" * 64 + "c" * 36 + "o" * 36 + "w" * 100
-
-
-def test_an_offload_starts_before_a_region_that_is_called_whole() -> None:
-    graph = asynchronous(lambda x: [ops.offload(x.sin(), config=CONFIG), x.cos()], X)
-    (cos,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
-    cos.target = torch.ops.higher_order.invoke_subgraph
-    cos.meta["val"] = (cos.meta["val"],)  # a region returns several
-    (host,) = of_kind(between_kernels(sink_waits(graph, 1 << 20)), ops.offload)
-    assert host.next.target is torch.ops.higher_order.invoke_subgraph
 
 
 def backward(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:

@@ -247,10 +247,10 @@ def features() -> list[Feature]:
 
 
 def private_names() -> list[Feature]:
-    """Every private name of torch that the library uses; one that has to be called is among the features."""
+    """Every name of torch's that is private, or that a version may not have; one to be called is among the features."""
     return [
         Feature(name, _resolves(name), without)
-        for without, names in _torch.PRIVATE_NAMES.items()
+        for without, names in (*_torch.PRIVATE_NAMES.items(), *_torch.PUBLIC_NAMES.items())
         for name in names
         if "()" not in name and name not in _torch.IMPORTED_BY_USERS
         if name not in _torch.OF_CUDA or torch.version.cuda
