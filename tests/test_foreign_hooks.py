@@ -16,7 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.eager import foreign
+from eager_offload import active
 from tests.hazards.backends import DiskBackend
 from tests.threads import on_a_thread
 
