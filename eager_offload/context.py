@@ -62,7 +62,7 @@ class _Entered(active.Owner, Protocol):
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None: ...
 
-    def warn_of_skip_in_vain(self) -> None: ...
+    def warn_of_patterns_in_vain(self) -> None: ...
 
 
 class EnteredContext:
@@ -160,7 +160,7 @@ class EnteredContext:
                 if offload._forwards == _LOOKED_AT:
                     offload.warn_if_nothing_moved()
                     if not active.compiled.is_set():  # what a compiler has traced may have called them
-                        offload.warn_of_skip_in_vain()
+                        offload.warn_of_patterns_in_vain()
         elif active.compiled.is_set():
             return
         elif autograd_sequence() > self._nodes_before:

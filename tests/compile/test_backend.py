@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import tomllib
@@ -113,14 +112,6 @@ def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
     assert printed_by("-W", "ignore", "-c", program, PYTHONPATH=paths).split() == ["1"]
 
 
-def test_what_is_installed_here_names_the_backend_too() -> None:
-    """One that is older than the backend would not; a checkout that was never installed has no names at all."""
-    found = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "eager_offload"]
-    for one in found:
-        names = {entry.name for entry in one.entry_points if entry.group == "torch_dynamo_backends"}
-        assert names == {"eager_offload"}, "install the project again: pip install -e ."
-
-
 def test_a_module_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:
     one = model()
     compiled = offload.compile(one, fullgraph=True)
@@ -157,13 +148,6 @@ def test_cudagraphs_are_off_for_graphs_that_move_anything(
             assert seen == [expected] * 2, "forward and backward"
             assert inductor_config.triton.cudagraphs
     assert few.stats(synchronize=True).saved_bytes > 0
-
-
-def test_a_function_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:
-    one = model()
-    compiled = offload.compile(lambda x: one(x))
-    assert_equal(step(compiled, list(one.parameters())), plain)
-    assert offload.stats(synchronize=True).compiled_regions == 1
 
 
 class Count(_torch.CustomGraphPass):
@@ -282,25 +266,6 @@ def test_compile_of_an_offload_refuses_the_backend_that_has_a_configuration_of_i
         eo.Offload(disk_path=tmp_path).compile(model(), backend="eager_offload")
 
 
-def test_what_is_installed_wraps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
-    from eager_offload.compile.inductor import install
-
-    user = Count()
-    install(user)
-    mine = config.post_grad_custom_post_pass
-    install(user)
-    assert config.post_grad_custom_post_pass is mine, "once is enough"
-    theirs = Count()
-    with config.patch(post_grad_custom_post_pass=theirs):
-        install(user)
-        wrapped = config.post_grad_custom_post_pass
-        assert isinstance(wrapped, OrderTransfers)
-        assert wrapped.inner is theirs
-        assert wrapped.uuid() is None, "what the compiler must not keep it still must not keep"
-
-
 @pytest.mark.parametrize("way", ["backend", "compile"])
 def test_passes_that_are_configured_for_everyone_run_beside_other_options(
     way: str, plain: list[Tensor], offload: eo.Offload, tmp_path: Path
@@ -328,13 +293,6 @@ def test_what_the_options_name_comes_before_what_is_configured_for_everyone() ->
         for name in ("post_grad_custom_post_pass", "post-grad-custom-post-pass"):
             assert with_pass({name: named})["post_grad_custom_post_pass"].inner is named
         assert with_pass({"post_grad_custom_post_pass": None})["post_grad_custom_post_pass"].inner is None
-
-
-def test_ours_around_ours_are_there_once() -> None:
-    graph, theirs = torch.fx.symbolic_trace(nn.Identity()).graph, Count()
-    order = OrderTransfers([OrderTransfers(theirs), OrderTransfers(OrderTransfers(None))])
-    order(graph)
-    assert (order._inner_passes(), theirs.calls) == ([theirs], 1)
 
 
 @pytest.mark.skipif(

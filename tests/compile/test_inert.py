@@ -12,8 +12,7 @@ import torch
 import torch._dynamo.variables.ctx_manager as banning
 import torch._functorch._aot_autograd.graph_compile as splitting
 import torch.utils.checkpoint as checkpointing
-from torch._inductor import config, memory, scheduler
-from torch._inductor.virtualized import V
+from torch._inductor import config, memory
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
@@ -85,7 +84,7 @@ def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inductor, "_users", weakref.WeakSet())  # those of other tests may be open
-    inductor.uninstall(Graph())
+    inductor.uninstall(monkeypatch)
     before = config.post_grad_custom_post_pass
     assert not isinstance(before, OrderTransfers)
     one, other = make_offload(tmp_path), make_offload(tmp_path)
@@ -104,31 +103,6 @@ def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
     before = [str(node) for node in graph.nodes]
     OrderTransfers()(graph)
     assert [str(node) for node in graph.nodes] == before
-
-
-def test_kernels_of_a_graph_without_transfers_are_ordered_as_torch_orders_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, is_ours, done = scheduler.SchedulerNode, [False], list[str]()
-    monkeypatch.setattr(node, "recompute_size_and_body", lambda self: done.append("theirs"))
-    _torch.order_recomputed_kernels(lambda: is_ours[0])
-    reads: Any = SimpleNamespace(reads=[], rename=lambda names: reads)
-    kernel: Any = SimpleNamespace(
-        read_writes=reads, mutation_renames={}, set_read_writes=lambda given: done.append("ours")
-    )
-    node.recompute_size_and_body(kernel)
-    assert done == ["theirs"]
-    is_ours[0] = True
-    node.recompute_size_and_body(kernel)
-    assert done == ["theirs", "theirs", "ours"]
-
-
-def test_memory_of_a_graph_without_transfers_is_estimated_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_ours, sizes = [False], {"a": (8, 8)}
-    monkeypatch.setattr(memory, "compute_size_for_scheduler_buffer", lambda buffers: sizes)
-    _torch.leave_out_of_peak(lambda node: True, lambda: is_ours[0])
-    for size in (8, 0):
-        found = memory.compute_size_for_scheduler_buffer({"a": SimpleNamespace(node=None)})  # type: ignore[dict-item]
-        assert found == {"a": (size, size)}
-        is_ours[0] = True
 
 
 @pytest.mark.long
@@ -156,16 +130,3 @@ def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch
         assert asked
         assert not any(asked)
     offload.close()
-
-
-def test_only_a_graph_that_has_one_of_our_operators_is_known_to_have_transfers() -> None:
-    one, other = Graph(), Graph()
-    with V.set_graph_handler(one):
-        lowering._note_transfer()
-        assert lowering._is_ours()
-    with V.set_graph_handler(other):
-        assert not lowering._is_ours()
-
-
-class Graph:
-    """In place of one of Inductor's."""

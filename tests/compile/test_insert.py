@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -241,17 +240,6 @@ def test_inputs_of_the_passes_are_as_they_were(attention: Attention) -> None:
         graph.lint()
 
 
-def test_values_with_gaps_between_their_elements_move() -> None:
-    """A kernel may leave room behind its rows: then nothing in the graph covers all of a storage."""
-
-    def program(x: Tensor) -> Tensor:
-        y = nn.functional.pad(x.exp(), (0, 2))[:, :6]
-        return (y * y.sigmoid()).sum()
-
-    _, choice = assert_moves_exactly(program, torch.randn(8, 6, requires_grad=True))
-    assert choice.groups
-
-
 @pytest.mark.long
 def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are_asked_for() -> None:
     program = (
@@ -266,19 +254,3 @@ def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are
             assert any("    " in line.strip() for line in one.__doc__.splitlines()), f"{name} draws nothing"
     with pytest.raises(AttributeError, match="nothing"):
         passes.nothing  # noqa: B018
-
-
-def test_as_many_nodes_as_transfers_are_added() -> None:
-    """No pass looks at all of a graph for each transfer."""
-    graph = torch.fx.Graph()
-    value = graph.placeholder("x")
-    for _ in range(3):
-        value = graph.call_function(operator.add, (value, 1))
-    count = 0
-    for _ in range(200):
-        value = graph.call_function(ops.offload, (value,))
-        value = graph.call_function(ops.reload, (value, torch.device("cpu")))
-        count += 2
-    graph.output(value)
-    before = len(graph.nodes)
-    assert len(insert_asynchronous(graph).nodes) == before + count

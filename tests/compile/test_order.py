@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload import OffloadError
 from eager_offload.compile import ops
-from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_asynchronous
 from eager_offload.compile.order import prefetch, sink_waits
 from tests.compile.happens_before import (
@@ -57,24 +53,6 @@ def test_a_wait_sinks_until_the_window_is_full_and_no_further() -> None:
     assert in_order(sink_waits(graph, 2 * NBYTES)) == "cococwocwoww"
     assert in_order(sink_waits(graph, 4 * NBYTES)) == "cocococowwww"
     assert in_order(graph) == "cowcowcowcow", "a pass changes its argument"
-
-
-def test_a_wait_comes_before_its_source_is_written_over() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.sin()
-        host = ops.offload(y, config=CONFIG)
-        z = x.cos()
-        y.view(-1).add_(z.view(-1))
-        return ops.reload(host, CPU, config=CONFIG), y
-
-    sunk = sink_waits(asynchronous(program, X), 1 << 30)
-    wait = wait_of(of_kind(sunk, ops.offload)[0])
-    (change,) = (node for node in sunk.nodes if node.target is torch.ops.aten.add_.Tensor)
-    assert wait.next is change
-    ran = run(sunk, X)
-    assert ran.violations == []
-    assert torch.equal(ran.results[0], X.sin())
-    assert torch.equal(ran.results[1], X.sin() + X.cos())
 
 
 def backward(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
@@ -178,54 +156,6 @@ def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> No
 
 
 # -- proof ------------------------------------------------------------------------------------------------------------
-
-
-def ordered(length: int = 4, window: int = 2 * NBYTES) -> Graph:
-    """The chain after all passes but the last."""
-    graph = asynchronous(chain(length), X, WEIGHT)
-    return sink_waits(prefetch(graph, window, NBYTES / 2, one_second), window)
-
-
-def test_two_transfers_in_flight_are_two_at_run_time() -> None:
-    assert run(ordered(window=2 * NBYTES), X, WEIGHT).stats.inflight_bytes_peak == 2 * NBYTES
-    assert run(ordered(window=NBYTES), X, WEIGHT).stats.inflight_bytes_peak == NBYTES
-
-
-def without_its_wait(graph: Graph, reload: Node) -> None:
-    graph.erase_node(wait_of(reload))
-
-
-def used_before_its_wait(graph: Graph, reload: Node) -> None:
-    wait = wait_of(reload)
-    next(user for user in reload.users if user is not wait).append(wait)
-
-
-def without_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
-    graph.erase_node(wait_of(reload.args[0]))
-
-
-def above_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
-    wait_of(reload.args[0]).prepend(reload)
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("change", [without_its_wait, used_before_its_wait])
-def test_a_reload_that_is_read_too_early_is_reported(change: Callable[[Graph, Node], None], number: int) -> None:
-    graph, _ = copied(ordered())
-    change(graph, of_kind(graph, ops.reload)[number])
-    assert run(graph, X, WEIGHT).violations
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("change", [without_the_wait_of_its_offload, above_the_wait_of_its_offload])
-def test_a_reload_that_comes_before_its_offload_is_over_raises(
-    change: Callable[[Graph, Node], None], number: int
-) -> None:
-    graph, _ = copied(ordered())
-    change(graph, of_kind(graph, ops.reload)[number])
-    graph.lint()
-    with pytest.raises(OffloadError, match="before the offload was waited for"):
-        run(graph, X, WEIGHT)
 
 
 def test_a_source_that_is_written_over_before_its_wait_is_reported(violations: list[str]) -> None:
