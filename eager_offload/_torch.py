@@ -1166,11 +1166,6 @@ def inductor_options() -> frozenset[str]:
 _HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
 
 
-def compiler_inlines_hooks() -> bool:
-    """Whether AOTAutograd puts saved-tensor hooks into its graphs."""
-    return _inlining_module() is not None
-
-
 def _inlining_module() -> Any:
     try:
         module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")

@@ -30,8 +30,6 @@ from eager_offload.errors import warn
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
-#: In the ``meta`` of a forward's module: all of it has been looked at.
-_OFFLOADED = "eager_offload_done"
 
 
 class _Thread(threading.local):
@@ -87,7 +85,7 @@ def _in_place_of_hooks(
 def offload_between(
     forward: GraphModule, backward: GraphModule, num_outputs: int, text: str, parameters: Sequence[int] = ()
 ) -> None:
-    """Moves what ``forward`` saves for ``backward``. Does so once: compilers ask at more than one place.
+    """Moves what ``forward`` saves for ``backward``.
 
     Args:
         forward: its outputs are ``num_outputs`` of the user's, then what is saved.
@@ -96,9 +94,6 @@ def offload_between(
         text: the configuration, and what a plan was made for: see [Note: the text of a configuration].
         parameters: which of the forward's inputs are parameters and buffers.
     """
-    if forward.meta.get(_OFFLOADED):
-        return
-    forward.meta[_OFFLOADED] = True
     leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
     config = OffloadConfig.from_text(text.partition("\n")[0])
     try:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 import eager_offload.compile as passes
-from eager_offload.compile import insert_asynchronous, insert_synchronous, ops
+from eager_offload.compile import insert_asynchronous, ops
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, INDUCTOR, compare, step_of
-from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, split
+from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly
 from tests.processes import printed_by
 from tests.releases import wrong_before
 
@@ -176,27 +176,6 @@ def square(size: int) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(size)).div_(size).requires_grad_()
 
 
-@pytest.mark.parametrize("program", COUNTED)
-def test_what_is_counted_from_the_beginning_of_a_storage_comes_back_in_all_of_it(
-    program: Callable[[Tensor], Tensor],
-) -> None:
-    _, choice = assert_moves_exactly(program, square(64), partition="min_cut")
-    (whole,) = (group for group in choice.groups if group.counted)
-    assert whole.base.name == "mm"
-    assert whole.nbytes == 64 * 64 * 4
-    assert not whole.gathered
-    assert "layout" not in choice.kept.values()
-
-
-def test_what_is_counted_comes_back_in_all_of_its_storage_where_shapes_change() -> None:
-    def program(x: Tensor) -> Tensor:
-        return counted((x @ x.exp())[:, 8:16])
-
-    shapes = [(square(32),), (square(40),)]
-    _, choice = assert_moves_exactly(program, square(64), partition="min_cut", dynamic=True, shapes=shapes)
-    assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
-
-
 @pytest.mark.parametrize(
     "backend",
     [
@@ -220,24 +199,6 @@ def test_compiled_code_may_count_from_the_beginning_of_a_storage(
 def test_parts_of_a_storage_are_exact(program: Callable[[Tensor], Tensor], backend: str) -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     compare(step_of(program, x, fullgraph=True), backend)
-
-
-def test_inputs_of_the_passes_are_as_they_were(attention: Attention) -> None:
-    one, _ = split(attention, tokens(2, 8))
-    config = config_of()
-    graphs = (one.forward.graph, one.backward.graph)
-    before = [str(graph) for graph in graphs]
-    choice = one.choose(config)
-    assert [str(graph) for graph in graphs] == before
-    pair = insert_synchronous(*graphs, one.num_outputs, choice, config)
-    assert [str(graph) for graph in graphs] == before
-    synchronous = [str(graph) for graph in pair]
-    assert synchronous != before
-    again = [insert_asynchronous(graph) for graph in pair]
-    assert [str(graph) for graph in pair] == synchronous
-    assert [str(graph) for graph in again] != synchronous
-    for graph in (*pair, *again):
-        graph.lint()
 
 
 @pytest.mark.long

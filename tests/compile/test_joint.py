@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import eager_offload as eo
 from eager_offload.compile import boundary_of, choose_joint
 from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
-from tests.compile.test_insert import Attention, square, tokens
+from tests.compile.test_insert import Attention, tokens
 from tests.proof.bits import same_bits
 
 
@@ -67,59 +67,6 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
         assert later.bytes_in - earlier.bytes_in == later.bytes_out - earlier.bytes_out
         if mode == "fake":
             assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
-
-
-class Counting(torch.autograd.Function):
-    """Its backward reads what was saved through ``seen``, by where that begins in its storage."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        context.save_for_backward(x)
-        context.seen = seen
-        return x.sin()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (x,) = context.saved_tensors
-        return gradients[0] * context.seen(x, gradients[0]), None
-
-
-def from_the_fifth_element(x: Tensor, gradient: Tensor) -> Tensor:
-    view = x.transpose(0, 1).view_as(x.transpose(0, 1))  # a view of a view
-    return view.as_strided(x.size(), x.stride(), 4)
-
-
-def with_other_last_rows(x: Tensor, gradient: Tensor) -> Tensor:
-    return x.as_strided_scatter(gradient[:3], (3, 64), (64, 1), 61 * 64)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize(
-    ("seen", "part"),
-    [
-        (from_the_fifth_element, lambda x: x[60:]),
-        (from_the_fifth_element, lambda x: x[:, 8::8]),
-        (from_the_fifth_element, lambda x: x.split(13, 1)[1][60:]),
-        (with_other_last_rows, lambda x: x[60:]),
-    ],
-    ids=["rows", "columns", "corner", "scattered"],
-)
-def test_what_a_joint_graph_counts_from_the_beginning_of_a_storage_is_there(
-    seen: Callable[[Tensor, Tensor], Tensor], part: Callable[[Tensor], Tensor], waits: bool
-) -> None:
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = Counting.apply(part(x @ x.exp()), seen).exp().sum()  # type: ignore[no-untyped-call]
-        return loss, torch.autograd.grad(loss, x)[0]
-
-    config, x = config_of(), square(64)
-    module = make_fx(step, tracing_mode="fake")(x)
-    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config, waits=waits)
-    assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
-    before = stats_of(config)
-    with torch.no_grad():
-        ours = moved(x)
-    assert all(map(same_bits, ours, step(x)))
-    assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
 
 
 def test_inputs_and_outputs_of_a_joint_graph_stay(model: nn.Module) -> None:
