@@ -77,6 +77,9 @@ PRIVATE_NAMES = {
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),
+    "ranks of a node that no launcher has counted share its memory as if all of the run were on it": (
+        "torch.distributed.distributed_c10d._get_default_store",
+    ),
     "compiled code is offloaded around its graphs": (
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
@@ -194,6 +197,10 @@ SET = {
     ),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
         "torch._inductor.config.post_grad_custom_post_pass",
+    ),
+    "on each graph of Inductor's that moves something": (
+        "torch._inductor.graph.GraphLowering.codegen",
+        "torch._inductor.graph.GraphLowering.get_dep_size_hint",
     ),
 }
 OTHER_VERSIONS = {
@@ -637,8 +644,8 @@ def default_store() -> Any:
     """Returns the store in which the ranks of the default process group met; ``None`` where there is none."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    group: Any = torch.distributed.group.WORLD
-    return group.get_group_store()
+    found = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_get_default_store", None)
+    return None if found is None else found()
 
 
 def _require_storage_identity() -> None:
