@@ -120,7 +120,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         kept("alive", 4 * GIB),
         {},
-        ["409.6 MiB a step (40 % of what is saved) stayed since something else keeps the originals alive"],
+        ["409.6 MiB a step (40 % of what is saved) are of tensors that something else keeps alive"],
     ),
     (kept("alive", GIB // 2), {}, ["Nothing held"]),
     ({"demotions": {"over_budget": 3}}, {"device_budget": "20GiB"}, ["3 forwards had a peak above device_budget"]),
