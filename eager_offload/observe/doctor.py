@@ -310,10 +310,10 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
 
 
 def _missing() -> dict[str, str]:
-    """Private names of torch that the library uses and this torch has not, each with what happens without it."""
+    """Names of torch that the library uses and this torch has not, each with what happens without it."""
     return {
         name: without
-        for without, names in _torch.PRIVATE_NAMES.items()
+        for without, names in (*_torch.PRIVATE_NAMES.items(), *_torch.PUBLIC_NAMES.items())
         for name in names
         if "()" not in name and name not in _torch.IMPORTED_BY_USERS
         if name not in _torch.OF_CUDA or torch.version.cuda
