@@ -179,11 +179,14 @@ _SCALES, _LARGE_ENOUGH = (1, 2, 3, 4, 6, 8), 0.02
 _Work = Callable[[int], tuple[Callable[[], object], float]]
 
 
-def measure(device: torch.device) -> Measurement:
+def measure(device: torch.device | None = None) -> Measurement:
     """Measures the rates of ``device``: products of numbers of 16 and of 32 bits, and bytes read and written in memory.
 
     Each rate is the median of 5 measurements of 20 ms or more, so that it is not that of a moment in which something
     else ran. Takes at most 0.4 GiB on an accelerator, less where that is not free, and needs about a second.
+
+    Args:
+        device: ``None`` is the accelerator, or the CPU if there is none.
 
     Raises:
         ConfigError: ``device`` is not on this machine.
@@ -192,6 +195,8 @@ def measure(device: torch.device) -> Measurement:
 
     from eager_offload._torch import without_dispatch_modes
 
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if not _is_here(device):
         raise ConfigError(
             f"device={str(device)!r} is not accepted: it is not on this machine, to be measured. Known without that "

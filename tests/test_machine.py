@@ -33,7 +33,7 @@ def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_tra
 
     monkeypatch.setattr(machine, "_product", noted)
     with FakeTensorMode():
-        found = measure(CPU)
+        found = measure()
     assert set(kinds) == {torch.Tensor}
     assert found.spread >= 0
     assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are the user's"
