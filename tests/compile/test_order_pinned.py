@@ -114,18 +114,6 @@ def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch
     assert ran.stats.bytes_in == (LAYERS - 1) * NBYTES, "the last one is the backward"
 
 
-@pytest.mark.long
-def test_without_pins_a_compiler_moves_them_and_the_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = compiled_step(monkeypatch, pinned=True, prefetch_bytes=100 * NBYTES)
-    record = compiled_step(monkeypatch, pinned=False, prefetch_bytes=100 * NBYTES)
-    assert pinned.found == pinned.decided
-    for found, decided in zip(record.found, record.decided, strict=True):
-        assert sorted(found) == sorted(decided)
-        assert found != decided
-    assert all(torch.equal(one, other) for one, other in zip(record.gradients, pinned.gradients, strict=True))
-    assert record.stats.bytes_in == (LAYERS - 1) * NBYTES
-
-
 def test_host_tensors_do_not_count_in_the_peak_up_to_which_a_compiler_keeps_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
