@@ -37,7 +37,6 @@ from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
 from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.matched_modules import MatchedModules, patterns_of
-from eager_offload.nothing_moved import why
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
@@ -45,6 +44,7 @@ from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
+from eager_offload.step_memory import why
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
@@ -89,8 +89,7 @@ class Offload:
             any first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
             plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
-        around_tier: stands something in front of each tier that is opened, such as the token bucket of
-            ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
+        around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
@@ -311,7 +310,9 @@ class Offload:
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
             is_saving = written is not None and bool(written.rows)
-            return Held(counters.live.without_offload, stays, leaving, returning, is_saving, small)
+            return Held(
+                counters.live.without_offload, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
+            )
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """Tells the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
