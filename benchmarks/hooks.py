@@ -3,7 +3,7 @@
     python -m benchmarks.hooks
     python -m benchmarks.hooks --tiers host --sizes 64KiB --repeats 15
 
-The hooks are called directly, beside a pair that does nothing but ``detach``, and through real operators (``exp``, which
+The hooks are called directly, beside a pair that does nothing but ``detach``, and through operators (``exp``, which
 saves one tensor, and ``neg``, which saves none). All take turns in every repetition, and so do few and many saves that
 are alive. The cost of an offloaded tensor is the caller's ``time.thread_time``: its own work, without the transfer
 threads' and without waiting. Each batch holds ``--live`` handles at once and lets go of them one by one, as backward
