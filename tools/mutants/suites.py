@@ -26,10 +26,7 @@ _FIRST = {
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": (
-        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
-        "hazards/out_of_memory"
-    ),
+    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/exposure": "exposure",
@@ -75,7 +72,7 @@ _ON_THE_DEVICE = (
     "runtime/device_clock runtime/pinned runtime/staging compile/host_tensors engine"
 )
 _DEVICE = (
-    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/doctor "
+    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/measured_speed "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
     "gpu/scenarios::test_on_the_device"
