@@ -455,10 +455,7 @@ class OnDevice(Protocol):
 class GraphBytes(Protocol):
     """Bytes that a graph offloads."""
 
-    slot: Slot | None
     record: Any
-    #: What the observer attaches: it goes when the bytes do.
-    observed: object
 
 
 class Observer(Protocol):
@@ -470,17 +467,8 @@ class Observer(Protocol):
     def waits(self, offloader: OnDevice, stream: Stream | None) -> Waiting:
         """A wait of ``stream`` begins, or where that is ``None`` of the host."""
 
-    def stays(self, key: int) -> None:
-        """The saved storage ``key`` was to leave, and stays."""
-
     def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
         """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""
-
-    def graph_keeps(self, host: GraphBytes) -> None:
-        """The bytes of ``host`` did not arrive."""
-
-    def graph_reloads(self, offloader: OnDevice) -> None:
-        """A graph asks for bytes that it offloaded."""
 
 
 class Accounts(ForkSafeLock):

@@ -41,7 +41,8 @@ REASONS = {
     "they are of a subclass of Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what "
     "tensors they are made of",
     KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
-    KeepReason.REGION: "were saved where nothing may move: in a region that is marked, or in a capture",
+    KeepReason.REGION: "were saved where nothing may move: in a region that is marked, in a graph that calls a "
+    "nested_compile_region, or in a capture",
     KeepReason.NEWEST: "are the newest ones, which stay since backward asks for them at once, and that is up to "
     "{newest}",
     KeepReason.ALIVE: "are of tensors that something else keeps alive until backward, as outputs in a list, attributes "

@@ -49,7 +49,19 @@ ROOMS: dict[str, set[str]] = {
         *("runtime", "schedule", "selection", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "compile": {
-        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
+        *(
+            "_torch",
+            "active",
+            "codecs",
+            "computed_plan",
+            "config",
+            "engine",
+            "errors",
+            "machine",
+            "marks",
+            "matched_modules",
+            "names",
+        ),
         *("runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
@@ -58,8 +70,9 @@ ROOMS: dict[str, set[str]] = {
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
-        *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
+        *("_torch", "active", "codecs", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
         *(
+            "matched_modules",
             "observe",
             "out_of_memory",
             "plan_settings",
@@ -73,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
     "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
-        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection"),
+        *("marks", "matched_modules", "module_calls", "observe", "offload", "runtime", "schedule", "selection"),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
