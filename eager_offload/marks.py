@@ -181,7 +181,9 @@ def in_no_offload_region() -> bool:
 
 def codec_here(rules: CodecRules) -> str:
     """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
-    return _inside.codecs[-1] if _inside.codecs else rules.name_in(_inside.modules)
+    if _inside.codecs:
+        return _inside.codecs[-1]
+    return rules.name_in(_inside.modules) if _inside.modules else rules.elsewhere
 
 
 def codec_noted(notes: object, rules: CodecRules) -> str:
