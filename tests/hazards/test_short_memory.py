@@ -21,7 +21,6 @@ from eager_offload.compile.host_tensors import _homes
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.limits import Headroom, host_headroom
-from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 from tests.tiers.machines import MIB, FakeMachine, RealGroup, real_group
@@ -44,9 +43,9 @@ class SmallMachine(FakeMachine):
         return host_headroom(self.system)
 
 
-@pytest.fixture(params=[SimulatedBackend, RecordedBackend], ids=lambda kind: kind.name)
-def backend(request: pytest.FixtureRequest, machine: SmallMachine) -> Iterator[Backend]:
-    with request.param() as running:
+@pytest.fixture
+def backend(machine: SmallMachine) -> Iterator[Backend]:
+    with SimulatedBackend() as running:
         yield running
         running.assert_nothing_is_held()
 
@@ -76,8 +75,6 @@ def let_host_know(backend: Backend) -> None:
     """What has run on the device is over for the host too, so that slabs are at rest."""
     runtime = backend.runtime
     runtime.synchronize(runtime.record(runtime.current_stream(torch.device("cpu"))))
-    if isinstance(backend, RecordedBackend):
-        backend.double.haste = 1.0
 
 
 # -- an injected reading --------------------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def test_h26_headroom_that_shrinks_in_mid_training_keeps_what_comes_on_the_devic
 
 
 def test_h26_headroom_that_shrinks_in_mid_training_demotes_to_disk(machine: SmallMachine, tmp_path: Path) -> None:
-    with RecordedBackend() as backend:
+    with SimulatedBackend() as backend:
         offload = backend.offload(tier="auto", disk_path=tmp_path)
         assert_identical(step(), step(Settled(offload)))
         assert offload.stats().disk_bytes_peak == 0

@@ -1,4 +1,4 @@
-"""What the doctor measures of an accelerator: on the recording double, and (``gpu``) on the one of this machine."""
+"""What the doctor measures of an accelerator: its report, and (``gpu``) the examination of the one of this machine."""
 
 from __future__ import annotations
 
@@ -23,33 +23,8 @@ from eager_offload.observe.doctor.diagnosis import (
     verdict,
 )
 from eager_offload.observe.doctor.examination import WIDTH, examine, to_text
-from eager_offload.runtime.accelerator import AcceleratorRuntime
-from tests.doubles.recording_accelerator import RecordingAccelerator
 
-DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
-
-
-@pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> RecordingAccelerator:
-    machine = RecordingAccelerator(rate=2e9, can_register=True)
-    runtime = AcceleratorRuntime(machine, probe_bytes=1 << 16)
-    monkeypatch.setattr(probes, "accelerator_runtime", lambda: runtime)
-    return machine
-
-
-def test_a_link_is_measured_each_way_and_both_ways_at_once(double: RecordingAccelerator) -> None:
-    alone, both = probes.link(DEVICE), probes.duplex_link(DEVICE)
-    assert (alone.out, alone.back) == pytest.approx((2e9, 2e9))
-    assert 0 < both.out <= alone.out * 1.01
-    assert 0 < both.back <= alone.back * 1.01
-    assert sum(call.startswith("copy") for call in double.calls) >= 4
-
-
-def test_memory_that_came_pageable_was_not_pinned(double: RecordingAccelerator) -> None:
-    # Torch asks the driver, which knows nothing of what the double has registered.
-    with pytest.raises(RuntimeError, match="pageable"):
-        probes.pin_seconds()
 
 
 def text_of(
