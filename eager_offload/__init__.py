@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from eager_offload.version import VERSION
 
 if TYPE_CHECKING:
-    from eager_offload.codecs.policy import CodecPolicy
     from eager_offload.config import OffloadConfig
     from eager_offload.errors import (
         CapacityError,
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
         CorruptionError,
         OffloadError,
         PlanError,
-        PrecisionError,
         SavedTensorModifiedError,
         TransferError,
     )
     from eager_offload.machine import Machine
     from eager_offload.malloc import release_freed_memory
-    from eager_offload.marks import keep, no_offload, prefer_offload
+    from eager_offload.marks import codec, keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
     from eager_offload.planning.files import Point
     from eager_offload.planning.plan import Plan
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapacityError",
-    "CodecPolicy",
     "ConfigError",
     "CorruptionError",
     "Machine",
@@ -48,10 +45,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Point",
-    "PrecisionError",
     "SavedTensorModifiedError",
     "StepPlan",
     "TransferError",
+    "codec",
     "keep",
     "no_offload",
     "plan",
@@ -64,15 +61,14 @@ __version__ = VERSION
 #: By the modules that they are in. That of `Offload` is the first: it defines the operators of compiled code.
 _HOMES = {
     "offload": ("Offload",),
-    "codecs.policy": ("CodecPolicy",),
     "config": ("OffloadConfig",),
     "errors": (
-        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError", "PrecisionError"),
+        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError"),
         *("SavedTensorModifiedError", "TransferError"),
     ),
     "machine": ("Machine",),
     "malloc": ("release_freed_memory",),
-    "marks": ("keep", "no_offload", "prefer_offload"),
+    "marks": ("codec", "keep", "no_offload", "prefer_offload"),
     "planning.files": ("Point",),
     "planning.plan": ("Plan",),
     "planning.planner": ("plan",),
@@ -80,6 +76,11 @@ _HOMES = {
     "step_plan": ("StepPlan",),
 }
 
+#: Names that were public, and what to write in their place.
+_GONE = {
+    "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
+    "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
+}
 
 if not TYPE_CHECKING:  # for which every name would be one
 
@@ -92,7 +93,8 @@ if not TYPE_CHECKING:  # for which every name would be one
             return globals()[name]
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f" any more: {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -63,7 +63,7 @@ class _Entered(active.Owner, Protocol):
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None: ...
 
-    def warn_of_skip_in_vain(self) -> None: ...
+    def warn_of_patterns_in_vain(self) -> None: ...
 
 
 class EnteredContext:
@@ -161,7 +161,7 @@ class EnteredContext:
                 if offload._forwards == _LOOKED_AT:
                     offload.warn_if_nothing_moved()
                     if not has_compiled():  # what a compiler has traced may have called them
-                        offload.warn_of_skip_in_vain()
+                        offload.warn_of_patterns_in_vain()
         elif has_compiled():
             return
         elif autograd_sequence() > self._nodes_before:

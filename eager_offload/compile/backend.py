@@ -11,6 +11,7 @@ from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.inductor import with_passes
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
+from eager_offload.matched_modules import patterns_of
 from eager_offload.names import unknown_name
 
 
@@ -42,10 +43,10 @@ def eager_offload(
         )
     given = dict(options or {})
     config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
-    if config.skip:
+    if patterns := patterns_of(config):
         raise ConfigError(
-            'skip is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend out '
-            "and take offload.compile(model)"
+            f'{patterns[0].field} with names of modules is not accepted by backend="eager_offload", which sees graphs '
+            "and no names: leave the backend out and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
     unknown = sorted(patches.keys() - inductor_options())

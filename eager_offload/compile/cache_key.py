@@ -21,7 +21,7 @@ _OTHERS = (
         "selection.py",
         "tiers/memory.py",
     ),
-    *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
+    *(f"codecs/{name}.py" for name in ("base", "exact", "names", "rounded")),
     *(f"planning/{name}.py" for name in ("predict", "program", "recompute", "solve")),
 )
 

@@ -27,7 +27,7 @@ from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.errors import CapacityError, OffloadError
-from eager_offload.marks import in_no_offload_region
+from eager_offload.marks import region_here
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
@@ -187,11 +187,11 @@ def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> in
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both"
         )
-    if in_no_offload_region() and counters.demote("region"):
+    if (written := region_here()) and counters.demote("region"):
         offloader.warn(
-            "compiled code moves what it saves although it is called in a no_offload() region: its graphs are made "
-            "beforehand. Write `with eager_offload.no_offload():` inside of what is compiled, or call it outside of "
-            "`with offload:`"
+            f"compiled code moves what it saves although it is called in a {written} region, which changes nothing of "
+            "it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, compile "
+            "the module that it names, or one around it), or call it outside of `with offload:`"
         )
     return counters.kept_by_graph(region)
 

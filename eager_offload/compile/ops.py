@@ -1,4 +1,4 @@
-"""The three operations that compiled code moves bytes with, and two that codecs need.
+"""The three operations that compiled code moves bytes with, and one that codecs need.
 
 ``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
 tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
@@ -21,10 +21,6 @@ stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` 
 ``coded_bytes`` bytes. ``window`` is what the graph's transfers that way keep to, in bytes: for the pass that orders
 them, and for the stats.
 
-``draw_seed`` returns another seed for stochastic rounding, each time that it runs: ``int64``, of one element, from a
-generator of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two
-calls for one, or keeps a result.
-
 ``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
 a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
 the alignment that counts, at the address.
@@ -46,7 +42,6 @@ from torch.library import register_fake
 
 from eager_offload import active
 from eager_offload._torch import below_autograd, library
-from eager_offload.codecs.seeds import SEEDS
 from eager_offload.compile import host_tensors
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import ALIGNMENT
@@ -65,12 +60,8 @@ _library.define(
     tags=_TAGS,
 )
 _library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()", tags=_TAGS)
-# A CUDA graph would replay one seed for ever.
-_library.define("draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, *_TAGS))
-
 _library.define("spread(Tensor compact, int[] stride, int offset=0) -> Tensor")
 
-draw_seed = torch.ops.eager_offload.draw_seed.default
 offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
 spread = torch.ops.eager_offload.spread.default
@@ -129,14 +120,6 @@ def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tens
     host_tensors.wait_for(tensor, keepalive)
 
 
-def _draw_seed(device: torch.device) -> Tensor:
-    return torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=device)
-
-
-def _fake_draw_seed(device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=device)
-
-
 def _fake_offload(source: Tensor, **_: object) -> Tensor:
     return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
 
@@ -180,7 +163,6 @@ for _name, _real, _fake in (
     ("offload", _offload, _fake_offload),
     ("reload", _reload, _fake_reload),
     ("wait_tensor", _wait_tensor, _fake_wait_tensor),
-    ("draw_seed", _draw_seed, _fake_draw_seed),
     ("spread", _spread, _fake_spread),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.errors import ConfigError
+from eager_offload.matched_modules import plain_name
 from eager_offload.module_calls import ModuleCall
-from eager_offload.skipping import plain_name
 
 _lock = threading.Lock()
 

@@ -92,14 +92,14 @@ class _Draft:
                     first, storage.nbytes, save.node, urgent=True, last_save=last if last > first else None
                 )
             self._start_due(save.node)
-        recorder.take(number, first, save.nbytes, save.requires_grad, nbytes, nbytes)
+        recorder.take(number, first, save.nbytes, save.requires_grad, nbytes, nbytes, save.codec)
         self._order.add(number, first, storage.moved_bytes if moves else 0, 0)
 
     def _start_due(self, node: int | None) -> None:
         while (first := self._queue.due(node)) is not None:
             self._queue.discard(first)
             packing = self._program.storages[self._program.saves[first].storage].packing
-            self._recorder.started(first, None if packing is None else Coded(*packing[:4]))
+            self._recorder.started(first, None if packing is None else Coded(*packing[:3]))
 
     def _ask(self) -> None:
         """Backward. The handles of a node go when the next one begins."""

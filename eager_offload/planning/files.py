@@ -19,7 +19,7 @@ from eager_offload.planning.decide import Outcome
 from eager_offload.planning.predict import Course, Moves, Problem
 
 #: The form of the file.
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Point(NamedTuple):

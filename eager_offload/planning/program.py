@@ -47,6 +47,8 @@ class ProgramSave(NamedTuple):
     """The number of the autograd node that saves it: what one operator saves has one."""
     is_alive: bool = False
     """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
+    codec: str = "identity"
+    """The name of the codec that is in force where it is saved."""
 
 
 class ProgramAsk(NamedTuple):
@@ -61,10 +63,8 @@ class Packing(NamedTuple):
     """How a storage travels that a codec packs."""
 
     codec: str
-    """As ``text_of`` has it."""
+    """Its name."""
     dtype: str
-    maker: str
-    """The node of the operator that made it, where it is rounded; else empty."""
     nbytes: int
     """That travel."""
     pack_bytes: int

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import own_buffers, tree_iter, tree_map, without_dispatch_modes
-from eager_offload.codecs import CodecPolicy
+from eager_offload.codecs.names import CodecRules
 from eager_offload.errors import ConfigError, PlanError
+from eager_offload.matched_modules import MatchedModules, Pattern
 from eager_offload.planning.leftovers import reached_put_back
 from eager_offload.planning.numbers import by_itself, numbers_put_back
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder
 from eager_offload.planning.trace import run_step
-from eager_offload.skipping import SkippedModules
 
 
 class RealSteps(NamedTuple):
@@ -48,8 +48,8 @@ def record(
     steps: int,
     *,
     min_bytes: int,
-    skip: Sequence[str] = (),
-    policy: CodecPolicy = PLAIN,
+    patterns: Sequence[Pattern] = (),
+    rules: CodecRules = PLAIN,
 ) -> RealSteps:
     """Runs ``steps`` training steps without an optimizer, on a CPU; arguments and errors as for ``trace``."""
     inputs = tree_map(_leaf, inputs)
@@ -64,15 +64,15 @@ def record(
     found: list[RealSteps] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), reached_put_back(model, loss), _put_back(parts, given) as outside:
-            recorder, skipped = Recorder(min_bytes, policy, outside=outside), SkippedModules()
+            recorder, matched = Recorder(min_bytes, rules, outside=outside), MatchedModules()
             for one in (*_own(parts), *given):
                 recorder.has(one)
             try:
-                if skip:
-                    skipped.add(model, skip)
+                if patterns:
+                    matched.add(model, patterns)
                 copy_context().run(run_step, recorder, model, inputs, loss)
             finally:
-                skipped.end()
+                matched.end()
             found.append(RealSteps(recorder.program(), tuple(recorder.seconds)))
     last = found[-1]
     alike = [one.seconds for one in found if one.program.ops == last.program.ops]

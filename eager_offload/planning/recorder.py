@@ -16,7 +16,6 @@ from eager_offload._torch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    asking_node,
     autograd_sequence,
     current_autograd_node,
     is_fake,
@@ -30,13 +29,13 @@ from eager_offload._torch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from eager_offload.codecs import CodecPolicy
+from eager_offload.codecs.names import IDENTITY, CodecRules
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.planning.calls import Calls, written_by
-from eager_offload.planning.coded import Coder
+from eager_offload.planning.coded import CodedSave, coded_save, packing_of
 from eager_offload.planning.guessed import guessed_name
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage
 from eager_offload.selection import logical_bytes, reason_to_stay
@@ -45,7 +44,7 @@ from eager_offload.stats import KeepReason
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
 #: Everything travels as it is.
-PLAIN = CodecPolicy(lossless=False)
+PLAIN = CodecRules({"*": IDENTITY})
 
 
 class _Handle(NamedTuple):
@@ -60,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     Args:
         min_bytes: a smaller saved tensor stays.
-        policy: the codecs that may pack what moves.
+        rules: which codecs may pack what moves.
         generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
             time.
         blocks: notes which storages live.
@@ -71,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def __init__(
         self,
         min_bytes: int,
-        policy: CodecPolicy = PLAIN,
+        rules: CodecRules = PLAIN,
         *,
         generator: torch.Generator | None = None,
         blocks: Blocks | None = None,
@@ -93,7 +92,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._modules = [""]
         self._inside = [0]
         self._calls = Calls(self._blocks)
-        self._coder = Coder(policy)
+        self._rules = rules
+        #: What says which codec packs, by the number of the save, where one may.
+        self._coded: dict[int, CodedSave] = {}
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
         #: Those that have saved something, by autograd's number, in order.
@@ -323,7 +324,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         whole = nbytes if storage is None or is_apart else storage.nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node)
+        codec = marks.codec_here(self._rules)
+        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node, codec=codec)
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
@@ -331,8 +333,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             return _Handle(number, lambda: kept)
         saved = self._blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
-        if not self._coder.is_idle:
-            self._coder.save(number, tensor, is_drawn=block.is_drawn)
+        self._coded[number] = coded_save(tensor, codec, self._min_bytes, is_drawn=block.is_drawn)
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Handle(number, partial(self._like, saved, tensor.dtype, place))
 
@@ -341,8 +342,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op = len(self._ops)
         self._blocks.note_deaths(op)
         self._asks.append(ProgramAsk(handle.save, op))
-        if not self._coder.is_idle:
-            self._coder.ask(handle.save, asking_node())
         return handle.get()
 
     @property
@@ -365,9 +364,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
             for save, block, use in self._saves
         )
-        if not self._coder.is_idle:
-            with without_dispatch_modes():
-                storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
+        with without_dispatch_modes():
+            storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
         modules = tuple(self._modules)
         calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
@@ -377,7 +375,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:
             return storage
-        found = self._coder.packing([at for at, save in enumerate(saves) if save.storage == number], storage.nbytes)
+        of_storage = [self._coded[at] for at, save in enumerate(saves) if save.storage == number]
+        found = packing_of(of_storage, storage.nbytes)
         return storage if found is None else storage._replace(moved_bytes=found.nbytes, packing=found)
 
 

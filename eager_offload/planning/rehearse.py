@@ -25,15 +25,14 @@ from torch import Tensor
 
 from eager_offload import active
 from eager_offload._torch import without_torch_function
-from eager_offload.codecs import CodecPolicy, PackedLayout, TensorMeta
+from eager_offload.codecs import PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
+from eager_offload.codecs.names import IDENTITY, CodecRules
 from eager_offload.offload import Offload
 from eager_offload.planning.numbers import by_itself
 from eager_offload.planning.predict import Course, Problem
 from eager_offload.planning.program import Packing
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.planning.simulated import RehearsalRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -78,30 +77,26 @@ class _StandIn:
     takes: Callable[[int, int], None]
     name: ClassVar[str] = "stand-in"
     lossless: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
 
     def layout(self, meta: TensorMeta) -> PackedLayout:
         return parts_of(("bytes", self.nbytes))
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
+    def pack(self, x: Tensor, out: Tensor) -> None:
         self.takes(self.packing.pack_bytes, self.packing.pack_scratch)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         self.takes(self.packing.unpack_bytes, self.packing.unpack_scratch)
 
-    def error_bound(self, meta: TensorMeta, amax: float) -> float:
-        return 0.0
 
-
-class _Codecs(CodecPolicy):
+class _Codecs(CodecRules):
     """The codecs of stand-ins, and none for what a plan does not know."""
 
     def __init__(self, made: Callable[[str], _StandIn]) -> None:
-        super().__init__(lossless=False)
-        object.__setattr__(self, "_made", made)  # of a frozen class, and no field that a text or a comparison has
+        super().__init__({"*": IDENTITY})
+        self._made = made
 
     def codec(self, text: str) -> _StandIn:
-        return self._made(text)  # type: ignore[attr-defined,no-any-return]  # see above
+        return self._made(text)
 
 
 class _Stage:
@@ -111,13 +106,12 @@ class _Stage:
         program = problem.program
         self._problem, self._program, self._plan = problem, program, plan
         self._factor = max(1.0, program.movable_bytes / _STAGE_BYTES)
-        self._runtime = SimulatedRuntime(
+        self._runtime = RehearsalRuntime(
             out_bandwidth=problem.out / self._factor,
             in_bandwidth=problem.back / self._factor,
             launch_seconds=launch_seconds,
             host_waits=launch_seconds == 0,
         )
-        self._observer = OperatorObserver(self._runtime, Checker(), torch.device("cpu"))
         self._root = torch.zeros(1, requires_grad=True, device="cpu")
         self._small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device="cpu")
         self._node = -1
@@ -167,7 +161,6 @@ class _Stage:
             plan=self._small_plan(),
             runtime=runtime,
         )
-        runtime.attach(None, self._observer)
         begun = runtime.default_stream.tail
         with offload:
             for op in range(program.forward_ops + 1):
@@ -211,7 +204,7 @@ class _Stage:
             tensor = _tensor_of(self._root, nbytes)
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._observer.allocated(tensor, self._runtime.default_stream, "forward")
+        self._runtime.living.add(tensor.untyped_storage())
         self._originals[number] = record = FinalizerRecord(tensor.untyped_storage(), self._gone.append)
         self._number_of[record] = number
         self._tensors[number] = tensor
@@ -277,8 +270,7 @@ class _Stage:
 
     def _held(self, other_bytes: int) -> int:
         """Bytes that live now, with so many others."""
-        self._observer.sweep()
-        return round(self._observer.resident_bytes * self._factor + other_bytes)
+        return round(self._runtime.living.nbytes * self._factor + other_bytes)
 
     def _nbytes(self, nbytes: int) -> int:
         """Bytes of what stands for so many."""
@@ -293,12 +285,11 @@ class _Stage:
                 own = whole if save.owner == number else 0
                 first = self._saves_of[self._program.saves[number].storage][0]
                 requires_grad = self._program.saves[first].requires_grad
-                save = dataclasses.replace(
-                    save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, requires_grad=requires_grad
-                )
+                save = dataclasses.replace(save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, codec=IDENTITY)
+                save = dataclasses.replace(save, requires_grad=requires_grad)
                 if save.coded is not None:
                     dtype = str(torch.float8_e5m2 if requires_grad else torch.uint8)
-                    coded = Coded(str(self._program.saves[number].storage), dtype, "", self._nbytes(save.coded.nbytes))
+                    coded = Coded(str(self._program.saves[number].storage), dtype, self._nbytes(save.coded.nbytes))
                     save = dataclasses.replace(save, coded=coded)
             elif self._program.saves[number].storage < 0:
                 save = Save(Fate.KEEP, KeepReason.SMALL, _SMALL_BYTES, _SMALL_BYTES)

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import FakeTensorMode, run_backward
-from eager_offload.codecs import CodecPolicy
+from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
+from eager_offload.matched_modules import MatchedModules, Pattern
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.leftovers import Made, left_as_it_was
 from eager_offload.planning.numbers import by_itself, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns
-from eager_offload.skipping import SkippedModules
 
 #: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
@@ -42,9 +42,9 @@ def trace(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     min_bytes: int,
-    skip: Sequence[str] = (),
+    patterns: Sequence[Pattern] = (),
     again: Sequence[str] = (),
-    policy: CodecPolicy = PLAIN,
+    rules: CodecRules = PLAIN,
 ) -> Program:
     """One training step of ``model`` as numbers.
 
@@ -53,9 +53,9 @@ def trace(
         inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords.
         loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
         min_bytes: a smaller saved tensor stays.
-        skip: patterns of the names of modules that keep what they save.
+        patterns: name modules that keep what they save, or that ``rules`` name a codec for.
         again: names of modules that are computed again, as :meth:`Plan.apply` has them.
-        policy: the codecs that may pack what moves.
+        rules: which codecs may pack what moves.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -64,7 +64,7 @@ def trace(
     made = Made()
     with left_as_it_was(model, loss, made):
         # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, skip, again, policy, made)
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, made)
 
 
 def _trace(
@@ -72,9 +72,9 @@ def _trace(
     inputs: object,
     loss: Callable[[Any], Tensor] | None,
     min_bytes: int,
-    skip: Sequence[str],
+    patterns: Sequence[Pattern],
     again: Sequence[str],
-    policy: CodecPolicy,
+    rules: CodecRules,
     made: Made,
 ) -> Program:
     with (
@@ -83,15 +83,15 @@ def _trace(
         _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        recorder, skipped = Recorder(min_bytes, policy, generator=generator, blocks=made.blocks), SkippedModules()
+        recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
         stand_ins = StandIns(recorder)
         inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
         for part in (traced, made_loss):
             if isinstance(part, nn.Module):
                 made.add(part)
-        if skip:
-            skipped.add(traced, skip)
+        if patterns:
+            matched.add(traced, patterns)
         try:
             with stand_ins:
                 run_step(recorder, traced, inputs, made_loss, again)

@@ -7,9 +7,10 @@ import torch
 
 from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
-from tests.gpu.machine import DeviceMachine, Machine, Skipped
+from tests.gpu.machine import Machine, Skipped
 from tests.gpu.scenarios import SCENARIOS, Scenario
 from tests.gpu.step_scenarios import STEP_SCENARIOS
+
 
 def run(scenario: Scenario, machine: Machine) -> None:
     try:
@@ -19,7 +20,7 @@ def run(scenario: Scenario, machine: Machine) -> None:
 
 
 def run_on_the_device(scenario: Scenario) -> None:
-    machine = DeviceMachine()
+    machine = Machine()
     try:
         run(scenario, machine)
     finally:

@@ -119,7 +119,7 @@ OURS: dict[str, tuple[type[Exception] | None, Callable[[Beside], object]]] = {
 def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
     api: Api, runtime: AcceleratorRuntime, name: str, mode: CaptureMode, where: Callable[..., object]
 ) -> None:
-    """In mode ``global`` another thread is told as the thread that captures is; else it need not know of the capture."""
+    """In mode ``global`` another thread is told what the thread that captures is told; else it need not know of it."""
     kind, call = OURS[name]
     told_everywhere = mode is CaptureMode.GLOBAL or "its event" in name or "a stream's" in name
     is_told = kind is not None and (where is here or told_everywhere)

@@ -23,6 +23,9 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Gate, assert_settled, gate_before
 from tests.hazards.blocks import Step
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_short_memory import NBYTES, SmallMachine
+from tests.hazards.test_short_memory import machine as machine  # the fixture
+from tests.hazards.test_short_memory import step as small_step
 from tests.runtime.simulated_rig import DistantSlot
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
@@ -89,18 +92,36 @@ def test_a_step_with_checksums_and_staging_memory_for_one_tensor_at_a_time(
     assert staging_bytes(staging) == 0
 
 
-def test_the_host_tier_spills_to_the_disk(backend: VirtualBackend, tmp_path: Path) -> None:
-    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 22)
+@pytest.mark.parametrize("plans", [True, False])
+def test_h54_the_host_tier_spills_to_the_disk(backend: VirtualBackend, tmp_path: Path, plans: bool) -> None:
+    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 22, step_plans=plans)
     assert_trains(offload)
     some = offload.stats()
-    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 12)
+    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 12, step_plans=plans)
     with pytest.warns(RuntimeWarning, match="the host tier is full"):
-        assert_trains(offload)
+        assert_trains(offload, 4)
     stats = assert_settled(offload)
     assert_moved(stats)
     assert some.host_bytes_peak > some.disk_bytes_peak == 0, "the first tier has room for all"
     assert stats.disk_bytes_peak > 0
     assert stats.demotions["host_to_disk"] > 0
+    assert (stats.followed_forwards > 0) is plans
+
+
+def test_h26_headroom_that_shrinks_in_mid_training_demotes_to_disk(
+    machine: SmallMachine, backend: VirtualBackend, tmp_path: Path
+) -> None:
+    offload = backend.offload(tier="auto", disk_path=tmp_path)
+    assert_identical(small_step(), small_step(Settled(offload)))
+    assert offload.stats().disk_bytes_peak == 0
+    machine.available = 3 << 20
+    with pytest.warns(RuntimeWarning, match="the host tier is full: saved tensors go to the disk tier as well. The"):
+        assert_identical(small_step(depth=24), small_step(Settled(offload), depth=24))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.demotions["host_to_disk"] > 0
+    assert stats.disk_bytes_peak >= NBYTES
+    assert "budget" not in stats.demotions
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
