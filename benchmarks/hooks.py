@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,15 +33,13 @@ import eager_offload as eo
 from benchmarks.common import Report, Spread, command_line, drive, listed, parse, ratios, show
 from eager_offload.active import unpack
 from eager_offload.config import parse_size
-from eager_offload.eager import plans
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import host_runtime
 
 #: Microseconds: the most that pack and unpack of a kept tensor may cost above the pair, and of an offloaded one.
 KEPT_ABOVE_PAIR, OFFLOADED = 2.0, 28.0
-#: The same in a forward that follows a step plan, and the most that this, and writing one down, may take of the time of
-#: one that is decided anew.
-FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE, RECORDED_SHARE = 1.5, 20.0, 0.7, 1.05
+#: The same in a forward that follows a step plan, and the most that this may take of the time of one decided anew.
+FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE = 1.5, 20.0, 0.7
 #: What a save may cost with ``--alive`` of them alive, as a part of what it does with so few.
 FEW, ALIVE_SHARE = 1000, 1.2
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
@@ -119,17 +117,6 @@ WITHOUT = Candidate(ALONE, _detach, _nothing)
 
 def ours(name: str, offload: eo.Offload, *, moves: bool) -> Candidate:
     return Candidate(name, offload._hooks.pack, unpack, lambda: offload, moves)
-
-
-@contextmanager
-def recorded(offload: eo.Offload) -> Iterator[None]:
-    """A forward that writes down what it does, and follows nothing."""
-    before, plans._DECIDE_AGAIN = plans._DECIDE_AGAIN, 1
-    try:
-        with offload:
-            yield
-    finally:
-        plans._DECIDE_AGAIN = before
 
 
 def chunks(options: argparse.Namespace) -> Iterator[range]:
@@ -289,47 +276,21 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
         "max_inflight_bytes": max(nbytes * options.live, 1 << 20),
         "prefetch_bytes": nbytes * options.live // 4,
     }
-    offload, following, recording = (eo.Offload(fields, step_plans=how) for how in (False, True, True))
+    offload, following = (eo.Offload(fields, step_plans=how) for how in (False, True))
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
     anew, followed = ours("offloaded", offload, moves=True), ours("followed", following, moves=True)
-    noted = replace(ours("recorded", recording, moves=True), context=partial(recorded, recording))
     direct = call_directly(lambda: fresh_tensors(nbytes, options.live), options)
-    costs = repeat(direct, calls, options, anew, DETACHING, followed, noted)
+    costs = repeat(direct, calls, options, anew, DETACHING, followed)
     check_followed(following)
     following.close()
-    recording.close()
     operator = replace(anew, name=OPERATOR)
     costs += repeat(run_operator(nbytes, options), min(calls, options.calls // 4), options, operator, WITHOUT)
     check_offloaded(offload)
     offload.close()
     report.at_most(f"offloaded, {tier}, {size}: us", spread(costs, "offloaded").median, OFFLOADED)
     report.at_most(f"followed, {tier}, {size}: us", spread(costs, "followed").median, FOLLOWED)
-    for name, most in (("followed", FOLLOWED_SHARE), ("recorded", RECORDED_SHARE)):
-        share = Spread.of(ratios(costs, "total", name, "offloaded")).median
-        report.at_most(f"{name} of anew, {tier}, {size}", share, most)
-    return costs
-
-
-def measure_shared(report: Report, options: argparse.Namespace) -> list[Cost]:
-    """What a save costs of few and of many parts of one storage, which leaves once for all of them."""
-    costs, most = [], options.alive // 5
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=False)
-    for number, parts in itertools.product(range(-1, options.repeats), (FEW // 5, most)):
-        leaf = torch.zeros(parts, 64).requires_grad_()
-
-        def make(leaf: Tensor = leaf) -> list[Tensor]:
-            whole = leaf * 1
-            return [whole, *whole.unbind()[1:]]
-
-        batch = call_directly(make, argparse.Namespace(live=parts, chunk=options.chunk))
-        candidate = ours("shared", offload, moves=True)
-        cost = once(batch, candidate, most if number >= 0 else parts, parts, f"{parts} parts", number)
-        costs += [cost] if number >= 0 else []
-    if not offload.stats(synchronize=True).shared_bytes:
-        raise SystemExit("benchmarks.hooks: no storage was shared, so there is nothing to measure")
-    offload.close()
-    shares = Spread.of(ratios(costs, "total", f"{most} parts", f"{FEW // 5} parts"))
-    report.at_most(f"a save of {most} parts of one storage, of what it is with {FEW // 5}", shares.median, ALIVE_SHARE)
+    share = Spread.of(ratios(costs, "total", "followed", "offloaded")).median
+    report.at_most(f"followed of anew, {tier}, {size}", share, FOLLOWED_SHARE)
     return costs
 
 
@@ -360,26 +321,6 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     return costs
 
 
-def measure_collector(options: argparse.Namespace) -> list[Cost]:
-    """What the garbage collector adds to a save where a step has thousands of them, and where the rest is frozen."""
-    live, costs = max(options.alive // 10, 1), []
-    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": 4096 * live}
-    offload = eo.Offload(fields, step_plans=False)
-    candidate = ours("offloaded", offload, moves=True)
-    batch = call_directly(partial(fresh_tensors, 4096, live), argparse.Namespace(live=live, chunk=options.chunk))
-    ways = {"collected": (gc.enable, gc.unfreeze), "frozen": (gc.enable, gc.freeze), "not collected": (gc.disable,)}
-    for number, (name, prepare) in itertools.product(range(-1, options.repeats), ways.items()):
-        for call in prepare:
-            call()
-        cost = once(batch, candidate, 4 * live, live, name, number)
-        costs += [cost] if number >= 0 else []
-    gc.enable()
-    gc.unfreeze()
-    check_offloaded(offload)
-    offload.close()
-    return costs
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)  # the caller's own thread is what is measured
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
@@ -399,7 +340,6 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
             "unpack": spread(costs, "offloaded", what="unpack").median,
             "both": spread(costs, "offloaded"),
             "followed": spread(costs, "followed"),
-            "recorded": spread(costs, "recorded").median,
             "wall": spread(costs, "offloaded", what="wall").median,
             "pair": spread(costs, PAIR).median,
             "operator": spread(costs, OPERATOR, ALONE).median,
@@ -407,17 +347,13 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    rest = {
-        "alive": measure_alive(report, options),
-        "one storage": measure_shared(report, options),
-        "collector": measure_collector(options),
-    }
+    rest = {"alive": measure_alive(report, options)}
     rows = (
         {"": f"{what}: {name}", "both": spread(costs, name), "pack": spread(costs, name, what="pack").median}
         for what, costs in rest.items()
         for name in dict.fromkeys(one.variant for one in costs)
     )
-    show("By how many saves are alive, and by garbage collection: microseconds a call, 4 KiB to the host tier", rows)
+    show("By how many saves are alive: microseconds a call, 4 KiB to the host tier", rows)
     groups = {"kept": kept, "offloaded": offloaded, "by what Python holds": rest}
     summary = {
         group: {

@@ -29,7 +29,7 @@ def make(step_plans: bool) -> Offload:
 def counted(stats: OffloadStats) -> Counted:
     names = ("parameter", "small", "region")
     kept = tuple(stats.kept_bytes.get(name, 0) for name in names)
-    return stats.steps, stats.saved_tensors, stats.saved_bytes, stats.small_bytes_largest, kept
+    return stats.steps, stats.saved_tensors, stats.saved_bytes, kept
 
 
 def forward(weights: list[Tensor], look: Look, *, larger: int = -1) -> Tensor:

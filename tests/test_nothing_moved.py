@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.nothing_moved import why
 from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.step_memory import why
 
 MOVED_NOTHING = "eager_offload: nothing moved, because "
 

@@ -395,6 +395,39 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     assert_moved(assert_settled(offload))
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host.")
+@pytest.mark.parametrize("keep", [0, 1 << 20], ids=["away", "waiting"])
+def test_h54_graphs_that_are_dropped_while_forward_goes_on_count_no_more(keep: int, disk: Backend) -> None:
+    def step(offload: Offload, *, drops: bool) -> int:
+        """Returns the bytes that the library holds on the device at the end of the forward."""
+        x, losses = leaf(SIDE, SIDE), []
+        with offload:
+            losses += [deep(x, nullcontext(), 2)]
+            for _ in range(5):
+                losses += [deep(x, nullcontext(), 3)]
+                offload.stats(synchronize=True)
+                del losses[1 if drops else 6 :]
+                offload.stats(synchronize=True)
+            resident = offloader_of(offload).census().resident_bytes
+        while losses:
+            losses.pop().backward()
+        return resident
+
+    found = []
+    for step_plans in (True, False):
+        offload = disk.offload(tier="host", keep_last_bytes=keep, step_plans=step_plans)
+        for _ in range(2):
+            step(offload, drops=False)
+        offload.reset_stats()
+        resident = step(offload, drops=True)
+        stats = offload.stats(synchronize=True)
+        assert stats.followed_forwards == step_plans
+        assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
+        found.append((stats.without_offload_bytes_peak, stats.released_bytes, resident))
+    assert found[0] == found[1]
+    assert found[0][0] == 5 * SIDE * SIDE * 4
+
+
 def test_h54_a_tensor_of_the_size_of_a_weight_is_not_taken_for_one(backend: Backend) -> None:
     """A layer that is frozen saves its weight; once it is trained, its input."""
     weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach())

@@ -20,16 +20,12 @@ _FIRST = {
     "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
-    "codecs": "codecs/exact codecs/rounded codecs/policy",
-    "codecs/policy": "codecs/policy codecs/rounding",
+    "codecs": "codecs/exact codecs/rounded",
     "compile/host_tensors": "compile/transfers compile/operations",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": (
-        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
-        "hazards/out_of_memory"
-    ),
+    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/exposure": "exposure",
@@ -47,6 +43,7 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
+    "planning/simulated": "planning/rehearse =simulated",
     "runtime/device_clock": "",
     "runtime/host": "=host",
     "runtime/link_probe": "",
@@ -76,7 +73,7 @@ _ON_THE_DEVICE = (
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
     "virtual_device/on_device/pinned runtime/accelerator_gpu virtual_device/on_device/hooks "
-    "virtual_device/on_device/doctor virtual_device/on_device/it_can_tell::test_nothing_is_missing "
+    "virtual_device/on_device/measured_speed virtual_device/on_device/it_can_tell::test_nothing_is_missing "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
     "gpu/scenarios::test_on_the_device"
 )
