@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from tests.test_import import PACKAGE, imports_of
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
-SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recompute", "solve")}
+SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
 #: Those of no row of its own are `solver`, and `examination`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {
@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
-        *("runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
+        *("matched_modules", "runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
@@ -60,8 +60,9 @@ ROOMS: dict[str, set[str]] = {
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
-        *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
+        *("_torch", "active", "codecs", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
         *(
+            "matched_modules",
             "nothing_moved",
             "observe",
             "out_of_memory",
@@ -72,10 +73,20 @@ ROOMS: dict[str, set[str]] = {
             "tiers",
         ),
     },
-    "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
+    "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
-        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation"),
+        *(
+            "marks",
+            "matched_modules",
+            "module_calls",
+            "observe",
+            "offload",
+            "runtime",
+            "schedule",
+            "selection",
+            "simulation",
+        ),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
