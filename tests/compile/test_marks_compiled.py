@@ -120,7 +120,9 @@ def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run
 ) -> None:
     keyed, left = traced_operators(program)
     depth = 2 if program is nested else 1
-    borders = ["eager_offload.region.default('begins', '')"] * depth + ["eager_offload.region.default('ends', '')"] * depth
+
+        "eager_offload.region.default('ends', '')"
+    ] * depth
     assert keyed == borders * 2, "with gradients, and without"
     assert left == []
 
