@@ -24,13 +24,13 @@ from torch.fx import Graph, Node
 import eager_offload as eo
 from benchmarks.common import GIB, Report, Spread, drive, show
 from benchmarks.simulate import LIMIT, options_of
-from benchmarks.simulation.graphs import halves_of, peak_bytes
-from benchmarks.simulation.large import H200, LARGE, SEQUENCES
-from benchmarks.simulation.player import OURS, Kind, play
 from eager_offload.compile import prefetch, sink_waits
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
 from eager_offload.planning.predict import floor_seconds
+from tests.simulation.graphs import halves_of, peak_bytes
+from tests.simulation.large import H200, LARGE, SEQUENCES
+from tests.simulation.player import OURS, Kind, play
 
 try:
     import torch._functorch._activation_offloading.activation_offloading as torch_passes

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import Report, Spread, command_line, drive, named, parse, show
-from benchmarks.simulation.large import LARGE, SEQUENCES, SQUARE, WINDOW_TENSORS, Small
-from benchmarks.simulation.stage import Stage
 from eager_offload.planning.predict import floor_seconds
+from tests.simulation.large import LARGE, SEQUENCES, SQUARE, WINDOW_TENSORS, Small
+from tests.simulation.stage import Stage
 
 LIMIT = 1.03
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.common import GIB, Report, command_line, drive, parse, show, speeds
 from benchmarks.simulate import train
-from benchmarks.simulation.large import SEQUENCES, SQUARE, Small
+from tests.simulation.large import SEQUENCES, SQUARE, Small
 
 #: Settings to compare, by name.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses; see ``PRIVATE_NAMES``. Nothing else imports one.
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Where
-hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` looks for all.
+hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PRIVATE_NAMES = {
     "hooks of others inside a context, which hide what is saved, are not warned of": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
-    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
+    "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
@@ -212,6 +212,7 @@ PRIVATE_NAMES = {
         "torch.random.default_generator",
     ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
     "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
@@ -235,7 +236,7 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
+    "while python -m eager_offload run runs a script": ("torch.nn.Module.__call__",),
     "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
@@ -269,6 +270,9 @@ _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
+#: Compiles the CUDA C++ of a source, and returns its function of a name: called with a grid, a block, arguments, bytes
+#: of shared memory and a stream.
+compile_cuda: Callable[[str, str], Any] | None = getattr(torch.cuda, "_compile_kernel", None)
 
 
 def require_torch(version: str = torch.__version__) -> None:

@@ -87,8 +87,8 @@ class Offload:
             forward follows it from the first one on. Or what the first forward follows, as :meth:`step_plan` has
             returned it for a like one. Where it does not fit, a warning says so, once, and the forward is decided as
             any first one. A copy of this object has none.
-        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For proof and planning with
-            ``eager_offload.simulation.simulated``; training leaves it out.
+        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
+            plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
         around_tier: stands something in front of each tier that is opened, such as the token bucket of
             ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
@@ -538,7 +538,7 @@ class Offload:
         A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
         pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
         against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken.
-        ``python -m eager_offload.doctor`` says how long pinning takes.
+        ``python -m eager_offload doctor`` says how long pinning takes.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"20GiB"``.

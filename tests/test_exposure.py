@@ -20,8 +20,8 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.eager.exposure import LeastKept
 from eager_offload.learning import _spread
-from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.training_accelerator import TrainingAccelerator
+from tests.simulation.simulated import SimulatedRuntime
 
 #: Bytes that stay at first, and that are enough for nothing to be exposed, in parts of all; and how steep it is there.
 DEVICES = {

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.eager.plans import KeptSums, KnownPlan
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save, StepPlan
 from tests.hazards.wrappers import Dissolving
 
 Look = Callable[[int], None]
@@ -219,18 +217,3 @@ def test_another_thread_looks_while_one_packs() -> None:
     assert seen == sorted(seen)
     assert offload.stats().followed_forwards > 40
     offload.close()
-
-
-def test_sums_of_a_part_of_a_plan() -> None:
-    sizes = {"small": [8, 64, 16, 0, 32], "parameter": [100, 200]}
-    reasons = ["small", "parameter", "small", "small", "parameter", "small", "small"]
-    left = {reason: iter(values) for reason, values in sizes.items()}
-    saves = [Save(Fate.KEEP, KeepReason(reason), next(left[reason])) for reason in reasons]
-    known = KnownPlan(StepPlan((*saves, Save(Fate.DECIDE, None, 5), Save(Fate.KEEP, KeepReason.ALIVE, 7))))
-    for first in range(9):
-        for after in range(first, 10):
-            part = saves[first:after]
-            small = [save.nbytes for save in part if save.reason is KeepReason.SMALL]
-            parameters = [save.nbytes for save in part if save.reason is KeepReason.PARAMETER]
-            expected = KeptSums(len(part), sum(parameters), sum(small), max(small, default=0))
-            assert known.kept_between(first, after) == expected

@@ -67,7 +67,7 @@ with offload:
     loss = x.exp().sum()
 loss.backward()
 assert offload.stats(synchronize=True).bytes_out > 0
-proof = sorted(name for name in sys.modules if name.startswith("eager_offload.simulation"))
+proof = sorted(name for name in sys.modules if name.startswith("eager_offload.planning"))
 brought = {name for name in set(sys.modules) - before if not name.startswith("eager_offload")}
 print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}) + proof)
 """
@@ -79,31 +79,33 @@ def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the
     assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"
 
 
-#: Runs a module as ``python -m`` does, and says on its last line whether that has imported torch.
+#: Runs the package as ``python -m`` does, and says on its last line whether that has imported torch.
 COMMAND = """
 import runpy, sys
-module = sys.argv.pop(1)
 try:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module("eager_offload", run_name="__main__", alter_sys=True)
 except SystemExit as end:
     print(end.code, "torch" in sys.modules)
 """
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("is_module", [True, False])
-def test_a_command_says_what_it_takes_without_torch(command: str, is_module: bool) -> None:
-    arguments = [f"eager_offload.{command}"] if is_module else ["eager_offload", command]
-    *said, end = printed_by("-c", COMMAND, *arguments, "--help").splitlines()
-    assert said[0].startswith(f"usage: python -m eager_offload.{command} ")
+def test_a_command_says_what_it_takes_without_torch(command: str) -> None:
+    *said, end = printed_by("-c", COMMAND, command, "--help").splitlines()
+    assert said[0].startswith(f"usage: python -m eager_offload {command} ")
     assert end == "0 False"
+
+
+def test_no_module_of_the_package_has_the_name_of_a_command_or_a_function() -> None:
+    functions = {name for name in eo.__all__ if callable(getattr(eo, name))}
+    assert not {source.stem for source in PACKAGE.glob("*")} & (functions | COMMANDS.keys())
 
 
 def test_the_commands_are_listed_without_torch() -> None:
-    *said, end = printed_by("-c", COMMAND, "eager_offload").splitlines()
+    *said, end = printed_by("-c", COMMAND).splitlines()
     assert end == "0 False"
     assert all(any(line.startswith(f"  {command} ") for line in said) for command in COMMANDS)
-    assert printed_by("-c", COMMAND, "eager_offload", "--version").splitlines() == [eo.__version__, "0 False"]
+    assert printed_by("-c", COMMAND, "--version").splitlines() == [eo.__version__, "0 False"]
     unknown = python("-m", "eager_offload", "docter")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert "'docter' is not a command" in unknown.stderr
@@ -113,7 +115,7 @@ def test_the_commands_are_listed_without_torch() -> None:
 NAMES = """
 import sys
 import eager_offload as eo
-import eager_offload.plan
+import eager_offload.planning
 assert eo.__version__ and set(eo.__all__) < set(dir(eo)) and not hasattr(eo, "offlod")
 assert "torch" not in sys.modules
 plan = eo.plan

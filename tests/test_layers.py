@@ -10,7 +10,7 @@ from tests.test_import import PACKAGE, imports_of
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those of no row of its own are `solver`, and `examination`, which trains a step where all else that observes is told.
+#: Those inside of a folder are `solver`, and `doctor`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
@@ -22,12 +22,11 @@ ROOMS: dict[str, set[str]] = {
     "trace_file": {"errors"},
     "codecs": {"errors"},
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
-    "machine": {"config", "errors", "names"},
+    "machine": {"_torch", "config", "errors", "names"},
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors"},
     "live_bytes": {"_torch", "tiers"},
     "runtime": {"_torch", "config", "errors", "tiers"},
-    "simulation": {"_torch", "errors", "runtime", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
     "nothing_moved": {"config", "stats", "step_memory"},
@@ -41,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
+    "kernels": {"_torch", "codecs", "config", "errors"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
@@ -76,17 +75,7 @@ ROOMS: dict[str, set[str]] = {
     "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
-        *(
-            "marks",
-            "matched_modules",
-            "module_calls",
-            "observe",
-            "offload",
-            "runtime",
-            "schedule",
-            "selection",
-            "simulation",
-        ),
+        *("marks", "matched_modules", "module_calls", "observe", "offload", "runtime", "schedule", "selection"),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
@@ -94,12 +83,10 @@ ROOMS: dict[str, set[str]] = {
         "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers", "version"},
-    "doctor": {"examination"},
-    "report": {"config", "errors", "observe", "trace_file"},
+    "doctor": {"_torch", "config", "errors", "machine", "offload", "runtime", "tiers", "version"},
     "module_contexts": {"_torch", "errors", "offload"},
-    "run": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
-    "__main__": {"version"},
+    "running": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
+    "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
 
 
@@ -123,8 +110,8 @@ def room_of(module: str) -> str:
     """The first name below the package: a folder, or a module of its own."""
     if module in SOLVER:
         return "solver"
-    if module.startswith("eager_offload.observe.doctor"):
-        return "examination"
+    if module == "eager_offload.observe.doctor":
+        return "doctor"
     return module.split(".")[1] if "." in module else module
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eager_offload.learning import Decision, Forward, ForwardRecord, LearnedForwards, Link
-from eager_offload.schedule import Rate
 
 LINK = Link(out=10.0, back=5.0)  # ten bytes are away and back after three seconds
 
@@ -167,16 +165,6 @@ def test_h21_from_the_first_save_that_differs_nothing_is_known() -> None:
     assert learner.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Decision.LEAVE] * 4, "the others do not disturb it"
 
 
-def test_a_longer_step_follows_as_far_as_it_goes_and_a_storage_shared_otherwise_differs() -> None:
-    learner = Learner()
-    learner.step([10, 20], [1, 0])
-    assert learner.step([10, 20, 30], [2, 1, 0]) == [Decision.LEAVE, Decision.LEAVE, Decision.UNKNOWN]
-    forward = learner.forward()
-    assert forward.save(10, None, 0.0, 0) is Decision.LEAVE
-    forward.save(20, 0, 1.0, 0)
-    assert forward.save(30, None, 2.0, 0) is Decision.UNKNOWN
-
-
 def test_h22_a_graph_that_was_dropped_or_saved_nothing_teaches_nothing() -> None:
     learner = Learner()
     learner.step([10, 20], [1, 0])
@@ -246,17 +234,6 @@ def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> 
     assert forward.asked(1, 104.0) is None
 
 
-def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
-    learner = Learner()
-    forward = begun_like(learner, [10, 20])
-    forward.save(30, None, 2.0, 0)  # which stays
-    assert not forward.is_over
-    forward.asked(0, 100.0)
-    assert not forward.is_over
-    forward.asked(1, 101.0)
-    assert forward.is_over
-
-
 @settings(max_examples=200)
 @given(data=st.data(), steps=st.integers(1, 6))
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
@@ -285,28 +262,3 @@ def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_noth
 
 
 # -- logs and rates ---------------------------------------------------------------------------------------------------
-
-
-def test_a_forward_leaves_its_log_once_its_last_holder_lets_go() -> None:
-    learner = Learner()
-    gc.disable()
-    try:
-        forward = begun_like(learner, [10])
-        handle = forward
-        del forward
-        assert not learner.left
-        del handle
-        assert [left.log.sizes for left in learner.left] == [[10]]
-    finally:
-        gc.enable()
-
-
-def test_a_rate_is_of_what_could_be_timed() -> None:
-    rate = Rate()
-    assert rate.value is None
-    rate.add(50, None)
-    assert rate.value is None
-    rate.add(30, 2.0)
-    rate.add(10, 2.0)
-    assert rate.value == 10.0
-    assert rate.nbytes == 90

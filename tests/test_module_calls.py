@@ -173,21 +173,6 @@ def test_h61_a_shallow_copy_calls_its_own(
     assert other(x).equal(torch.ones(8, 32))
 
 
-def test_h61_a_shallow_copy_may_be_offloaded_by_itself(offload: eo.Offload) -> None:
-    layer = Scale()
-    calls = OffloadedCalls(layer, offload)
-    other = replica(layer)
-    others = OffloadedCalls(other, offload)
-    calls.remove()
-    other(torch.ones(64, 32, requires_grad=True)).sum().backward()
-    assert offload.stats(synchronize=True).bytes_out > 0
-    others.remove()
-    offload.reset_stats()
-    for module in layer, other:
-        module(torch.ones(64, 32, requires_grad=True)).sum().backward()
-    assert offload.stats(synchronize=True).saved_tensors == 0
-
-
 @AROUND
 @pytest.mark.parametrize("layer", LAYERS)
 def test_h61_the_original_goes_on_as_before(layer: str, around: Around, offload: eo.Offload) -> None:

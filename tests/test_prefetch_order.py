@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -173,15 +172,6 @@ def test_backward_in_reverse_finds_everything_that_fits_promised_and_nothing_fur
     assert len(order._uses) == order.promised_bytes == 0
 
 
-def test_forwards_do_not_mix_although_they_were_packed_in_turns() -> None:
-    order = PrefetchOrder(100)
-    for position in range(1, 9):
-        order.add(position, 10 + position, 1, sequence=position % 2)
-    assert order.unpacked(8) == Prefetch(bring=[16, 14, 12])
-    assert order.unpacked(7) == Prefetch(bring=[15, 13, 11])
-    assert order.unpacked(6) == Prefetch(drop=[16])
-
-
 def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
     order = PrefetchOrder(2)
     packed(order, [(storage, 1) for storage in range(1, 10)])
@@ -248,50 +238,6 @@ def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
         if plan.drop:
             break
     assert plan.bring == [position - 1, position - 2]
-
-
-class Counting(dict[Any, Any]):
-    """Counts how often something is looked up."""
-
-    steps = 0
-
-    def __getitem__(self, key: Any) -> Any:
-        self.steps += 1
-        return super().__getitem__(key)
-
-    def items(self) -> Any:
-        self.steps += len(self)
-        return super().items()
-
-
-def counted(limit: float, saves: int) -> tuple[PrefetchOrder, Counting]:
-    order = PrefetchOrder(limit)  # type: ignore[arg-type]
-    order._uses = uses = Counting()
-    packed(order, [(storage, 1) for storage in range(saves)])
-    uses.steps = 0
-    return order, uses
-
-
-@pytest.mark.parametrize("limit", [0, 1, 50, 1000, math.inf])
-def test_the_walk_costs_the_same_for_each_unpack_however_far_it_looks_ahead(limit: float) -> None:
-    saves = 4000
-    order, uses = counted(limit, saves)
-    for position in range(saves, 0, -1):
-        order.unpacked(position)
-        order.remove(position)
-    assert uses.steps <= 10 * saves
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1, 7, 40]))
-def test_an_order_that_jumps_costs_each_unpack_no_more_than_the_look_ahead(seed: int, limit: int) -> None:
-    saves = 300
-    order, uses = counted(limit, saves)
-    for position in shuffled(saves, seed):
-        before = uses.steps
-        order.unpacked(position)
-        order.remove(position)
-        assert uses.steps - before <= 10 + 4 * limit
 
 
 def shuffled(count: int, seed: int) -> Iterator[int]:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
-from benchmarks.simulation.large import H200, LARGE, SQUARE, Small, large
-from benchmarks.simulation.oracle import Program, best_step
-from benchmarks.simulation.stage import Clock, Stage
 from eager_offload.machine import Machine
 from eager_offload.planning.predict import floor_seconds
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.large import H200, LARGE, SQUARE, Small, large
+from tests.simulation.oracle import Program, best_step
+from tests.simulation.simulated import SimulatedRuntime
+from tests.simulation.stage import Clock, Stage
 
 
 def chain(nbytes: list[int]) -> Program:

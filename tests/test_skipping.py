@@ -207,17 +207,6 @@ def test_h48_a_copied_compiled_model_skips_too(make: Any, fields: dict[str, Any]
     torch.compiler.reset()
 
 
-def test_h48_a_part_of_a_model_that_outlives_it_can_be_copied(fields: dict[str, Any]) -> None:
-    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
-    offload.skip_in(model)
-    head = copy.copy(model.lm_head)
-    del model
-    collect()
-    for other in copy.deepcopy(head), saved(head):
-        assert module_call(other) is None
-        assert other(torch.ones(1, 64)).shape == (1, 64)
-
-
 # -- what is not called -----------------------------------------------------------------------------------------------
 
 
@@ -239,15 +228,3 @@ def test_a_pattern_whose_module_is_never_called_is_warned_of_once(fields: dict[s
     assert r"skip=['*_head'] has had no effect" in str(warned[0].message)
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.close()
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy])
-def test_a_copied_offload_knows_what_is_called(make: Any, fields: dict[str, Any]) -> None:
-    model, offload = Direct(), eo.Offload(skip=["lm_head", "*.norm"], **fields)
-    offload.skip_in(model)
-    copied = make(offload)
-    with pytest.warns(RuntimeWarning, match=r"skip=\['lm_head'\] has had no effect") as warned:
-        _ = [gradients(model, copied) for _ in range(5)]
-    assert len(warned) == 1
-    for one in copied, offload:
-        one.close()

@@ -186,15 +186,6 @@ def test_the_report_gives_advice_for_the_configuration_that_ran() -> None:
     )
 
 
-def test_time_is_counted_from_the_first_context() -> None:
-    counters = Counters()
-    assert counters.snapshot().seconds == 0
-    counters.begin()
-    first = counters.snapshot().seconds
-    counters.begin()
-    assert counters.snapshot().seconds >= first > 0
-
-
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [

@@ -44,7 +44,7 @@ def machine(job: Job, named: str | None) -> None:
 
 
 def facts(job: Job) -> None:
-    """The link each way, alone and together; what it takes to pin memory, and to fork with pinned memory."""
+    """The link each way; what it takes to pin memory, and to fork with pinned memory."""
     runtime, device = accelerator_runtime(), torch.device("cuda", 0)
     job.add(
         what="host",
@@ -58,7 +58,6 @@ def facts(job: Job) -> None:
     job.add(
         what="link",
         alone={name: runtime.bandwidth(device, way) / 1e9 for name, way in ways.items()},
-        together={name: runtime.duplex_bandwidth(device, way) / 1e9 for name, way in ways.items()},
         slabs=str(runtime.slab_sizes()),
     )
     sizes = (1 / 16, 1 / 8) if job.small else (1 / 4, 4)

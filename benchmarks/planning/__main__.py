@@ -26,7 +26,7 @@ from benchmarks.planning.cpu import OnCpu, cpu, on_cpu
 from benchmarks.planning.free import free
 from benchmarks.planning.training import training
 from benchmarks.planning.ways import ways
-from benchmarks.simulation.large import LARGE, SEQUENCES
+from tests.simulation.large import LARGE, SEQUENCES
 
 SHARES = "budgets, by the part of the way from the least one to the one for which nothing moves"
 PARTS = {"cost": cost, "training": training, "ways": ways, "free": free, "cpu": cpu}

@@ -12,8 +12,8 @@ import torch
 
 import eager_offload as eo
 from benchmarks.common import GIB, Report, in_process, show
-from benchmarks.simulation.large import H200, LARGE, SEQUENCES, large
 from benchmarks.training import reset_peak, status_bytes
+from tests.simulation.large import H200, LARGE, SEQUENCES, large
 
 #: Goals.
 PLAN_SECONDS, PLAN_BYTES = 10.0, GIB

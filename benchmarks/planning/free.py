@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from benchmarks import models
 from benchmarks.common import Report, show
-from benchmarks.simulation.large import H200, SEQUENCES, windows
+from tests.simulation.large import H200, SEQUENCES, windows
 
 #: Goal.
 POINTS = 0.02

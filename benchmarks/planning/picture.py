@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import eager_offload as eo
 from benchmarks.common import GIB, MIB, positive
 from benchmarks.planning.ways import rehearsed
-from benchmarks.simulation.large import H200
 from eager_offload.planning.trace import trace
+from tests.simulation.large import H200
 
 from lm.picture import STYLE  # which draws into files alone
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.common import Report, show
-from benchmarks.simulation.large import SEQUENCES, Small
-from benchmarks.simulation.stage import Stage
+from tests.simulation.large import SEQUENCES, Small
+from tests.simulation.stage import Stage
 
 #: Goals.
 PEAK, STEP, OF_BEST = 0.02, 0.03, 1.03

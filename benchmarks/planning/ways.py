@@ -12,12 +12,12 @@ import torch
 
 import eager_offload as eo
 from benchmarks.common import MIB, Report, show
-from benchmarks.simulation.large import H200, LARGE, SEQUENCES, large, windows
 from eager_offload.planning.draft import draft
 from eager_offload.planning.predict import Course, Problem
 from eager_offload.planning.program import Program
 from eager_offload.planning.rehearse import rehearse
 from eager_offload.planning.trace import trace
+from tests.simulation.large import H200, LARGE, SEQUENCES, large, windows
 
 #: Goal.
 OF_WAYS = 1.01

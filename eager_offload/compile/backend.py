@@ -44,9 +44,9 @@ def eager_offload(
     given = dict(options or {})
     config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
     if patterns_of(config):
-        given = "skip" if config.skip else f"codec={config.codec}"
+        name = "skip" if config.skip else f"codec={config.codec}"
         raise ConfigError(
-            f'{given} is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend out '
+            f'{name} is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
             "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}

@@ -25,7 +25,7 @@ from eager_offload.compile import ops
 from eager_offload.compile.aim import key_of
 from eager_offload.compile.aot_hooks import offload_between
 from eager_offload.compile.cache_key import cache_key
-from eager_offload.compile.cost import bandwidth_of, machine_of, roofline
+from eager_offload.compile.cost import bandwidth_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.order import (
@@ -36,6 +36,7 @@ from eager_offload.compile.order import (
     sink_waits_in_place,
 )
 from eager_offload.compile.regions import keep_operands, name_results
+from eager_offload.machine import machine_of
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock

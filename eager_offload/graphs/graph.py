@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import sys
 import threading
@@ -104,8 +103,8 @@ class CapturedGraph:
         """Sends the graph to the device before its first launch, once, so that this one takes no longer than others.
 
         Returns:
-            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, by cuda-bindings or
-            from its library; where one is missing, the first launch does it.
+            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, from its library;
+            where one is missing, the first launch does it.
 
         Raises:
             CaptureStateError: in a capture.
@@ -155,18 +154,8 @@ def _upload(graph: Any, stream: torch.Stream) -> bool:
     with suppress(RuntimeError, ImportError, OSError, AttributeError):
         name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         of_cuda: Any = torch.cuda.Stream
-        executable, native = int(raw()), int(of_cuda(**name).cuda_stream)
-        return _by_bindings(executable, native) or _by_library(executable, native)
+        return _by_library(int(raw()), int(of_cuda(**name).cuda_stream))
     return False
-
-
-def _by_bindings(executable: int, stream: int) -> bool:
-    try:
-        runtime: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return False
-    (error,) = runtime.cudaGraphUpload(runtime.cudaGraphExec_t(executable), runtime.cudaStream_t(stream))
-    return int(error) == 0
 
 
 def _by_library(executable: int, stream: int) -> bool:

@@ -11,7 +11,7 @@ rehearse.py   the library follows it on a simulated device: the peak and the tim
 decide.py     solve, draft, rehearse, until a budget is kept to; where modules are computed again, trace that before
 numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
-planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; __main__.py the command
+planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; command.py the command
               line, html.py the page; ranks.py has several ranks agree
 """
 

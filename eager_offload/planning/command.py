@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.machine import MACHINES
+from eager_offload.machine import TABLE
 from eager_offload.planning import POLICIES
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         help="returns (model, inputs) or (model, inputs, loss); found from here as `python -m` finds modules",
     )
     parser.add_argument(
-        "--device", default="here", help=f"here (measured), {', '.join(MACHINES)}; default: %(default)s"
+        "--device",
+        default="here",
+        help=f"here (known by its name, or measured), {', '.join(TABLE)}; default: %(default)s",
     )
     parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")

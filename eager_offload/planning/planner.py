@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
-from eager_offload.machine import LAUNCH_SECONDS, MACHINES, Machine
+from eager_offload.machine import LAUNCH_SECONDS, TABLE, Machine, machine_of
 from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import POLICIES
 from eager_offload.planning.decide import Outcome, RehearsedSolver, TracedSolver
@@ -242,17 +242,17 @@ def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
         return device
     if device == _HERE:
         return here(settings)
-    if (found := MACHINES.get(str(device))) is not None:
+    if (found := TABLE.get(str(device))) is not None:
         return found
     raise ConfigError(
-        f"device={device!r} is not accepted: device takes {_or((_HERE, *MACHINES))}, or an eager_offload.Machine"
+        f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
     )
 
 
 def here(settings: OffloadConfig) -> Machine:
-    """The device of this process and the tier that it offloads to, measured in about a second: the accelerator and host
-    memory, or the CPU and the disk."""
-    from eager_offload.compile.cost import disk_bandwidth, machine_of
+    """The device of this process (:func:`~eager_offload.machine.machine_of`) and the tier that it offloads to, measured
+    in about a second: the accelerator and host memory, or the CPU and the disk."""
+    from eager_offload.compile.cost import disk_bandwidth
     from eager_offload.runtime.accelerator import accelerator_runtime
     from eager_offload.runtime.base import Direction
     from eager_offload.runtime.host import host_runtime

@@ -32,9 +32,7 @@ from eager_offload.offload import Offload
 from eager_offload.planning.numbers import by_itself
 from eager_offload.planning.predict import Course, Problem
 from eager_offload.planning.program import Packing
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import SimulatedRuntime
+from eager_offload.planning.simulated import RehearsalRuntime
 from eager_offload.stats import KeepReason
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -108,13 +106,12 @@ class _Stage:
         program = problem.program
         self._problem, self._program, self._plan = problem, program, plan
         self._factor = max(1.0, program.movable_bytes / _STAGE_BYTES)
-        self._runtime = SimulatedRuntime(
+        self._runtime = RehearsalRuntime(
             out_bandwidth=problem.out / self._factor,
             in_bandwidth=problem.back / self._factor,
             launch_seconds=launch_seconds,
             host_waits=launch_seconds == 0,
         )
-        self._observer = OperatorObserver(self._runtime, Checker(), torch.device("cpu"))
         self._root = torch.zeros(1, requires_grad=True, device="cpu")
         self._small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device="cpu")
         self._node = -1
@@ -164,7 +161,6 @@ class _Stage:
             plan=self._small_plan(),
             runtime=runtime,
         )
-        runtime.attach(None, self._observer)
         begun = runtime.default_stream.tail
         with offload:
             for op in range(program.forward_ops + 1):
@@ -208,7 +204,7 @@ class _Stage:
             tensor = _tensor_of(self._root, nbytes)
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._observer.allocated(tensor, self._runtime.default_stream, "forward")
+        self._runtime.living.add(tensor.untyped_storage())
         self._originals[number] = record = FinalizerRecord(tensor.untyped_storage(), self._gone.append)
         self._number_of[record] = number
         self._tensors[number] = tensor
@@ -274,8 +270,7 @@ class _Stage:
 
     def _held(self, other_bytes: int) -> int:
         """Bytes that live now, with so many others."""
-        self._observer.sweep()
-        return round(self._observer.resident_bytes * self._factor + other_bytes)
+        return round(self._runtime.living.nbytes * self._factor + other_bytes)
 
     def _nbytes(self, nbytes: int) -> int:
         """Bytes of what stands for so many."""

@@ -267,9 +267,6 @@ class AcceleratorRuntime(Runtime):
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         return self._probe(device).bandwidth(direction)
 
-    def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probe(device).bandwidth(direction, both_ways=True)
-
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
         return self._events.record(stream)

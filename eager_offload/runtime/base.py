@@ -370,10 +370,3 @@ class Runtime(abc.ABC):
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         """Bytes a second between ``device`` and host memory in ``direction``; measured once, then cached."""
-
-    def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second in ``direction`` while as much travels the other way; measured once, then cached.
-
-        Where the two ways do not share a link, this is what ``bandwidth`` says.
-        """
-        return self.bandwidth(device, direction)

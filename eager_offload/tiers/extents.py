@@ -111,18 +111,17 @@ class Extents:
         self._remove(self._by_start[start])
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """``nbytes`` bytes and the fences to wait for before writing them, or ``None`` if no range is large enough."""
+        """``nbytes`` bytes and the fences to wait for before writing them, some of which may have passed.
+
+        Returns:
+            ``None`` if no range is large enough.
+        """
         assert nbytes > 0
         same_size = self._released.get(nbytes)
         if same_size:
             found = self._last = same_size[-1]
             same_size.pop()
-            fences = found.fences
-            if not fences:
-                return found
-            if len(fences) == 1:  # as in nearly all of them
-                return Extent(found.start, nbytes, () if fences[0].passed() else fences)
-            return Extent(found.start, nbytes, _pending(fences))
+            return found
         at, cut, rest = bisect_left(self._by_size, (nbytes,)), self._cut, self._cut_stop - self._cut
         if rest >= nbytes and (at == len(self._by_size) or (rest, cut) < self._by_size[at]):
             self._cut = cut + nbytes

@@ -15,9 +15,9 @@ from torch.utils._ordered_set import OrderedSet
 
 import eager_offload as eo
 from benchmarks import models
-from benchmarks.simulation.graphs import traced
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.stats import KeepReason
+from tests.simulation.graphs import traced
 
 from lm.model import Block
 

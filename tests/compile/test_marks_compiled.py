@@ -120,9 +120,7 @@ def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run
 ) -> None:
     keyed, left = traced_operators(program)
     depth = 2 if program is nested else 1
-
-        "eager_offload.region.default('ends', '')"
-    ] * depth
+    borders = [f"eager_offload.region.default('{border}', '')" for border in ("begins", "ends") for _ in range(depth)]
     assert keyed == borders * 2, "with gradients, and without"
     assert left == []
 

@@ -9,11 +9,11 @@ from torch.fx import Graph, Node
 
 import eager_offload as eo
 from benchmarks.models import Shape
-from benchmarks.simulation.graphs import Halves, halves_of
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.compile.cost import roofline
 from eager_offload.compile.order import pin, prefetch, sink_waits
 from eager_offload.machine import Machine
+from tests.simulation.graphs import Halves, halves_of
 
 
 def run(halves: Halves) -> tuple[Graph, Graph]:

@@ -13,10 +13,10 @@ import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
-from eager_offload.simulation.log import Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
 
 CPU = torch.device("cpu")

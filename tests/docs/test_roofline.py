@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eager_offload.observe.doctor.diagnosis import Device, SelfTest, Speed, hidden_from_width, verdict
+from eager_offload.observe.doctor import Device, SelfTest, Speed, hidden_from_width, verdict
 from tests.docs.pages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("roofline")]
@@ -68,7 +68,7 @@ def test_it_agrees_with_the_doctor_on_the_width() -> None:
     }"""
     found = value(f"{json.dumps(rows)}.map({asked})")
     for (flops, out, back, itemsize, checkpointed), (per_byte, width) in zip(rows, found, strict=True):
-        device = Device(name="xpu", model="", flops=flops, dtype="bfloat16", link=Speed(out=out, back=back))
+        device = Device(name="xpu", model="", flops=flops, link=Speed(out=out, back=back))
         ratio = verdict([device], [], [SelfTest("xpu", equal=True, moved_bytes=1)], {}).flop_per_byte["xpu"]
         assert per_byte == pytest.approx(ratio, rel=1e-12)
         assert width == pytest.approx(hidden_from_width(ratio, itemsize, checkpointed=checkpointed), abs=1)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import POISON
 from eager_offload.tiers.base import ByteRegion
 from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.doubles.recording_streams import Key, Mark, RecordingEvent, RecordingStream, Step
+from tests.simulation.checker import Checker
+from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
+from tests.simulation.observer import OperatorObserver
+from tests.simulation.simulated import POISON
 
 _CPU = torch.device("cpu")
 

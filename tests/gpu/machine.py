@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from tests.threads import on_a_thread
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# CUDA's headers come with a torch that pip has installed, where torch does not look for them.
+for home in Path(torch.__file__).parents[1].glob("nvidia/cu[0-9]*"):
+    os.environ.setdefault("CUDA_HOME", str(home))
 
 #: A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one.
 SLEEP_CYCLES = 8_000_000

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from eager_offload import Offload
-from eager_offload.simulation.checker import Checker
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import DeviceMachine, Machine, Skipped
 from tests.gpu.scenarios import SCENARIOS, Scenario
 from tests.gpu.step_scenarios import STEP_SCENARIOS
+from tests.simulation.checker import Checker
 
 ON_THE_DOUBLE = [
     *(scenario for scenario in SCENARIOS if "two_devices" not in scenario.__name__),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import Offload, OffloadStats
-from eager_offload.eager.plans import KnownPlan
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
@@ -119,58 +117,11 @@ def test_h54_steps_that_are_alike_are_followed(regime: Regime, backend: Backend)
     assert {save.fate for save in plan.saves} >= {Fate.OFFLOAD, Fate.SHARE}
 
 
-def test_h54_a_save_that_is_decided_anew_behind_the_last_unpack_is_the_same_step(backend: Backend) -> None:
-    """In one context around all steps, with a backward of a part before what is saved last."""
-    steps = []
-    for plans in (False, True):
-        offload = backend.offload(step_plans=plans)
-        base = leaf(SIDE, SIDE, seed=9).detach()
-        with Settled(offload):
-            for _ in range(6):
-                x, small = leaf(SIDE, SIDE), leaf(4, 4)
-                y, first = (x * 2).sin().cos().exp(), small * base[:4, :4]
-                y.sum().backward()
-                second = small * base[4:8, :4]
-                (first.sum() + second.sum()).backward()
-                assert torch.equal(small.grad, base[:4, :4] + base[4:8, :4])
-                del y, first, second
-        stats = assert_settled(offload)
-        steps.append(stats.steps)
-        assert (stats.followed_forwards > 0) == plans
-        assert stats.bytes_out > 0
-    assert steps == [6, 6]
-
-
 @pytest.mark.parametrize(("policy", "followed"), [("auto", 3), (True, 5), (False, 0)])
 def test_h54_how_soon_a_step_is_followed(policy: bool | str, followed: int, backend: Backend) -> None:
     follows(backend, first, range(6), followed, {}, step_plans=policy)
     (offload,) = backend.offloads
     assert (offload.step_plan() is not None) == (followed > 0)
-
-
-def test_h54_copies_that_start_together_share_an_event(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes both sources stands before the one save at which both start; of a driver each event is a call."""
-
-    @one_step
-    def step() -> tuple[Tensor, ...]:
-        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        return ((x * 2) * (w * 3)).exp(), x, w
-
-    offload = knowing(backend, step)
-    runtime, events = offloader_of(offload).runtime, list[object]()
-    copy = runtime.copy
-
-    def noted(dst: Any, src: Any, stream: Any, after: Sequence[Any] = ()) -> Any:
-        if not isinstance(dst, Tensor):
-            events.append(after[0])
-        return copy(dst, src, stream, after)
-
-    monkeypatch.setattr(runtime, "copy", noted)
-    assert_identical(step(nullcontext()), step(Settled(offload)))
-    assert len(events) >= 2
-    assert events[0] is events[1]
-    assert_moved(assert_settled(offload))
-    assert offload.stats().followed_forwards == 2
 
 
 def test_h54_a_step_that_differs_anywhere_is_exact(backend: Backend) -> None:
@@ -436,23 +387,6 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     assert_settled(offload)
 
 
-def test_h54_the_newest_bytes_of_forwards_with_a_plan_and_without_one_are_bounded_together(backend: Backend) -> None:
-    size = SIDE * SIDE * 4
-    offload = backend.offload(step_plans=True, keep_last_bytes=4 * size)
-    for seed in range(2):
-        deep(leaf(SIDE, SIDE, seed=seed), Settled(offload)).backward()
-    x, wide = leaf(SIDE, SIDE), leaf(SIDE, 2 * SIDE)
-    first, second = deep(x, Settled(offload)), deep(wide, Settled(offload))
-    assert offloader_of(offload).census().resident_bytes <= 4 * size
-    for given, loss in ((wide, second), (x, first)):
-        loss.backward()
-        assert_as_without(given, deep)
-    del first, second, loss
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
-    assert stats.bytes_out > 0
-
-
 def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Backend) -> None:
     offload = backend.offload(step_plans=True)
     for seed in range(6):
@@ -472,45 +406,6 @@ def test_h54_a_graph_that_is_dropped_or_kept_gives_back_what_it_held(backend: Ba
     assert_moved(assert_settled(offload))
 
 
-def test_h54_graphs_that_are_dropped_in_the_forward_take_no_room(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for seed in range(4):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            for _ in range(6):
-                loss = deep(x, nullcontext())
-        loss.backward()
-        assert_as_without(x, deep)
-        del loss
-    offload.stats(synchronize=True)
-    assert saves_of(offload).plans.idle_bytes <= 8 * SIDE * SIDE * 4, "what the last one saves, not all six"
-    assert_moved(assert_settled(offload))
-
-
-def test_h54_steps_that_a_little_is_left_of_give_the_rest_of_their_room_back(backend: Backend) -> None:
-    """A metric that is kept of each step, and forwards of which only a half goes backward at a time."""
-    offload, kept = backend.offload(step_plans=True), []
-    for seed in range(12):
-        x = leaf(SIDE, SIDE, seed=seed)
-        with Settled(offload):
-            metric = deep(x, nullcontext(), 1)
-            loss = deep(x, nullcontext())
-        kept += [metric] if seed > 1 else []
-        del metric
-        if seed % 3 != 2:
-            loss.backward()
-        del loss
-    slots = offload.step_plan()
-    assert slots is not None
-    assert sum(tier.used_bytes for tier in offloader_of(offload).tiers) < 3 * slots.totals.slots
-    for loss in kept:
-        loss.backward()
-    del kept, loss
-    stats = assert_settled(offload)
-    assert stats.followed_forwards > 8
-    assert_moved(stats)
-
-
 def test_h54_a_tensor_of_the_size_of_a_weight_is_not_taken_for_one(backend: Backend) -> None:
     """A layer that is frozen saves its weight; once it is trained, its input."""
     weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach())
@@ -524,17 +419,6 @@ def test_h54_a_tensor_of_the_size_of_a_weight_is_not_taken_for_one(backend: Back
 
     stats = follows(backend, train, [True] * 4 + [False] * 4, 5, {"size": 1})
     assert stats.kept_bytes["parameter"] == 4 * SIDE * SIDE * 4, "of the frozen steps"
-
-
-def test_h54_a_forward_that_is_decided_anew_takes_no_second_set(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for seed in range(40):
-        deep(leaf(SIDE, SIDE, seed=seed), Settled(offload)).backward()
-    stats, plan = assert_settled(offload), offload.step_plan()
-    assert plan is not None
-    assert stats.followed_forwards == 37
-    assert max(stats.host_bytes_peak, stats.disk_bytes_peak) <= plan.totals.slots + SIDE * SIDE * 4
-    assert_moved(stats)
 
 
 def test_h54_steps_in_one_context_are_followed_one_by_one(backend: Backend) -> None:
@@ -568,30 +452,6 @@ def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
 
     stats = follows(backend, train, [False] * 3 + [True] * 3, 5, {}, 0.7, min_bytes=size + 1)
     assert stats.offloaded_bytes == (3 * 2 + 3 * 3) * size
-
-
-def known_plans() -> int:
-    return sum(type(one) is KnownPlan for one in gc.get_objects())
-
-
-def test_h54_kinds_of_step_that_begin_alike_and_come_in_no_order_are_seldom_missed(backend: Backend) -> None:
-    kinds = [["exp", name] * 2 for name in ("product", "matrix", "twice", "exp")]
-    offload, order = backend.offload(step_plans=True), random.Random(0)
-    collect()
-    kept, before = None, known_plans()
-    for seed in range(120):
-        loss = chain(leaf(SIDE, SIDE, seed=seed), Settled(offload), order.choice(kinds))
-        if seed == 20:
-            kept = loss
-        else:
-            loss.backward()
-        del loss
-    stats = offload.stats(synchronize=True)
-    assert sum(stats.plan_misses.values()) < 20
-    collect()
-    assert known_plans() - before <= len(kinds) + 4, "a graph that is kept alive holds none of those after it"
-    del kept
-    assert_moved(assert_settled(offload))
 
 
 def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:

@@ -191,26 +191,6 @@ def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tup
 
 
 @on_the_double_too
-def test_what_was_brought_back_early_makes_room_for_what_is_needed(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is room for three; two were brought back early when something else is asked for."""
-    offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
-    handles, values = saved(backend, Settled(offload), offload, 6)
-    allocations = Allocations(backend.runtime, monkeypatch, lambda number: number > 3 and allocations.alive >= 3)
-    last = handles[5].unpack()
-    assert torch.equal(last, values[5])
-    assert allocations.calls == 3
-    first = handles[0].unpack()
-    assert torch.equal(first, values[0])
-    assert allocations.refused
-    del first, last, handles
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert stats.bytes_in > 0
-
-
-@on_the_double_too
 def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import eager_offload as eo
-from eager_offload import active
-from eager_offload.eager import foreign
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.programs import Around, assert_identical, assert_moved, leaf
 
@@ -257,37 +254,6 @@ def test_h42_entered_in_one_thread_and_left_in_another(kind: str, backend: Backe
     assert_identical(plain(1), x.grad)
     del h
     assert_moved(assert_settled(second))
-
-
-@kinds
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
-def test_h42_an_interrupt_of_one_leaves_the_other_on(
-    where: str, when: str, kind: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = KINDS[kind](backend, 2)
-    x = leaf(16, 16)
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.undo()
-        if when == "after":
-            getattr(saved_tensors_hooks, where)(*arguments)
-        raise KeyboardInterrupt
-
-    first.__enter__()
-    if where == "__exit__":
-        second.__enter__()
-    monkeypatch.setattr(foreign.ours, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        second.__enter__() if where == "__enter__" else second.__exit__(None, None, None)
-    assert len(active.thread.contexts) == 1
-    h = stage(x, x)
-    first.__exit__(None, None, None)
-    assert hooks_are_gone()
-    assert active.thread.contexts == []
-    h.sum().backward()
-    del h
-    assert_moved(assert_settled(first))
 
 
 def test_h43_a_ban_on_hooks_that_an_error_left_behind_ends_with_the_context(backend: Backend) -> None:

@@ -106,22 +106,6 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
     assert call is adds_up or outcomes["refused"] > 0
 
 
-def test_h38_a_handler_trains_where_the_first_forward_of_a_thread_begins(backend: Backend) -> None:
-    """It has a queue of saves from then on, which is looked for at that moment."""
-    expected = gradient(nullcontext(), lambda: None)
-    offload, handlers = backend.offload(**FIELDS), [train]
-
-    def reached(point: Point) -> None:
-        if handlers and point.code.co_qualname.startswith("ThreadState.begin."):
-            handlers.pop()(offload)
-
-    with Walk(reached, entries=True):
-        found = gradient(offload, lambda: None)
-    assert not handlers
-    assert torch.equal(found, expected)
-    assert_settled(offload)
-
-
 Call: TypeAlias = Callable[[], None]
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload.compile.host_tensors import _homes
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.limits import Headroom, host_headroom
@@ -125,23 +124,6 @@ def test_h26_headroom_that_shrinks_in_mid_training_demotes_to_disk(machine: Smal
         backend.assert_nothing_is_held()
 
 
-def test_h26_two_ranks_on_a_node_take_half_each(backend: Backend, machine: SmallMachine) -> None:
-    taken = []
-    for ranks in ("1", "2"):
-        machine.environ["LOCAL_WORLD_SIZE"] = ranks
-        offload = backend.offload()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert_identical(step(depth=30), step(Settled(offload), depth=30))
-        stats = assert_settled(offload)
-        assert stats.demotions["budget"] > 0
-        assert stats.bytes_out > 0
-        assert stats.host_bytes_peak <= 24 * MIB // int(ranks)
-        taken.append(stats.host_bytes_peak)
-        offload.close()
-    assert taken[1] <= taken[0] // 2 + MIB
-
-
 def test_h26_idle_slabs_go_back_when_a_forward_begins_and_memory_is_short(
     backend: Backend, machine: SmallMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,15 +160,6 @@ def test_a_budget_in_bytes_holds_where_memory_is_short_and_one_warning_says_so(
     assert stats.demotions == {}
     assert stats.host_bytes_peak >= 30 * NBYTES
     assert_moved(stats)
-
-
-def test_h26_a_graph_keeps_what_no_tier_takes_where_there_is_room(machine: SmallMachine) -> None:
-    host_memory, device = torch.device("cpu"), torch.device("cuda", 0)
-    assert _homes(device, NBYTES) == [host_memory, device]
-    machine.available = 4 * MIB
-    guard.process_guard().forget()
-    assert _homes(device, NBYTES) == [device]
-    assert _homes(host_memory, NBYTES) == [host_memory, host_memory], "it is there already"
 
 
 # -- real limits ----------------------------------------------------------------------------------------------------
@@ -302,59 +275,3 @@ def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run(r
             assert "the control group" in one.reported
             assert str(group.directory) in one.reported
             assert ("shared by 2 processes" in one.reported) == (ranks == 2)
-
-
-#: Training that holds more than the group may: without offload it is killed, with the disk tier it ends.
-DEEP = """
-import os, sys
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
-import torch
-import eager_offload as eo
-
-group, directory, offloads = sys.argv[1:]
-torch.set_num_threads(1)
-eo.release_freed_memory()
-Path(group, "cgroup.procs").write_text(str(os.getpid()))
-
-def gradient(around, size):
-    x = torch.linspace(-1, 1, size, requires_grad=True)
-    y = x
-    with around:
-        for _ in range(24):
-            y = (y * 1.01).sin()
-        loss = y.sum()
-    loss.backward()
-    return x.grad
-
-offload = nullcontext()
-if offloads == "yes":
-    offload = eo.Offload(disk_path=directory, max_inflight_bytes="32MiB", prefetch_bytes="32MiB")
-size = 1 << 22
-whole = gradient(offload, size)
-# Elementwise, so a part of it can be had without any of this.
-x = torch.linspace(-1, 1, size)[: 1 << 16].clone().requires_grad_()
-y = x
-for _ in range(24):
-    y = (y * 1.01).sin()
-y.sum().backward()
-assert torch.equal(whole[: 1 << 16], x.grad)
-print(offload.stats(synchronize=True).bytes_out)
-"""
-
-
-@pytest.mark.long
-def test_h26_a_control_group_that_kills_training_without_offload_does_not_with_it(tmp_path: Path) -> None:
-    def run(offloads: str) -> subprocess.CompletedProcess[str]:
-        arguments = [sys.executable, "-c", DEEP, str(group.directory), str(tmp_path), offloads]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=200)
-
-    with real_group() as group:
-        group.set_limit(300 * MIB)
-        assert run("no").returncode == -signal.SIGKILL
-        killed = group.kills
-        done = run("yes")
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert group.kills == killed > 0
-    assert int(done.stdout) > 300 * MIB

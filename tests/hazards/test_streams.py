@@ -13,12 +13,12 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
+from tests.simulation.log import Operation, Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
 

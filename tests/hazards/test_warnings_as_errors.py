@@ -172,18 +172,3 @@ def test_h65_a_warning_of_another_thread_is_not_raised_there() -> None:
         with pytest.raises(RuntimeWarning, match=text):
             tell()
     tell()
-
-
-def test_h65_a_showwarning_that_fails_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise LookupError("of the user")
-
-    monkeypatch.setattr(warnings, "showwarning", fail)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
-        with pytest.raises(LookupError, match="of the user"), offload:
-            hidden = forward(leaf(), save_on_cpu())
-    hidden.backward()
-    assert not offload.stats(synchronize=True).is_approximate
-    offload.close()

@@ -21,11 +21,6 @@ def a_linear_layer_saves_a_transpose_of_its_weight() -> Sequence[Tensor]:
     return model(x * 2), *model.parameters()
 
 
-def three_dimensional_input() -> Sequence[Tensor]:
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(4, 16, 32)
-    return model((x * 2).transpose(0, 1)), *model.parameters()
-
-
 def weights_that_are_sliced_split_reshaped_and_expanded() -> Sequence[Tensor]:
     fused = nn.Parameter(leaf(96, 32).detach())
     scale = nn.Parameter(leaf(32, seed=2).detach())
@@ -97,24 +92,8 @@ def what_is_computed_from_a_weight_moves_and_the_weight_does_not() -> Sequence[T
     return layer(x * 2).tanh(), *layer.parameters()
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64).requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def a_frozen_base_with_trained_adapters() -> Sequence[Tensor]:
-    model, x = nn.Sequential(Adapted(), nn.GELU(), Adapted()), leaf(16, 64, grad=False)
-    return model(x), *model.parameters()
-
-
 FORWARDS = [
     a_linear_layer_saves_a_transpose_of_its_weight,
-    three_dimensional_input,
     weights_that_are_sliced_split_reshaped_and_expanded,
     a_leaf_that_is_flattened_into_views,
     tied_weights,
@@ -123,7 +102,6 @@ FORWARDS = [
     double_backward_saves_the_weights_again,
     functional_calls_with_other_tensors_for_parameters,
     what_is_computed_from_a_weight_moves_and_the_weight_does_not,
-    a_frozen_base_with_trained_adapters,
 ]
 
 

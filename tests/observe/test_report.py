@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import eager_offload as eo
+from eager_offload.__main__ import main
 from eager_offload.observe.report import figures
 from eager_offload.observe.report.figures import OutcomeBytes, Saver
 from eager_offload.observe.report.page import REASONS, render
-from eager_offload.report import main
 from eager_offload.stats import KeepReason
 from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
 from tests.observe.traces import AWKWARD, LAYERS, example
@@ -225,8 +225,8 @@ def test_the_page_speaks_of_fallbacks_of_shares_with_a_sign_and_shows_code_as_co
 def test_the_page_goes_beside_the_trace_or_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "step.json"
     write_trace(example(), source)
-    assert main([str(source)]) == 0
-    assert main([str(source), "-o", str(tmp_path / "other.html")]) == 0
+    assert main(["report", str(source)]) == 0
+    assert main(["report", str(source), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "step.html").read_text() == (tmp_path / "other.html").read_text()
     assert str(tmp_path / "other.html") in capsys.readouterr().out
 
@@ -253,7 +253,7 @@ def test_what_is_no_trace_is_refused_in_one_line(
     source = tmp_path / "step.json"
     if content is not None:
         source.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main([str(source), "-o", str(tmp_path / "page.html")]) == 2
+    assert main(["report", str(source), "-o", str(tmp_path / "page.html")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -265,7 +265,7 @@ def test_what_is_no_trace_is_refused_in_one_line(
 def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "step.json"
     write_trace(example(), source)
-    assert main([str(source), "-o", str(tmp_path / "missing" / "page.html")]) == 2
+    assert main(["report", str(source), "-o", str(tmp_path / "missing" / "page.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
@@ -273,6 +273,6 @@ def test_the_trace_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFix
     source = tmp_path / "step.html"
     write_trace(example(), source)
     before = source.read_bytes()
-    assert main([str(source)]) == 2
+    assert main(["report", str(source)]) == 2
     assert "is the trace itself" in capsys.readouterr().err
     assert source.read_bytes() == before

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from eager_offload.report import main
+from eager_offload.__main__ import main
 from eager_offload.trace_file import Trace, read_trace, write_trace
 from tests.observe.browser import CHROMIUM, Browser
 from tests.observe.traces import AWKWARD, example
@@ -39,7 +39,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     write_trace(example(), folder / "step.json")
-    assert main([str(folder / "step.json")]) == 0
+    assert main(["report", str(folder / "step.json")]) == 0
     return folder / "step.html"
 
 

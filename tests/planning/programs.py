@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage, Step
 from eager_offload.machine import Machine
 from eager_offload.planning.predict import Prediction, Problem
 from eager_offload.planning.program import Op, Program, Storage
 from eager_offload.planning.solve import Solver
+from tests.simulation.stage import Stage, Step
 
 #: Has everything move that may, in windows that a small model fills.
 CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": "64KiB"}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage, Step
 from eager_offload.computed_plan import Adapted
 from eager_offload.eager.adapting import Adapting
 from eager_offload.planning.decide import RehearsedSolver
@@ -22,6 +21,7 @@ from eager_offload.runtime.host import host_runtime
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import budget_of, gradients, planned, slow, wide
 from tests.planning.test_peaks import storages
+from tests.simulation.stage import Stage, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.measuring import StepMeasurement
@@ -17,6 +16,7 @@ from eager_offload.planning.draft import timed
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import gradients, planned, wide
 from tests.planning.test_adapt import MACHINE, half
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

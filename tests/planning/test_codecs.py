@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.codecs import BF16, BlockInt
 from eager_offload.planning.coded import Coder
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, followed, gradients, slow
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.stats import PlanOutcome
 from eager_offload.step_plan import Fate
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, Stack, budget_of, gradients, planned, slow, wide
 from tests.sampling import search
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.planning.command import main
 from eager_offload.planning.predict import Problem
 from eager_offload.planning.solve import Solver
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, chain, followed, gradients, planned, problems, slow, wide
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

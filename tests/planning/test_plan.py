@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.compile.cost import OperatorCall, flops_of
-from eager_offload.machine import MACHINES
+from eager_offload.machine import TABLE
 from eager_offload.planning import files
 from tests.planning.programs import CONFIG, Stack, forward_flops, planned, slow, wide
 
@@ -229,7 +229,7 @@ def test_arguments_of_other_kinds_are_errors() -> None:
     for memory in (80e9, True, -1):
         with pytest.raises(eo.ConfigError, match=r"memory_bytes=.* takes a whole number"):
             eo.Machine("mine", 1e12, 1e12, 1e12, memory_bytes=memory)
-    assert eo.plan(model, x, device="h200", device_budget="auto").device_budget == MACHINES["h200"].memory_bytes
+    assert eo.plan(model, x, device="h200", device_budget="auto").device_budget == TABLE["h200"].memory_bytes
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -327,9 +327,9 @@ def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
 
 
 def test_the_devices_that_have_a_name_are_in_the_order_of_their_speed() -> None:
-    assert list(MACHINES) == ["h200", "h100", "a100", "l40s", "rtx4090"]
-    assert MACHINES["h200"].flops / MACHINES["h200"].out == 11_500
-    for machine in MACHINES.values():
+    assert list(TABLE) == ["h200", "h100", "a100", "l40s", "rtx4090"]
+    assert TABLE["h200"].flops / TABLE["h200"].out == 11_500
+    for machine in TABLE.values():
         assert 0.9e14 < machine.flops < 1e15
         assert machine.single_flops < machine.flops
         assert 20 << 30 < machine.memory_bytes < 150 << 30

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.planning.command import main
 from eager_offload.planning.program import Program
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, followed, gradients, slow, wide
 from tests.planning.test_rehearse import shared
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

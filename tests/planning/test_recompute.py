@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.machine import MACHINES
+from eager_offload.machine import TABLE
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
 from eager_offload.planning.predict import Prediction, Problem
@@ -588,7 +588,7 @@ def test_a_plan_needs_no_more_and_takes_no_longer_than_checkpoints_around_all(pa
     fields = {"max_inflight_bytes": "840MiB", "prefetch_bytes": "840MiB"}
     config = eo.OffloadConfig(**fields)
     program = trace(model, x, min_bytes=config.size("min_bytes"), again=[f"blocks.{number}" for number in range(4)])
-    device = MACHINES["h200"]
+    device = TABLE["h200"]
     windows = config.size("max_inflight_bytes"), config.size("prefetch_bytes")
     around_all = Problem(program, program.seconds(device), device.out, device.back, *windows)
     fixed = RehearsedSolver(around_all, device.launch_seconds).nothing

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eager_offload as eo
-from benchmarks.simulation.stage import Stage
 from eager_offload.planning.draft import draft
 from eager_offload.planning.program import ProgramAsk, ProgramSave
 from eager_offload.planning.rehearse import rehearse
 from eager_offload.step_plan import Fate
 from tests.planning.programs import CONFIG, budget_of, chain, followed, planned, problems, slow, wide
+from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -391,22 +391,6 @@ def test_bandwidth_of_a_device_without_a_megabyte_is_out_of_memory() -> None:
         AcceleratorRuntime(double).bandwidth(DEVICE, Direction.OUT)
 
 
-def test_bandwidth_both_ways_is_measured_with_both_ways_enqueued_before_either_is_waited_for() -> None:
-    double = RecordingAccelerator(rate=2e10)
-    runtime = AcceleratorRuntime(double)
-    out, back = (runtime.transfer_stream(DEVICE, way).stream_id for way in Direction)
-    found = {way: runtime.duplex_bandwidth(DEVICE, way) for way in Direction}
-    assert all(math.isclose(rate, 2e10, rel_tol=1e-9) for rate in found.values())
-    copies = [number for number, call in enumerate(double.calls) if call.startswith("copy")][-8:]
-    assert [double.calls[number].split()[-1] for number in copies] == [f"0/{out}", f"0/{back}"] * 4
-    assert "synchronize" not in double.calls[copies[0] : copies[-1]]
-    assert double.calls[copies[-1] :].count("synchronize") == 2
-    double.calls.clear()
-    assert {way: runtime.duplex_bandwidth(torch.device("cuda"), way) for way in Direction} == found
-    assert double.calls == [], "it is measured once"
-    assert math.isclose(runtime.bandwidth(DEVICE, Direction.IN), 2e10, rel_tol=1e-9)
-
-
 def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     double = RecordingAccelerator()
     runtime = AcceleratorRuntime(double)
@@ -444,9 +428,6 @@ def test_the_first_copies_are_over_before_others_are_timed(monkeypatch: pytest.M
     double.during_copy = lambda: said.append("copy")
     assert probe.bandwidth(Direction.OUT) > 0
     assert said == ["copy", "waited", *["copy"] * 4]
-    said.clear()
-    assert probe.bandwidth(Direction.OUT, both_ways=True) > 0
-    assert said == [*["copy"] * 2, *["waited"] * 2, *["copy"] * 8]
 
 
 # -- where there is none --------------------------------------------------------------------------------------------

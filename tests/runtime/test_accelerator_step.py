@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Synchronized, Waited, WrittenLog
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, blocks
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved
+from tests.simulation.checker import Checker
+from tests.simulation.log import Allocated, Freed, Operation, Recorded, Synchronized, Waited, WrittenLog
 
 STEPS = 2
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.simulation import checker as checker_module
-from eager_offload.simulation.checker import Checker, OrderingError
-from eager_offload.simulation.log import (
+from eager_offload.tiers.base import ByteRegion
+from tests.simulation import checker as checker_module
+from tests.simulation.checker import Checker, OrderingError
+from tests.simulation.log import (
     Allocated,
     Entry,
     Freed,
@@ -22,7 +23,6 @@ from eager_offload.simulation.log import (
     Waited,
     WrittenLog,
 )
-from eager_offload.tiers.base import ByteRegion
 
 MAIN, OUT, IN = "main", "out", "in"
 BLOCK = ByteRegion("device", 0, 4096)

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.runtime.base import Layout
-from eager_offload.simulation.log import Allocated, Entry, Freed, Operation, WrittenLog
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from eager_offload.tiers.base import ByteRegion
+from tests.simulation.log import Allocated, Entry, Freed, Operation, WrittenLog
+from tests.simulation.observer import OperatorObserver
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Event, Layout
-from eager_offload.simulation.checker import AccessKind, Checker, OrderingError
-from eager_offload.simulation.log import WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
-from eager_offload.simulation.timeline import StreamSpan, Timeline
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
+from tests.simulation.checker import AccessKind, Checker, OrderingError
+from tests.simulation.log import WrittenLog
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
+from tests.simulation.timeline import StreamSpan, Timeline
 from tests.threads import on_a_thread
 
 

@@ -18,8 +18,6 @@ from eager_offload import Offload, OffloadError, TransferError
 from eager_offload.runtime.accelerator import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.log import Operation, Recorded, Synchronized
 from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
 from tests.doubles.training_accelerator import TrainingAccelerator
@@ -34,6 +32,8 @@ from tests.runtime.test_accelerator_step import (
     half_of_each_graph,
     on_one_stream,
 )
+from tests.simulation.checker import Checker
+from tests.simulation.log import Operation, Recorded, Synchronized
 from tests.threads import collect
 
 CPU = torch.device("cpu")

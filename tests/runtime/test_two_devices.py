@@ -15,13 +15,13 @@ from eager_offload import Offload
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.checker import Checker
 from eager_offload.stats import KeepReason
 from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.hazards.backends import assert_settled
 from tests.hazards.blocks import ROWS, WIDTH, Block
 from tests.hazards.programs import REGIMES, Regime, Settled, assert_identical, assert_moved
 from tests.runtime.test_accelerator_step import Around, Cross, Streams
+from tests.simulation.checker import Checker
 
 FIRST, SECOND = torch.device("cpu", 0), torch.device("cpu", 1)
 

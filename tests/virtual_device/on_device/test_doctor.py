@@ -1,20 +1,16 @@
-"""What the doctor measures is the device's own speed, not that at which the host hands work over."""
+"""What is measured is the device's own speed, not that at which the host hands work over."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from eager_offload.observe.doctor import probes
+from eager_offload.machine import measure
 from tests.virtual_device import NAME, VirtualDevice
 
-SIDE, SECONDS = 64, 0.02
+SECONDS = 0.03
 
 
-def test_products_are_timed_until_the_device_has_made_them(
-    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probes, "_SIZE", SIDE)
+def test_products_are_timed_until_the_device_has_made_them(virtual: VirtualDevice) -> None:
     with virtual.slow_compute(0.0, mm=SECONDS):
-        flops = probes.matmul_flops(torch.device(NAME, 0), torch.float32)
-    assert 0 < flops <= 2 * SIDE**3 / SECONDS
+        found = measure(torch.device(NAME, 0)).machine
+    assert 0 < found.single_flops <= 2 * 512**3 / SECONDS

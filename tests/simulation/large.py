@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks.models import Shape, Stack
-from benchmarks.simulation.oracle import Program, best_step
-from benchmarks.simulation.stage import Step
-from eager_offload.machine import MACHINES, Machine
+from eager_offload.machine import TABLE, Machine
+from tests.simulation.oracle import Program, best_step
+from tests.simulation.stage import Step
 
 LARGE = Shape(layers=32, width=4096, hidden=11008, heads=32)
-H200 = MACHINES["h200"]
+H200 = TABLE["h200"]
 SEQUENCES = {"8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
 #: Windows hold so many of the largest saved tensors, where nothing else is said.
 WINDOW_TENSORS = 5

@@ -1,12 +1,11 @@
-"""Virtual streams on a virtual clock, with real bytes: a device to prove orderings on, and to plan with.
+"""The device of rehearsals with real bytes and a log: to prove orderings on.
 
 CPU tensors stand for device memory. Compute runs the moment it is called; copies are only enqueued, and carried out as
 late as the ordering allows: when the host has synchronized or a query has said yes, or when compute waits. So a copy
 that nothing waits for reads what compute has written over its source since, and an unpack that does not wait reads
 what was in the target before: a missing edge shows as wrong bytes, besides the happens-before checker's verdict.
 
-Time is arithmetic. Each call of the host takes ``launch_seconds``, each operator as long as its bytes take at
-``compute_rate``, each copy as long as at its direction's bandwidth, and a stream does one thing at a time.
+Each operator takes as long as its bytes do at ``compute_rate``; ``eager_offload/planning/simulated.py`` has the clock.
 
 What is simpler than on a device: autograd does not switch streams in backward, so that a node runs on the stream that
 is current where ``backward`` was called, and operators that read a value to the host do not synchronize.
@@ -15,11 +14,10 @@ is current where ``backward`` was called, and operators that read a value to the
 from __future__ import annotations
 
 import ctypes
-import mmap
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -28,27 +26,22 @@ from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
-from eager_offload.simulation.checker import Access, AccessKind, Checker, Violation
-from eager_offload.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.timeline import StreamSpan, Timeline
+from eager_offload.planning.simulated import RehearsalEvent, RehearsalRuntime, RehearsalStream
+from eager_offload.runtime.base import Direction, Event, Hop, Layout, Stream
 from eager_offload.tiers.base import Slot
+from tests.simulation.checker import Access, AccessKind, Checker, Violation
+from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
+from tests.simulation.observer import OperatorObserver
+from tests.simulation.timeline import StreamSpan, Timeline
 
 #: What bytes are filled with that may not be used. It reads as NaN in every floating-point format.
 POISON = 0xFF
 
 
 @dataclass(eq=False, slots=True)
-class SimulatedStream:
-    """Operations in order, and when they are over."""
+class SimulatedStream(RehearsalStream):
+    """A stream whose copies are put off; compute streams do everything at once."""
 
-    name: str
-    #: Whether its copies are put off. Compute streams do everything at once.
-    is_transfer: bool = False
-    #: Seconds: when its last operation is over, and before which the next one must not start.
-    tail: float = 0.0
-    clear_from: float = 0.0
     #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
     enqueued: int = 0
     done: int = 0
@@ -56,33 +49,26 @@ class SimulatedStream:
     #: Copies that no event stands for yet.
     fresh: list[Move] = field(default_factory=list)
 
-    def __repr__(self) -> str:
-        return self.name
+    __repr__ = RehearsalStream.__repr__
 
     def push(self, step: Move | SimulatedEvent) -> None:
         self.queue.append(step)
         self.enqueued += 1
 
 
-class SimulatedEvent:
-    """A point on a stream; equal to itself only."""
+class SimulatedEvent(RehearsalEvent):
+    """A point on a stream, which knows of the copies before it."""
 
-    __slots__ = ("__weakref__", "moves", "position", "span", "stream", "time")
+    __slots__ = ("moves", "position")
+    stream: SimulatedStream
 
     def __init__(self, stream: SimulatedStream, time: float) -> None:
-        self.stream = stream
-        #: Seconds: when it completes.
-        self.time = time
+        super().__init__(stream, time)
         #: How many steps of the stream come before it.
         self.position = stream.enqueued
         #: The copies whose failure it carries: those after the event before it.
         self.moves = tuple(stream.fresh)
         stream.fresh.clear()
-        #: Of the copy that it was recorded behind.
-        self.span: StreamSpan | None = None
-
-    def __repr__(self) -> str:
-        return f"event on {self.stream} at {self.time:.9f} s"
 
     def raise_failure(self) -> None:
         for move in self.moves:
@@ -147,7 +133,7 @@ class _Selected(threading.local):
         self.stack: list[SimulatedStream] = []
 
 
-class SimulatedRuntime(Runtime):
+class SimulatedRuntime(RehearsalRuntime):
     """A device with streams of its own and a clock that only work moves, whose calls can be checked.
 
     The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
@@ -156,7 +142,8 @@ class SimulatedRuntime(Runtime):
     loop that polls never ends.
     """
 
-    knows_time = True
+    default_stream: SimulatedStream
+    _transfers: dict[Direction, SimulatedStream]  # type: ignore[assignment]  # as `_new_stream` makes them
 
     def __init__(
         self,
@@ -180,24 +167,21 @@ class SimulatedRuntime(Runtime):
             jitter: every operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
             seed: of that number.
         """
-        super().__init__()
+        super().__init__(
+            out_bandwidth=out_bandwidth,
+            in_bandwidth=in_bandwidth,
+            launch_seconds=launch_seconds,
+            host_waits=host_waits,
+        )
         self.compute_rate = compute_rate
-        self.launch_seconds = launch_seconds
-        #: Seconds on the host's clock.
-        self.now = 0.0
         #: It grows with every operation; put a new one here to forget.
         self.timeline = Timeline()
         #: Copies that were carried out although one of their ends was gone.
         self.faults: list[Violation] = []
-        self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
         self._at_once = at_once
-        self._host_waits = host_waits
         self._jitter = jitter
         self._random = random.Random(seed)
         self._lock = threading.RLock()
-        #: The stream that is current where no other was selected.
-        self.default_stream = SimulatedStream("default")
-        self._transfers = {d: SimulatedStream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
         self._selected = _Selected()
         self._log: Log | None = None
         self._naming: OperatorObserver | None = None
@@ -221,20 +205,15 @@ class SimulatedRuntime(Runtime):
         return self.stream(stream)
 
     def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
-        """Enqueues work of ``seconds`` on ``stream``."""
-        assert isinstance(stream, SimulatedStream)
         with self._lock:
-            self._launch()
-            self._occupy(stream, seconds, what, nbytes)
-            if self._host_waits:
-                self.now = max(self.now, stream.tail)
+            super().advance(stream, seconds, what, nbytes)
 
     def synchronize_all(self) -> None:
         """Carries out all that is pending and waits for it. Failed transfers stay with their events."""
         with self._lock:
             for stream in self._transfers.values():
                 self._carry_out(stream, stream.enqueued)
-                self.now = max(self.now, stream.tail)
+            super().synchronize_all()
             self.now = max(self.now, self.timeline.end)
 
     @property
@@ -287,38 +266,9 @@ class SimulatedRuntime(Runtime):
         stack = self._selected.stack
         return stack[-1] if stack else self.default_stream
 
-    def transfer_stream(self, device: torch.device, direction: Direction) -> SimulatedStream:
-        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
-        return self._transfers[direction]
-
     def clock(self, stream: Stream) -> float:
-        assert isinstance(stream, SimulatedStream)
         with self._lock:
-            return max(stream.tail, stream.clear_from, self.now)
-
-    def host_clock(self) -> float:
-        return self.now
-
-    def seconds(self, event: Event) -> float | None:
-        assert isinstance(event, SimulatedEvent)
-        return None if event.span is None else event.span.stop - event.span.start
-
-    def hops(self, event: Event) -> tuple[Hop, ...]:
-        assert isinstance(event, SimulatedEvent)
-        return () if event.span is None else (Hop("", event.span.start, event.span.stop),)
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        with without_dispatch_modes(), torch.inference_mode(False):
-            buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
-            start = -buffer.data_ptr() % mmap.PAGESIZE
-            return buffer[start : start + nbytes]
-
-    def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._bandwidths[direction]
-
-    def record(self, stream: Stream) -> Event:
-        assert isinstance(stream, SimulatedStream)
-        return self._new_event(stream)
+            return super().clock(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(stream, SimulatedStream)
@@ -326,24 +276,17 @@ class SimulatedRuntime(Runtime):
         if self._log is not None:
             self._log.write(Waited(stream, event))
         with self._lock:
-            self._launch()
-            stream.clear_from = max(stream.clear_from, event.time)
+            super().wait(stream, event)
             if stream.is_transfer:
                 stream.push(event)
             else:
-                if self._host_waits:
-                    self.now = max(self.now, event.time)
                 self._carry_out(event.stream, event.position)
                 event.raise_failure()
-
-    def has_host_wait(self, event: Event) -> bool:
-        return self._host_waits
 
     def query(self, event: Event) -> bool:
         assert isinstance(event, SimulatedEvent)
         with self._lock:
-            self._launch()
-            if self.now < event.time:
+            if not super().query(event):
                 return False
             self._carry_out(event.stream, event.position)
         if self._log is not None:
@@ -353,50 +296,18 @@ class SimulatedRuntime(Runtime):
     def synchronize(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
         with self._lock:
-            self._launch()
-            self.timeline.host_wait_seconds += max(0.0, event.time - self.now)
-            self.now = max(self.now, event.time)
+            began = self.now + self.launch_seconds
+            super().synchronize(event)
+            self.timeline.host_wait_seconds += self.now - began
             self._carry_out(event.stream, event.position)
             event.raise_failure()
         if self._log is not None:
             self._log.write(Synchronized(event))
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
-        assert isinstance(stream, SimulatedStream)
-        outward = isinstance(dst, Slot)
-        slot, tensor = (dst, src) if outward else (src, dst)
-        assert isinstance(slot, Slot)
-        assert isinstance(tensor, Tensor), "one end of a copy rests in a tier, the other does not"
-        direction, kind = (Direction.OUT, AccessKind.READ) if outward else (Direction.IN, AccessKind.WRITE)
-        what, region, number = "offload" if outward else "reload", None, -1
-        for event in after:
-            self.wait(stream, event)
-        if self._log is not None:
-            assert self._naming is not None
-            region = self._naming.region(tensor)
-            reads, writes = (region, slot.region) if outward else (slot.region, region)
-            self._log.write(Operation(stream, (reads,), (writes,), what))
-        if self._checker is not None:
-            number = self._checker.entries - 1
-        move = Move(slot, tensor, direction, Access(stream, kind, what, region, number))
-        with self._lock:
-            self._launch()
-            self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
-            span = self.timeline.spans[-1]
-            stream.push(move)
-            stream.fresh.append(move)
-            if self._at_once or not stream.is_transfer:
-                self._carry_out(stream, stream.enqueued)
-        over = self._new_event(stream)
-        over.span = span
-        return over
-
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
-        assert 0 <= layout.alignment_offset < ALIGNMENT
+        target = super().allocate(layout, device, stream)
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            block = torch.full((layout.alignment_offset + layout.nbytes,), POISON, dtype=torch.uint8, device="cpu")
-            assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
-            target = block[layout.alignment_offset :]
+            target.fill_(POISON)
         if self._naming is not None:
             self._naming.allocated(target, stream, "reload target")
         return target
@@ -407,24 +318,45 @@ class SimulatedRuntime(Runtime):
         slowness = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
         self.advance(stream, slowness * nbytes / self.compute_rate, what, nbytes)
 
-    def _new_event(self, stream: SimulatedStream) -> SimulatedEvent:
+    def _new_stream(self, name: str, *, is_transfer: bool = False) -> SimulatedStream:
+        return SimulatedStream(name, is_transfer)
+
+    def _new_event(self, stream: RehearsalStream) -> SimulatedEvent:
+        assert isinstance(stream, SimulatedStream)
         with self._lock:
             self._launch()
-            event = SimulatedEvent(stream, max(stream.tail, stream.clear_from, self.now))
+            event = SimulatedEvent(stream, self.clock(stream))
         if self._log is not None:
             self._log.write(Recorded(stream, event))
         return event
 
-    def _launch(self) -> None:
-        self.now += self.launch_seconds
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Hop:
+        assert isinstance(stream, SimulatedStream)
+        outward, region, number = direction is Direction.OUT, None, -1
+        kind, what = (AccessKind.READ, "offload") if outward else (AccessKind.WRITE, "reload")
+        if self._log is not None:
+            assert self._naming is not None
+            region = self._naming.region(tensor)
+            reads, writes = (region, slot.region) if outward else (slot.region, region)
+            self._log.write(Operation(stream, (reads,), (writes,), what))
+        if self._checker is not None:
+            number = self._checker.entries - 1
+        move = Move(slot, tensor, direction, Access(stream, kind, what, region, number))
+        with self._lock:
+            copy = super()._move(slot, tensor, direction, stream)
+            stream.push(move)
+            stream.fresh.append(move)
+            if self._at_once or not stream.is_transfer:
+                self._carry_out(stream, stream.enqueued)
+        return copy
 
-    def _occupy(self, stream: SimulatedStream, seconds: float, what: str, nbytes: int) -> None:
+    def _occupy(self, stream: RehearsalStream, seconds: float, what: str, nbytes: int) -> float:
         ready = max(stream.tail, self.now)
-        start = max(ready, stream.clear_from)
+        start = super()._occupy(stream, seconds, what, nbytes)
         if start > ready and not stream.is_transfer:
             self.timeline.spans.append(StreamSpan(stream, ready, start, "stall", 0, is_transfer=False))
-        stream.tail = start + seconds
         self.timeline.spans.append(StreamSpan(stream, start, stream.tail, what, nbytes, what in ("offload", "reload")))
+        return start
 
     def _carry_out(self, stream: SimulatedStream, position: int) -> None:
         """Carries out the first ``position`` steps of ``stream``, and whatever those wait for first."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from eager_offload import Machine, Offload
 from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
-from eager_offload.simulation.checker import Checker
-from eager_offload.simulation.observer import OperatorObserver
-from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.simulation.timeline import Timeline
+from tests.simulation.checker import Checker
+from tests.simulation.observer import OperatorObserver
+from tests.simulation.simulated import SimulatedRuntime
+from tests.simulation.timeline import Timeline
 
 
 class Step(NamedTuple):

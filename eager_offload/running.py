@@ -1,4 +1,4 @@
-"""``python -m eager_offload.run [--settings ...] train.py ...``: a training script offloads without a change.
+"""``python -m eager_offload run [--settings ...] train.py ...``: a training script offloads without a change.
 
 Every call of an outermost module in training mode runs in a ``with offload``, as far as that can be done from outside:
 what a script saves between its modules stays. See [Note: Outermost] in ``module_contexts.py``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eager_offload.offload import Offload
 
 _USAGE = """\
-usage: python -m eager_offload.run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
+usage: python -m eager_offload run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
 
 Runs a training script, or a module as `python -m` does, in which the forwards of modules offload.
 
@@ -30,21 +30,20 @@ Runs a training script, or a module as `python -m` does, in which the forwards o
 
 What is not given comes from EAGER_OFFLOAD_<FIELD>. With a launcher:
 
-  torchrun --nproc-per-node 2 -m eager_offload.run train.py
-  accelerate launch -m eager_offload.run train.py
+  torchrun --nproc-per-node 2 -m eager_offload run train.py
+  accelerate launch -m eager_offload run train.py
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs the script or module that ``arguments`` name.
 
     Returns:
         The exit status: 0 when it has ended, 2 for wrong arguments. What the script raises, ``SystemExit`` included,
         goes through.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    settings: list[str] = []
-    while given and given[0].startswith("--settings"):
+    given, settings = list(arguments), list[str]()
+    while given and given[0].partition("=")[0] == "--settings":
         _, equals, value = given.pop(0).partition("=")
         settings.append(value if equals else given.pop(0) if given else "")
     if given[:1] == ["-h"] or given[:1] == ["--help"]:
@@ -61,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         offload = Offload(_fields(settings))
     except ConfigError as error:
-        print(f"eager_offload.run: {error}", file=sys.stderr)
+        print(f"eager_offload run: {error}", file=sys.stderr)
         return 2
     if not is_module and not os.path.exists(command[0]):
-        print(f"eager_offload.run: there is no file {command[0]!r}", file=sys.stderr)
+        print(f"eager_offload run: there is no file {command[0]!r}", file=sys.stderr)
         return 2
     sys.argv = command
     try:
@@ -118,8 +117,4 @@ def _report(offload: Offload) -> None:
         said = "switched off"
     elif not stats.offloaded_bytes:
         said = f"nothing moved, because {why(stats, offload.config)}"
-    print(f"eager_offload.run: {said}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"eager_offload run: {said}", file=sys.stderr)
