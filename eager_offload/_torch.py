@@ -161,7 +161,7 @@ PUBLIC_NAMES = {
     "hooks of others inside a context, which hide what is saved, are not warned of": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
-    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
+    "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
     "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
     "what is compiled first inside of a context fails": ("torch.compile",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
