@@ -289,8 +289,7 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
 def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     """What a save costs with few and with many alive, without the garbage collector: it goes through all there is."""
     costs, nbytes, most = [], 4096, options.alive
-    if most <= FEW:
-        raise SystemExit(f"benchmarks.hooks: --alive {most} is not more than the {FEW} that it is compared with")
+    assert most > FEW, f"--alive {most} is not more than the {FEW} that it is compared with"
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": nbytes * most}
     for name, follows in (("offloaded", False), ("followed", True)):
         offloads = {live: eo.Offload(fields, step_plans=follows) for live in (FEW, most)}

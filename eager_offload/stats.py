@@ -91,10 +91,8 @@ class Relief(NamedTuple):
 class Planned(Protocol):
     """The plan that is followed."""
 
-    @property
-    def policy(self) -> str:
-        """``"least"``, ``"free"`` or ``"max"``."""
-        ...
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
 
     @property
     def peak_bytes(self) -> int:

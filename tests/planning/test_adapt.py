@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.computed_plan import Adapted
-from eager_offload.eager.adapting import Adapting
 from eager_offload.planning.decide import RehearsedSolver
 from eager_offload.runtime.base import DeviceMemory
 from eager_offload.runtime.host import host_runtime
@@ -256,45 +253,3 @@ def gradients_apart(model: nn.Module, x: Tensor, offload: eo.Offload) -> list[Te
     with offload:
         loss = model(x)
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-# -- the rule as numbers -----------------------------------------------------------------------------------------------
-
-
-def test_the_rule(half: eo.Plan) -> None:
-    plan = replace(half, device_budget=half.peak_bytes + 1000)
-    peak = plan.peak_bytes
-    for found, is_over, surplus in (
-        (peak, False, None),
-        (peak + 1000, False, None),
-        (peak + 1001, True, 1001),
-        (peak - peak // 21, False, None),
-        (peak - peak // 19, False, -(peak // 19)),
-        (None, False, None),
-    ):
-        adapting = Adapting(plan)
-        assert not any(adapting.note(peak - 1) for _ in range(15))
-        adapting = Adapting(plan)
-        assert not any(adapting.note(None if found is None else found - 1) for _ in range(15))
-        assert adapting.note(found) == is_over
-        assert adapting.is_due == (surplus is not None)
-        request = adapting.take()
-        assert (None if request is None else request.surplus) == surplus
-        assert adapting.take() is None
-
-
-def test_what_was_in_vain_is_asked_for_ever_more_rarely_and_a_new_plan_begins_anew(half: eo.Plan) -> None:
-    adapting, due = Adapting(half), []
-    for look in range(40):
-        for _ in range(16):
-            adapting.note(half.device_budget + half.peak_bytes)
-        if adapting.take() is not None:
-            due.append(look)
-            adapting.made(None)
-    assert due == [0, 2, 5, 10, 19, 36]
-    other = replace(half, device_budget=10 * half.device_budget)
-    for _ in range(5):
-        adapting.note(half.device_budget + half.peak_bytes)
-    adapting.made(Adapted(other, is_other=True))
-    assert [adapting.note(other.device_budget + half.peak_bytes) for _ in range(16)] == [False] * 15 + [True]
-    assert adapting.is_due

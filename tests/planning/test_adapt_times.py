@@ -9,8 +9,6 @@ import torch
 
 import eager_offload as eo
 from eager_offload.computed_plan import Stretch, Timing
-from eager_offload.eager.adapting import Adapting
-from eager_offload.eager.measuring import StepMeasurement
 from eager_offload.machine import Machine
 from eager_offload.planning.draft import timed
 from tests.hazards.programs import assert_identical
@@ -121,28 +119,3 @@ def test_a_step_that_another_forward_comes_between_is_not_measured(half: eo.Plan
     assert stats.followed_forwards > 16
     assert stats.plan.predicted_step_seconds == everything.step_seconds
     offload.close()
-
-
-def test_the_rule_of_times(half: eo.Plan) -> None:
-    problem = half.problem
-    save = len(problem.program.saves) - 1
-    seconds = problem.begins[problem.program.saves[save].op]
-    waits = half.step_seconds - problem.compute_seconds
-    for factor, waited, off in (
-        (1.0, waits, False),
-        (1.04, waits, False),
-        (1.06, waits, True),
-        (1.0, waits * 5 + 1, True),
-    ):
-        timing = Timing((Stretch(save, False, factor * seconds),), waited, None, None)
-        assert half.is_off(timing) == off
-        adapting = Adapting(half)
-        assert [adapting.looks_closely for _ in range(16) if not adapting.note(None)] == [False] * 12 + [True] * 3 + [
-            False
-        ]
-        assert not adapting.is_due
-        for _ in range(15):
-            adapting.note(None)
-        assert adapting.is_last
-        assert not adapting.note(None, StepMeasurement(timing=timing))
-        assert adapting.is_due == off

@@ -186,7 +186,7 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("format", to=7), "format 7 instead of 2"),
+        (_set("format", to=7), "format 7 instead of 3"),
         (_set("digest", to=None), "not as it was written"),
         (_set("plan", "policy", to="most"), "not as it was written"),
         (_set("plan", "device_budget", to=10**400), "not as it was written"),
@@ -248,8 +248,10 @@ def test_arguments_of_other_kinds_are_errors() -> None:
         ),
         ({"config": {"device_budget": "20"}}, "device_budget='20' is not accepted, since that is 20 bytes"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
+        *(({"host_budget": one}, f"host_budget={one!r} is not accepted") for one in (-1, 0, "much", 1.5, True)),
         ({"loss": 5}, "loss=5 is not accepted"),
         ({"recompute": "no"}, "recompute='no' is not accepted"),
+        ({"recompute": True, "policy": "free"}, "recompute=True is not accepted: with policy='free'"),
         ({"config": {"keep_last_bytes": 0}}, "keep_last_bytes=0 does not go with a plan"),
         ({"policy": "most"}, 'policy=\'most\' is not accepted: policy takes "least" or "free" or "max"'),
         ({"config": {"min_byte": 1}}, "unknown field 'min_byte'"),

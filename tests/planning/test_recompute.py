@@ -235,12 +235,6 @@ def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan
     assert eo.Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_recompute_goes_with_the_least_movement_alone() -> None:
-    model, x = wide()
-    with pytest.raises(eo.ConfigError, match="recompute=True is not accepted: with policy='free'"):
-        eo.plan(model, x, device=FAR, policy="free", recompute=True)
-
-
 class Writes(nn.Module):
     """What it does the second time is another thing."""
 
