@@ -34,8 +34,6 @@ class KeepReason(StrEnum):
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
-#: To ask the class for its member takes longer than to compare.
-_SMALL = KeepReason.SMALL
 #: So many steps are written down, and then one in so many: of those that follow no plan.
 _WRITTEN, _WRITTEN_AGAIN = 3, 16
 
@@ -143,8 +141,6 @@ class OffloadStats:
     """Bytes of saves whose storage an earlier one has offloaded already."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that stay on the device, by reason."""
-    small_bytes_largest: int = 0
-    """Bytes of the largest saved tensor that stayed as ``small``."""
     coded_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that a codec packed before they left, as they were on the device; by codec."""
     packed_bytes: dict[str, int] = field(default_factory=dict)
@@ -304,7 +300,7 @@ class Counters:
         self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
         self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
         self.failed_forwards = 0
-        self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
+        self.saved_bytes = self.offloaded_bytes = self.shared_bytes = 0
         self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = self.failed_bytes = 0
         self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
@@ -348,10 +344,8 @@ class Counters:
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
-        if nbytes > self.small_bytes_largest and reason is _SMALL:  # the cheaper question first
-            self.small_bytes_largest = nbytes
 
-    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int, largest_small: int) -> None:
+    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int) -> None:
         """Several saves that stay, together; or none."""
         if self.step_begins and tensors:
             self._begin_step()
@@ -359,7 +353,6 @@ class Counters:
         self.saved_bytes += parameter_bytes + small_bytes
         self.kept_bytes[KeepReason.PARAMETER] += parameter_bytes
         self.kept_bytes[KeepReason.SMALL] += small_bytes
-        self.small_bytes_largest = max(self.small_bytes_largest, largest_small)
 
     def expect(self, planned: Planned) -> None:
         """What forwards follow from here on is of ``planned``."""

@@ -21,16 +21,12 @@ _FIRST = {
     "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
-    "codecs": "codecs/exact codecs/rounded codecs/policy",
-    "codecs/policy": "codecs/policy codecs/rounding",
+    "codecs": "codecs/exact codecs/rounded",
     "compile/host_tensors": "compile/transfers compile/operations",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": (
-        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
-        "hazards/out_of_memory"
-    ),
+    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/exposure": "exposure",
@@ -48,10 +44,9 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "=accelerator",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies =accelerator",
-    "simulation": "=simulated",
+    "planning/simulated": "planning/rehearse =simulated",
     "runtime/device_clock": "runtime/device_clock =accelerator",
     "runtime/host": "=host",
-    "simulation/log": "runtime/accelerator =simulated",
     "runtime/link_probe": "=accelerator",
     "runtime/pinned": "runtime/pinned =accelerator",
     "runtime/staging": "runtime/staging =accelerator",
@@ -77,7 +72,7 @@ _ON_THE_DEVICE = (
     "runtime/device_clock runtime/pinned runtime/staging compile/host_tensors engine"
 )
 _DEVICE = (
-    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/doctor "
+    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/measured_speed "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
     "gpu/scenarios::test_on_the_device"
