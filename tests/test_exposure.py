@@ -20,7 +20,6 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.eager.exposure import LeastKept
 from eager_offload.learning import _spread
-from tests.doubles.training_accelerator import TrainingAccelerator
 from tests.simulation.simulated import SimulatedRuntime
 
 #: Bytes that stay at first, and that are enough for nothing to be exposed, in parts of all; and how steep it is there.
@@ -321,35 +320,3 @@ def test_compiled_code_moves_no_more_than_without_it_and_all_where_a_step_may_ta
     long_bytes, long_gradient = moved(max_slowdown=1e9)
     assert long_bytes == plain_bytes > 0
     assert torch.equal(long_gradient, plain_gradient)
-
-
-# -- on an accelerator ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fields", [{"policy": "free"}, {"max_slowdown": 0.05}])
-def test_a_device_whose_events_do_not_tell_the_time_is_an_error(fields: dict[str, object]) -> None:
-    machine = TrainingAccelerator()
-    machine.can_time = False
-    offload, x = eo.Offload(runtime=machine.runtime, tier="host", min_bytes=0, **fields), torch.ones(64)
-    for _ in range(2):
-        with pytest.raises(eo.ConfigError, match="is not accepted for cpu, whose events do not tell the time"), offload:
-            x.requires_grad_().exp()
-    offload.close()
-
-
-def test_on_an_accelerator_what_times_the_waits_orders_nothing(expected: list[Tensor]) -> None:
-    machine, parameters = TrainingAccelerator(haste=0.3), weights()
-    windows = {"max_inflight_bytes": 3 * NBYTES, "prefetch_bytes": 3 * NBYTES}
-    offload = eo.Offload(runtime=machine.runtime, tier="host", min_bytes=NBYTES, policy="free", **windows)
-    with machine.checked() as checker:
-        for _ in range(20):
-            for parameter in parameters:
-                parameter.grad = None
-            with offload:
-                loss = layers(torch.ones(SIDE, SIDE), parameters)
-            loss.backward()
-    checker.assert_clean()
-    stats = offload.stats(synchronize=True)
-    offload.close()
-    assert all(torch.equal(one.grad, other) for one, other in zip(parameters, expected, strict=True))
-    assert stats.bytes_out > 0

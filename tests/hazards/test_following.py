@@ -19,7 +19,6 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload import Offload, OffloadStats
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
-from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 from tests.sampling import search
@@ -179,16 +178,6 @@ def test_h54_a_forward_without_room_for_its_slots_follows_nothing_and_is_counted
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"room": 1})
     assert stats.bytes_out > 0
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. the host tier is full")
-def test_h54_a_step_that_spills_to_disk_is_followed(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"tier": "auto", "host_budget": 4 * SIDE * SIDE * 4, "disk_path": tmp_path, "verify": True}
-    with RecordedBackend() as backend:
-        stats = follows(backend, first, range(5), 4, {}, **fields)
-    assert stats.host_bytes_peak > 0
-    assert stats.disk_bytes_peak > 0
-    assert stats.demotions["host_to_disk"] > 0
 
 
 def test_h54_steps_of_which_too_much_is_decided_anew_say_so_once(backend: Backend) -> None:

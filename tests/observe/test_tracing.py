@@ -14,13 +14,12 @@ import eager_offload as eo
 from eager_offload.observe import timestamps
 from eager_offload.tiers.disk import DiskSlot
 from eager_offload.trace_file import SliceKind
-from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two
 from tests.observe.steps import DEPTH, FIELDS, NBYTES, WINDOW, Net, assert_sound, of, saved, step, traced, traced_step
 
 
-@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend, RecordedBackend])
+@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
 def test_a_step_is_shown_whole_and_is_the_same_step(kind: type[Backend], path: Path, net: Net) -> None:
     with kind() as backend:
         trace = traced_step(backend.offload(**FIELDS), path, net)
