@@ -263,3 +263,11 @@ def test_counting_anew_inside_is_shown_as_it_is(path: Path, net: Net, offload: e
 def test_closing_inside_a_trace_is_fine(path: Path, net: Net, offload: eo.Offload) -> None:
     trace = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
     assert_sound(trace)
+
+
+def test_a_codec_for_each_module_is_written_as_the_config_has_it(path: Path, net: Net, disk: DiskBackend) -> None:
+    offload = disk.offload(codec={"*": "lossless", "layers.0": "bf16"}, min_bytes=NBYTES)
+    offload.skip_in(net)
+    trace = traced(offload, path, lambda: step(net, offload))
+    assert trace.config == offload.config.to_dict()
+    assert trace.config["codec"] == {"*": "lossless", "layers.0": "bf16"}
