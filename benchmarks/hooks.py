@@ -3,12 +3,11 @@
     python -m benchmarks.hooks
     python -m benchmarks.hooks --tiers host --sizes 64KiB --repeats 15
 
-The hooks are called directly, beside a pair that does nothing but ``detach`` and beside torch's ``save_on_cpu``, and
-through real operators (``exp``, which saves one tensor, and ``neg``, which saves none). All take turns in every
-repetition, and so do few and many saves that are alive. The cost of an offloaded tensor is the caller's
-``time.thread_time``: its own work, without the transfer threads' and without waiting. Each batch holds ``--live``
-handles at once and lets go of them one by one, as backward does; between ``--chunk`` calls the transfers may catch up
-while the clock stands still.
+The hooks are called directly, beside a pair that does nothing but ``detach``, and through operators (``exp``, which
+saves one tensor, and ``neg``, which saves none). All take turns in every repetition, and so do few and many saves that
+are alive. The cost of an offloaded tensor is the caller's ``time.thread_time``: its own work, without the transfer
+threads' and without waiting. Each batch holds ``--live`` handles at once and lets go of them one by one, as backward
+does; between ``--chunk`` calls the transfers may catch up while the clock stands still.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from benchmarks.common import Report, Spread, command_line, drive, listed, parse, ratios, show
@@ -45,22 +44,20 @@ FEW, ALIVE_SHARE = 1000, 1.2
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
 MOST_BYTES = 2 << 30
 CPU = torch.device("cpu")
-PAIR, SAVE_ON_CPU, KEPT = "pair that detaches", "save_on_cpu", "kept"
+PAIR, KEPT = "pair that detaches", "kept"
 OPERATOR, ALONE = "operator", "operator without hooks"
 
 
 class Clock:
-    """Sums up the thread's time and the wall's over the sections that it runs in."""
+    """Sums up the thread's time over the sections that it runs in."""
 
-    thread = wall = 0.0
+    thread = 0.0
 
     def __enter__(self) -> None:
-        self._wall = time.perf_counter()
         self._thread = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
         self.thread += time.thread_time() - self._thread
-        self.wall += time.perf_counter() - self._wall
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ class Cost:
     round: int
     pack: float
     unpack: float
-    wall: float
 
     @property
     def total(self) -> float:
@@ -111,7 +107,6 @@ def _nothing(tensor: Tensor) -> Tensor:
 
 #: The least that a pair of hooks can do: holding the tensor itself would leak, see the library's handles.
 DETACHING = Candidate(PAIR, _detach, _nothing, partial(saved_tensors_hooks, _detach, _nothing))
-ON_CPU = Candidate(SAVE_ON_CPU, save_on_cpu().pack_hook, save_on_cpu().unpack_hook, save_on_cpu)
 WITHOUT = Candidate(ALONE, _detach, _nothing)
 
 
@@ -186,7 +181,7 @@ def once(batch: Batch, candidate: Candidate, calls: int, live: int, name: str, n
     for _ in range(batches := -(-calls // live)):
         batch(candidate, forward, backward)
     unit = batches * live / 1e6
-    return Cost(name, number, forward.thread / unit, backward.thread / unit, (forward.wall + backward.wall) / unit)
+    return Cost(name, number, forward.thread / unit, backward.thread / unit)
 
 
 def repeat(batch: Batch, calls: int, options: argparse.Namespace, *candidates: Candidate) -> list[Cost]:
@@ -221,7 +216,6 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[
             options.calls,
             options,
             DETACHING,
-            ON_CPU,
             kept,
         )
         for name, tensor in what.items()
@@ -235,9 +229,7 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[
     )
     check_followed(following)
     following.close()
-    found["through an operator"] = repeat(
-        run_operator(4096, options), options.calls, options, WITHOUT, DETACHING, ON_CPU, kept
-    )
+    found["through an operator"] = repeat(run_operator(4096, options), options.calls, options, WITHOUT, DETACHING, kept)
     assert offload.stats(synchronize=True).offloaded_bytes == 0, "these were to stay"
     for name, costs in found.items():
         most = FOLLOWED_KEPT_ABOVE_PAIR if "followed" in name else KEPT_ABOVE_PAIR
@@ -340,21 +332,19 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
             "unpack": spread(costs, "offloaded", what="unpack").median,
             "both": spread(costs, "offloaded"),
             "followed": spread(costs, "followed"),
-            "wall": spread(costs, "offloaded", what="wall").median,
             "pair": spread(costs, PAIR).median,
             "operator": spread(costs, OPERATOR, ALONE).median,
         }
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    rest = {"alive": measure_alive(report, options)}
+    alive = measure_alive(report, options)
     rows = (
-        {"": f"{what}: {name}", "both": spread(costs, name), "pack": spread(costs, name, what="pack").median}
-        for what, costs in rest.items()
-        for name in dict.fromkeys(one.variant for one in costs)
+        {"": name, "both": spread(alive, name), "pack": spread(alive, name, what="pack").median}
+        for name in dict.fromkeys(one.variant for one in alive)
     )
     show("By how many saves are alive: microseconds a call, 4 KiB to the host tier", rows)
-    groups = {"kept": kept, "offloaded": offloaded, "by what Python holds": rest}
+    groups = {"kept": kept, "offloaded": offloaded, "alive": {"4KiB": alive}}
     summary = {
         group: {
             what: {name: spread(costs, name) for name in dict.fromkeys(one.variant for one in costs)}

@@ -386,8 +386,7 @@ def module_reference() -> Callable[[], torch.nn.Module | None]:
         if frame is None:
             break
         if frame.f_code is _CALL:
-            module = module_called_in(frame)
-            return no_module if module is None else weakref.ref(module)
+            return weakref.ref(frame.f_locals["self"])
         frame = frame.f_back
     return no_module
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine
-from eager_offload.stats import Planned
+from eager_offload.stats import Relief
 from eager_offload.step_plan import StepPlan
 
 
@@ -39,13 +39,15 @@ class Adapted(NamedTuple):
     """Whether other storages move; else only what is expected of the step is another."""
 
 
-class ComputedPlan(Planned):
+class ComputedPlan:
     """What a planner has worked out, as far as an ``Offload`` follows it; sizes in bytes, times in seconds."""
 
     config: OffloadConfig
     """The settings that it was made for."""
     device_budget: int
     """Bytes of the device that a step may take."""
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
     machine: Machine
     """The device."""
 
@@ -60,6 +62,16 @@ class ComputedPlan(Planned):
         raise NotImplementedError
 
     @property
+    def peak_bytes(self) -> int:
+        """That the step takes of the device at most."""
+        raise NotImplementedError
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward and backward."""
+        raise NotImplementedError
+
+    @property
     def seen_bytes(self) -> int | None:
         """That are in use at a save or an ask, at most; ``None`` where that is not known."""
         raise NotImplementedError
@@ -67,6 +79,16 @@ class ComputedPlan(Planned):
     @property
     def grown_bytes(self) -> int | None:
         """By which ``seen_bytes`` are more than what is in use when the step begins; ``None`` where it is not known."""
+        raise NotImplementedError
+
+    @property
+    def without_offload_seconds(self) -> float | None:
+        """Of forward and backward without offload, where real steps were timed."""
+        raise NotImplementedError
+
+    @property
+    def relief(self) -> Relief | None:
+        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
         raise NotImplementedError
 
     def is_off(self, timing: Timing) -> bool:

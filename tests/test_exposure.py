@@ -105,19 +105,6 @@ def test_a_link_that_becomes_slower_is_noticed_and_one_that_becomes_faster_is_in
     assert min(train(rule, iter(lambda: fast.exposed(rule.keep), None), 1000, most)) < 0.4 * most
 
 
-def test_more_is_not_tried_than_the_last_two_tries_make_likely() -> None:
-    most, rule = 1 << 20, LeastKept(0, 0)
-    device = Device(most, 0.55, 2.0)
-    assert max(train(rule, iter(lambda: device.exposed(rule.keep), None), 400, most)) <= 0.62 * most
-
-
-def test_one_long_step_does_not_make_up_for_what_is_exposed() -> None:
-    rule = LeastKept(0.1, 0)
-    for step in range(60):
-        rule.adapt(rule.keep, 0.2, 100.0 if step % 4 == 0 else 1.2, 1000)
-    assert rule.keep == 1000
-
-
 def test_another_amount_is_learnt_anew_and_no_more_stays_than_there_is() -> None:
     rule = LeastKept(0, 0)
     train(rule, itertools.repeat(1.0), 200, 1000)

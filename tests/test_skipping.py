@@ -186,20 +186,6 @@ def test_h48_a_pickled_offload_alone_is_given_a_model_like_a_new_one(fields: dic
         pass
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
-def test_h48_a_copied_compiled_model_skips_too(make: Any, fields: dict[str, Any]) -> None:
-    offload = eo.Offload(skip="lm_head", **fields)
-    copied = make(offload.compile(Model(), backend="aot_eager", fullgraph=True))
-    with copied.eager_offload:
-        loss = copied(torch.ones(256, 64))
-    loss.backward()
-    stats = copied.eager_offload.stats(synchronize=True)
-    assert stats.compiled_regions == 1
-    assert stats.kept_bytes["region"] > 0
-    offload.close()
-    torch.compiler.reset()
-
-
 # -- what is not called -----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.config import rate_text, size_text
-from eager_offload.observe.memory import change_text
+from eager_offload.observe.advice import change_text
 from eager_offload.runtime.base import covered_seconds
 from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 

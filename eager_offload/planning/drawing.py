@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eager_offload.config import size_text
+from eager_offload.observe.advice import change_text
 from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack
-from eager_offload.observe.memory import change_text
 from eager_offload.observe.report import Tile, time_text
 from eager_offload.planning.figures import FixedWay, PlanFigures, sentences
 from eager_offload.planning.files import Point

@@ -35,70 +35,60 @@ def model_of(blocks: int, size: int = 8) -> nn.Sequential:
     return nn.Sequential(*(Block(size) for _ in range(blocks)))
 
 
+Around = AbstractContextManager[object]
+#: Trains by a compiled function, of two tensors, in the context; returns what there is to compare beside gradients.
+Training = Callable[[Callable[..., Tensor], Around, Tensor, Tensor], list[Tensor | None]]
+
+
+def keeps_the_graph(run: Callable[..., Tensor], around: Around, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    with around:
+        loss = run(x, weight).sum()
+    loss.backward(retain_graph=True)
+    first = None if x.grad is None else x.grad.clone()
+    loss.backward(retain_graph=True)
+    return [loss, first, *torch.autograd.grad(loss, x)]
+
+
+def keeps_the_first(run: Callable[..., Tensor], around: Around, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    with around:
+        loss = run(x, weight).sum()
+    loss.backward(retain_graph=True)
+    with around:
+        other = run(x, weight).sum()
+    other.backward()
+    return [loss, other]
+
+
+def in_any_order(run: Callable[..., Tensor], around: Around, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    with around:
+        losses = [run(x * scale, weight).sum() for scale in (1, 2, 3)]
+        losses[1].backward()
+    with around:
+        losses.append(run(x * 4, weight).sum())
+        losses[0].backward()
+        losses.append(run(x * 5, weight).sum())
+    for which in (4, 3, 2):
+        losses[which].backward()
+    return [*losses]
+
+
+def one_into_another(run: Callable[..., Tensor], around: Around, x: Tensor, weight: Tensor) -> list[Tensor | None]:
+    with around:
+        loss = run(run(run(x, weight), weight), weight).sum()
+    loss.backward()
+    return [loss]
+
+
 @BOTH
-def test_a_graph_that_is_kept_can_be_differentiated_again(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
+@pytest.mark.parametrize("training", [keeps_the_graph, keeps_the_first, in_any_order, one_into_another])
+def test_h02_graphs_are_differentiated_in_any_order_and_again(training: Training, backend: str) -> None:
+    def step(compile: Compile, around: Around) -> list[Tensor | None]:
         x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around:
-            loss = run(x, weight).sum()
-        loss.backward(retain_graph=True)
-        first = x.grad.clone() if x.grad is not None else None
-        loss.backward(retain_graph=True)
-        (again,) = torch.autograd.grad(loss, x)
-        return [loss, first, x.grad, weight.grad, again]
+        return [*training(compile(deep), around, x, weight), x.grad, weight.grad]
 
     # Inductor refuses a second backward of buffers that it may reuse; that is off where a program wants one.
-    with torch._functorch.config.patch(donated_buffer=False):
-        compare(step, backend)
-
-
-@BOTH
-def test_the_first_backward_may_keep_the_graph(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around:
-            loss = run(x, weight).sum()
-        loss.backward(retain_graph=True)
-        with around:
-            other = run(x, weight).sum()
-        other.backward()
-        return [loss, other, x.grad, weight.grad]
-
-    compare(step, backend)
-
-
-@BOTH
-def test_h02_several_graphs_are_differentiated_in_any_order_and_in_the_next_context(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around:
-            losses = [run(x * scale, weight).sum() for scale in (1, 2, 3)]
-            losses[1].backward()
-        with around:
-            losses.append(run(x * 4, weight).sum())
-            losses[0].backward()
-            losses.append(run(x * 5, weight).sum())
-        for which in (4, 3, 2):
-            losses[which].backward()
-        return [*losses, x.grad, weight.grad]
-
-    compare(step, backend)
-
-
-@BOTH
-def test_one_graph_feeds_another_and_both_are_differentiated_in_one_pass(backend: str) -> None:
-    def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor | None]:
-        x, weight = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
-        run = compile(deep)
-        with around:
-            loss = run(run(run(x, weight), weight), weight).sum()
-        loss.backward()
-        return [loss, x.grad, weight.grad]
-
-    compare(step, backend, regions=3, as_eager=False)
+    with torch._functorch.config.patch(donated_buffer=training is not keeps_the_graph):
+        compare(step, backend, as_eager=training is not one_into_another)
 
 
 @BOTH

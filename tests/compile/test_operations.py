@@ -295,19 +295,6 @@ def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str,
     assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
 
 
-@WAITS
-def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
-    one, file = watched()
-    file.on_read = OSError(5, "on purpose")
-    with one:
-        host = ops.offload(torch.randn(64, 64), config=one.config_key)
-    with pytest.raises(eo.TransferError, match=f"could not read {64 * 64 * 4} bytes"):
-        ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
-    del host
-    collect()
-    assert census(one) == NOTHING
-
-
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])
 def test_torch_finds_no_fault_with_offload_and_reload(source: Tensor, offload: eo.Offload) -> None:
     opcheck(ops.offload, (source,), {"config": offload.config_key})

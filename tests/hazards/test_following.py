@@ -281,27 +281,6 @@ def test_h54_what_is_not_final_yet_does_not_leave_although_its_plan_says_so(
     follows(backend, lambda around, _: noisy(around), [None], 1, {}, plan=plan)
 
 
-def test_h54_what_is_due_begins_to_leave_although_what_comes_next_stays(backend: Backend) -> None:
-    weight = torch.nn.Parameter(leaf(SIDE, SIDE, seed=3).detach(), requires_grad=False)
-
-    @one_step
-    def step(offload: Offload | None = None) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = (x * 2).sin()  # which saves what is not final before its node is made
-        z = (y * weight) * weight
-        if offload is not None:
-            assert offload.stats().bytes_out > 0
-        return z, x
-
-    plan = plan_of(backend, step)
-    assert [save.fate for save in plan.saves] == [Fate.OFFLOAD, Fate.KEEP, Fate.KEEP]
-    offload = backend.offload(plan=begun_at_once(plan), step_plans=True)
-    assert_identical(step(nullcontext()), step(Settled(offload), offload))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
-    assert stats.bytes_out > 0
-
-
 def with_a_late_share(plan: StepPlan, owner: int, number: int) -> StepPlan:
     """The same plan with each copy at its save, in which save ``number`` shares the storage of save ``owner``."""
     saves = list(begun_at_once(plan).saves)
@@ -459,21 +438,6 @@ def test_h54_steps_in_one_context_are_followed_one_by_one(backend: Backend) -> N
     stats = assert_settled(offload)
     assert (stats.steps, stats.followed_forwards, stats.plan_misses) == (15, 14, {})
     assert stats.bytes_out > 0
-
-
-def test_h54_a_mark_on_what_stayed_is_seen(backend: Backend) -> None:
-    size = SIDE * SIDE * 4
-
-    @one_step
-    def train(prefer: bool) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = x * 2
-        if prefer:
-            eo.prefer_offload(y)
-        return (torch.cat([y.sin(), x]) * 2).cos(), x
-
-    stats = follows(backend, train, [False] * 3 + [True] * 3, 5, {}, 0.7, min_bytes=size + 1)
-    assert stats.offloaded_bytes == (3 * 2 + 3 * 3) * size
 
 
 def test_h54_nothing_grows_with_the_steps_that_follow(backend: Backend) -> None:

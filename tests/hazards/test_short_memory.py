@@ -14,7 +14,6 @@ from subprocess import PIPE
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import Tensor
 
 from eager_offload.tiers import guard, host
@@ -70,12 +69,6 @@ def step(around: Any = None, depth: int = DEPTH) -> Tensor:
     return x.grad
 
 
-def let_host_know(backend: Backend) -> None:
-    """What has run on the device is over for the host too, so that slabs are at rest."""
-    runtime = backend.runtime
-    runtime.synchronize(runtime.record(runtime.current_stream(torch.device("cpu"))))
-
-
 # -- an injected reading --------------------------------------------------------------------------------------------
 
 
@@ -101,27 +94,6 @@ def test_h26_headroom_that_shrinks_in_mid_training_keeps_what_comes_on_the_devic
         warnings.simplefilter("error")
         assert_identical(step(depth=2 * DEPTH), step(Settled(offload), depth=2 * DEPTH))
     assert assert_settled(offload).demotions["budget"] == demoted, "there is room again"
-
-
-def test_h26_idle_slabs_go_back_when_a_forward_begins_and_memory_is_short(
-    backend: Backend, machine: SmallMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "_LOOK_BYTES", 0)
-    offload = backend.offload()
-    expected = step()
-    assert_identical(expected, step(Settled(offload)))
-    assert_identical(expected, step(Settled(offload)))
-    (tier,) = offload._offloaders.tiers()
-    held = tier.held_bytes
-    assert held >= NBYTES
-    assert_settled(offload)
-    let_host_know(backend)
-    machine.available = held
-    with offload:
-        assert tier.held_bytes <= held - 4 * MIB, "the reserve is whole again"
-    machine.available = 48 * MIB
-    assert_identical(expected, step(Settled(offload)))
-    assert_moved(assert_settled(offload))
 
 
 def test_a_budget_in_bytes_holds_where_memory_is_short_and_one_warning_says_so(
