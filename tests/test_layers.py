@@ -49,20 +49,8 @@ ROOMS: dict[str, set[str]] = {
         *("runtime", "schedule", "selection", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "compile": {
-        *(
-            "_torch",
-            "active",
-            "codecs",
-            "computed_plan",
-            "config",
-            "engine",
-            "errors",
-            "machine",
-            "marks",
-            "matched_modules",
-            "names",
-        ),
-        *("runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
+        *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
+        *("matched_modules", "runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
@@ -83,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
             "tiers",
         ),
     },
-    "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
+    "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
     "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
         *("marks", "matched_modules", "module_calls", "observe", "offload", "runtime", "schedule", "selection"),

@@ -44,10 +44,11 @@ def eager_offload(
         )
     given = dict(options or {})
     config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
-    if patterns := patterns_of(config):
+    if patterns_of(config):
+        name = "skip" if config.skip else f"codec={config.codec}"
         raise ConfigError(
-            f'{patterns[0].field} with names of modules is not accepted by backend="eager_offload", which sees graphs '
-            "and no names: leave the backend out and take offload.compile(model)"
+            f'{name} is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
+            "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
     unknown = sorted(patches.keys() - inductor_options())

@@ -13,6 +13,7 @@ the order of inputs, and operators say of fake tensors which of their results re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -114,4 +115,6 @@ def _name_of(target: object) -> str:
 def _hands_on(node: Node) -> bool:
     if node.op != "call_function" or not node.args:
         return False
+    if node.target is operator.getitem:
+        return True  # of several views, where that is what it is given
     return returns_views(node.target) or _name_of(node.target) in _HAND_ON

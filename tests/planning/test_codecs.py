@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.codecs import BF16, BlockInt
-from eager_offload.planning.coded import Coder
+from eager_offload.planning.coded import coded_save, packing_of
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, followed, gradients, slow
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RULES = ("GeluBackward0", "AddmmBackward0", "MulBackward0", "NativeLayerNormBackward0")
+#: Names of modules in which is rounded, by one that the code names, too.
+NAMED = {"*": "lossless", "blocks.0": "bf16", "*.second": "int8"}
 #: Where packing takes no time that would be seen, and one where it takes longer than the link saves.
 QUICK, IDLE = slow(memory=1e15), slow(memory=1e7, out=1e10, back=1e10)
 
@@ -103,32 +103,32 @@ def test_a_plan_that_is_made_anew_in_training_packs_too(tmp_path: Path) -> None:
     assert stats.packed_bytes["bf16"] > before.packed_bytes["bf16"] > 0
 
 
-@pytest.mark.parametrize("codec", ["bf16", eo.CodecPolicy().rule("GeluBackward0", BlockInt(8))])
-def test_what_is_rounded_is_what_eager_code_rounds_once_it_has_learnt_who_reads(codec: Any) -> None:
+@pytest.mark.parametrize("codec", ["bf16", NAMED], ids=str)
+def test_what_is_rounded_is_what_eager_code_rounds(codec: Any) -> None:
     model, x = blocks()
     machine, fields = slow(out=1e10, back=1e10, memory=1e15), {**CONFIG, "codec": codec}
     plan = eo.plan(model, x, device=machine, policy="max", config=fields)
-    assert len(codecs(plan)) == 3
+    assert codecs(plan) >= {"bf16", "bitmask", "narrow"} - ({"narrow"} if codec == "bf16" else set())
+    assert ("int8" in codecs(plan)) == (codec is NAMED)
     stage, eager = Stage(machine), Stage(machine)
-    follows, learns = stage.offload(plan=plan), eager.offload(**fields, keep_last_bytes=0)
+    follows, decides = stage.offload(plan=plan), eager.offload(**fields, keep_last_bytes=0, step_plans=False)
     found = []
-    for on, offload in ((stage, follows), (eager, learns)):
-        for _ in range(3):
+    for on, offload in ((stage, follows), (eager, decides)):
+        offload.skip_in(model)
+        for _ in range(2):
             torch.manual_seed(0)
             on.step(offload, model, x, lambda: model(x))
             found.append([one.grad for one in model.parameters()])
     exact = trained(model, x, None)[1:]
-    first, _, last, learning, _, learnt = found
-    assert_identical(first, last)
-    assert_identical(first, learnt)
-    assert_identical(learning, exact)
-    assert any(not torch.equal(one, other) for one, other in zip(first, exact, strict=True))
+    for others in found[1:]:
+        assert_identical(found[0], others)
+    assert any(not torch.equal(one, other) for one, other in zip(found[0], exact, strict=True))
     stats = follows.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert 3 * sum(plan.step_plans[0].slots) == stats.bytes_out > 0
+    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert 2 * sum(plan.step_plans[0].slots) == stats.bytes_out > 0
 
 
-@pytest.mark.parametrize("codec", [eo.CodecPolicy(lossless=False, rules=dict.fromkeys(RULES, BF16())), "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
 @pytest.mark.parametrize("part", [0.0, 0.5])
 def test_predicted_peak_step_and_bytes_are_those_of_the_run(codec: Any, part: float) -> None:
     model, x = blocks()
@@ -149,7 +149,7 @@ def test_a_codec_that_takes_longer_than_the_link_saves_packs_nothing_but_where_a
     model, x = blocks()
     config = {**CONFIG, "codec": "int8"}
     most = eo.plan(model, x, device=IDLE, policy="max", config=config)
-    assert codecs(most) == {"bitmask", "int8_sr"}
+    assert codecs(most) == {"bitmask", "int8"}
     kept = eo.plan(model, x, device=IDLE, config=config)
     budget = (kept.least_budget + kept.peak_bytes) // 2
     plan = eo.plan(model, x, device=IDLE, device_budget=budget, config=config)
@@ -206,34 +206,6 @@ def test_what_a_codec_cannot_hold_travels_as_it_is(tmp_path: Path) -> None:
     assert stats.bytes_out > 3 * before.bytes_out // 2
 
 
-class Activated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.activation: Any = F.gelu
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.activation(layer(x)) + x
-        return x.sum()
-
-
-def test_a_reader_that_the_plan_does_not_know_is_an_error_once_and_never_a_silent_change(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, x = Activated(), torch.randn(128, 32)
-    config = {**CONFIG, "codec": eo.CodecPolicy().rule("GeluBackward0", BF16())}
-    plan = eo.plan(model, x, device=QUICK, policy="max", config=config)
-    assert codecs(plan) == {"bf16"}
-    model.activation = F.silu
-    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
-    with pytest.raises(eo.PrecisionError, match="SiluBackward0 asks for"):
-        trained(model, x, offload)
-    with pytest.warns(RuntimeWarning, match="does not fit this model"):
-        assert_identical(trained(model, x, offload), trained(model, x, None))
-    assert_identical(trained(model, x, offload), trained(model, x, None))
-    offload.close()
-
-
 @pytest.mark.parametrize(("planned", "given"), [("lossless", "identity"), ("identity", "bf16")])
 def test_another_codec_than_the_plans_is_an_error(planned: str, given: str) -> None:
     model, x = blocks()
@@ -243,31 +215,18 @@ def test_another_codec_than_the_plans_is_an_error(planned: str, given: str) -> N
     eo.Offload(plan=plan, codec=planned).close()
 
 
-def test_a_step_plan_that_packs_asks_for_its_codec() -> None:
-    model, x = blocks()
-    plan = eo.plan(model, x, device=QUICK, policy="max", config={**CONFIG, "codec": "lossless"})
-    with pytest.raises(eo.ConfigError, match=r"packed by the codec '.*', which codec=\.\.\. does not have"):
-        eo.Offload(plan=plan.step_plans[0], codec="identity")
-
-
 def test_what_does_not_require_grad_is_planned_as_exact() -> None:
     """Such as the casts of weights that are not trained."""
-    coder = Coder(eo.CodecPolicy(lossless=False, rules={"MmBackward0": BlockInt(8)}))
     x = torch.randn(64, 64, dtype=torch.bfloat16)
-    for number, trained in enumerate((True, False)):
-        coder.save(number, x.detach().requires_grad_(trained), is_drawn=False)
-        coder.ask(number, "MmBackward0")
-    assert coder.packing([0], x.nbytes) is not None
-    assert coder.packing([1], x.nbytes) is None
-    assert coder.packing([0, 1], x.nbytes) is None
+    trained, fixed = (coded_save(x.detach().requires_grad_(one), "int8", 0, is_drawn=False) for one in (True, False))
+    assert packing_of([trained], x.nbytes) is not None
+    assert packing_of([fixed], x.nbytes) is None
+    assert packing_of([trained, fixed], x.nbytes) is None
 
 
 def test_what_eager_code_compiles_is_priced_as_one_kernel() -> None:
-    coder = Coder(eo.CodecPolicy(rules={"MmBackward0": BlockInt(8)}))
     x = torch.randn(64, 64, requires_grad=True)
-    coder.save(0, x, is_drawn=False)
-    coder.ask(0, "MmBackward0")
-    packing = coder.packing([0], x.nbytes)
+    packing = packing_of([coded_save(x, "int8", 0, is_drawn=False)], x.nbytes)
     assert packing is not None
     assert packing.nbytes < x.nbytes // 3
     assert packing.pack_bytes == packing.unpack_bytes == x.nbytes + packing.nbytes
