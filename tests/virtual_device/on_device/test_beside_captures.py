@@ -134,6 +134,18 @@ def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
     assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
 
 
+def test_what_was_enqueued_before_a_capture_is_over_in_it(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    x, beside = torch.zeros(4, device=NAME), Beside(runtime)
+    torch.accelerator.synchronize()
+    with beside.free:
+        virtual.sleep(0.05)
+        x.fill_(1)
+        beside.older = runtime.record(beside.free)
+    with beside:
+        assert runtime.query(beside.older)
+        assert virtual.peek(x).eq(1).all()
+
+
 @pytest.mark.parametrize(
     ("check", "answer", "name"),
     [

@@ -301,7 +301,7 @@ def test_behind_a_slow_link_most_stays_and_gradients_are_exact(
 def test_a_device_whose_events_do_not_tell_the_time_is_an_error(
     fields: dict[str, Any], budgeted: Callable[..., eo.Offload], virtual: VirtualDevice
 ) -> None:
-    offload = budgeted(**fields)
+    offload = budgeted(min_bytes=0, **fields)
     with virtual.without_a_clock():
         for _ in range(2):
             with pytest.raises(eo.ConfigError, match=f"not accepted for {NAME}.*do not tell the time"), offload:

@@ -153,11 +153,12 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
 
 def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
     backend: VirtualBackend,
-    offload: Offload,
+    tmp_path: Path,
     limited: Callable[[int], Staging],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
+    offload = backend.offload(tier="disk", disk_path=tmp_path, step_plans=False)
     staging, done = limited(1 << 16), threading.Event()
     steps = [Step(seed) for seed in range(8)]
 
