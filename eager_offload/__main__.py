@@ -88,7 +88,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    """Writes the page of a trace.
+    """Writes the page of a trace, or prints it.
 
     Returns:
         The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
@@ -101,18 +101,24 @@ def _report(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
     )
+    parser.add_argument("--text", action="store_true", help="print it, in place of a page: plotly is not needed")
     options = parser.parse_args(arguments)
     from eager_offload.config import size_text
-    from eager_offload.observe.report.page import render
+    from eager_offload.observe.figure import needs_plotly, trace_figure, write_page
+    from eager_offload.observe.report import to_text
     from eager_offload.trace_file import read_trace
 
     source: Path = options.trace
     output: Path = options.output or source.with_suffix(".html")
     try:
+        if options.text:
+            print(to_text(read_trace(source)))
+            return 0
+        needs_plotly()
         trace = read_trace(source)
         if output.exists() and output.samefile(source):
             raise OffloadError(f"{str(output)!r} is the trace itself: name another file with -o")
-        output.write_text(render(trace, source.name), encoding="utf-8")
+        write_page(trace_figure(trace, source.name), output)
     except (OSError, OffloadError) as error:
         print(f"eager_offload report: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -55,8 +55,8 @@ class _Inside(threading.local):
     """What the calling thread is inside of."""
 
     def __init__(self) -> None:
-        #: How many regions in which nothing moves.
-        self.depth = 0
+        #: An empty name for each region in which nothing moves.
+        self.keeps: list[str] = []
         #: The names of the codecs of regions, the innermost one last.
         self.codecs: list[str] = []
         #: The patterns of ``codec=...`` that name the modules which are called.
@@ -75,17 +75,28 @@ _gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
-    """A region of eager code: what is saved by the calling thread while it is open."""
+    """A region of eager code: what is saved by the calling thread while it is open.
+
+    Args:
+        kind: ``"keeps"``, ``"codecs"`` or ``"modules"``, the list of ``_Inside`` that it adds to.
+        names: what it adds.
+    """
+
+    def __init__(self, kind: str = "keeps", names: tuple[str, ...] = ("",)) -> None:
+        self._kind, self._names = kind, names
+        #: As a user writes it.
+        self._written = "eager_offload.no_offload()" if kind == "keeps" else f'eager_offload.codec("{names[-1]}")'
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             raise OffloadError(f"a region of compiled code has to be made there: write `with {self._written}:`")
-        self._begin()
+        getattr(_inside, self._kind).extend(self._names)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._end():
+        found = [_take_last(getattr(_inside, self._kind), name) for name in self._names]
+        if not all(found):
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
 
     def __call__(self, func: F) -> F:
@@ -96,51 +107,9 @@ class Region(ContextDecorator):
             )
         return super().__call__(func)
 
-    #: As a user writes it.
-    _written = "eager_offload.no_offload()"
-
-    def _begin(self) -> None:
-        _inside.depth += 1
-
-    def _end(self) -> bool:
-        """Whether there was one to end."""
-        was_inside = _inside.depth > 0
-        _inside.depth -= was_inside
-        return was_inside
-
-    def _recreate_cm(self) -> Any:
+    def _recreate_cm(self) -> Region:
         # For each call of a decorated function, which may be one that is being compiled.
-        return no_offload()
-
-
-class _CodecRegion(Region):
-    """What :func:`codec` gives to eager code."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._written = name, f'eager_offload.codec("{name}")'
-
-    def _begin(self) -> None:
-        _inside.codecs.append(self._name)
-
-    def _end(self) -> bool:
-        return _take_last(_inside.codecs, self._name)
-
-    def _recreate_cm(self) -> Any:
-        return codec(self._name)
-
-
-class _ModuleRegion(Region):
-    """Around the call of a module that patterns of ``codec=...`` name, in eager code."""
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        self._patterns = patterns
-
-    def _begin(self) -> None:
-        _inside.modules += self._patterns
-
-    def _end(self) -> bool:
-        found = [_take_last(_inside.modules, pattern) for pattern in self._patterns]
-        return all(found)
+        return no_offload() if self._kind == "keeps" else codec(self._names[-1])
 
 
 def _take_last(names: list[str], name: str) -> bool:
@@ -185,7 +154,7 @@ def codec(name: str) -> Region:
     check_name(name, f"eager_offload.codec({name!r})")
     if torch.compiler.is_compiling():
         return _traced_region({CODEC_NOTE: name}, name)  # type: ignore[return-value]  # as above
-    return _CodecRegion(name)
+    return Region("codecs", (name,))
 
 
 def in_modules(patterns: tuple[str, ...]) -> Region:
@@ -193,12 +162,12 @@ def in_modules(patterns: tuple[str, ...]) -> Region:
     if torch.compiler.is_compiling():
         notes = {MODULE_NOTE + pattern: True for pattern in patterns}
         return _traced_region(notes, ", ".join(patterns))  # type: ignore[return-value]  # as above
-    return _ModuleRegion(patterns)
+    return Region("modules", patterns)
 
 
 def region_here() -> str:
     """What the calling thread is inside of, as a user writes it; empty for nothing."""
-    if _inside.depth:
+    if _inside.keeps:
         return "no_offload()"
     if _inside.codecs:
         return f'codec("{_inside.codecs[-1]}")'
@@ -207,12 +176,14 @@ def region_here() -> str:
 
 def in_no_offload_region() -> bool:
     """Whether the calling thread is inside :func:`no_offload`."""
-    return _inside.depth > 0
+    return bool(_inside.keeps)
 
 
 def codec_here(rules: CodecRules) -> str:
     """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
-    return _inside.codecs[-1] if _inside.codecs else rules.name_in(_inside.modules)
+    if _inside.codecs:
+        return _inside.codecs[-1]
+    return rules.name_in(_inside.modules) if _inside.modules else rules.elsewhere
 
 
 def codec_noted(notes: object, rules: CodecRules) -> str:
@@ -262,7 +233,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return _inside.depth > 0 or (bool(standing) and any_marks())
+    return bool(_inside.keeps) or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:

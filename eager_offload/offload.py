@@ -28,7 +28,7 @@ from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.context import EnteredContext
-from eager_offload.eager import checkpointing, foreign
+from eager_offload.eager import checkpointing
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
@@ -37,7 +37,6 @@ from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
 from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.matched_modules import MatchedModules, patterns_of
-from eager_offload.nothing_moved import why
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
@@ -45,6 +44,7 @@ from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
+from eager_offload.step_memory import why
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
@@ -89,8 +89,7 @@ class Offload:
             any first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
             plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
-        around_tier: stands something in front of each tier that is opened, such as the token bucket of
-            ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
+        around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
@@ -130,7 +129,7 @@ class Offload:
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
-        self._serves_compiled_code = self._has_passes = False
+        self._serves_compiled_code = self._has_pass = False
         #: The codecs by which it may round.
         self._rounding = frozenset(ROUNDING[one] for one in self.config.codec_rules.values() if one in ROUNDING)
         #: What was warned of.
@@ -255,7 +254,7 @@ class Offload:
             else:
                 _unprepared.add(self)
                 _first_compile.put_on()
-        foreign.add_patches(checkpointing.patches())
+        active.add_patches(checkpointing.patches())
         watch.put_on()
         context = EnteredContext(self)
         try:
@@ -311,7 +310,9 @@ class Offload:
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
             is_saving = written is not None and bool(written.rows)
-            return Held(counters.live.without_offload, stays, leaving, returning, is_saving, small)
+            return Held(
+                counters.live.without_offload, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
+            )
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """Tells the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
@@ -415,12 +416,12 @@ class Offload:
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
         if self.config.enabled:
-            from eager_offload.compile.inductor import install, with_passes
+            from eager_offload.compile.inductor import install, with_pass
 
-            self._has_passes = True
+            self._has_pass = True
             install(self)
             if options := torch_compile_kwargs.get("options"):
-                torch_compile_kwargs["options"] = with_passes(options)
+                torch_compile_kwargs["options"] = with_pass(options)
         if isinstance(model, torch.nn.Module):
             self.skip_in(model)
         compiled = torch.compile(model, **torch_compile_kwargs)
@@ -573,11 +574,11 @@ class Offload:
         self._matched.end()
         if self._innermost() is None:
             _unprepared.discard(self)
-        if self._has_passes and self._innermost() is None:
+        if self._has_pass and self._innermost() is None:
             from eager_offload.compile.inductor import uninstall
 
             uninstall(self)
-            self._serves_compiled_code = self._has_passes = False
+            self._serves_compiled_code = self._has_pass = False
         if self._forwards and self._innermost() is None:
             self.warn_if_nothing_moved()
         tell()
@@ -622,8 +623,8 @@ class Offload:
             patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # names of torch that are private, and gone
             patches = ()
-        foreign.add_patches(patches)
-        self._has_passes |= bool(patches)
+        active.add_patches(patches)
+        self._has_pass |= bool(patches)
         if not patches:
             # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
             self._hook_pair = self.pack, active.unpack

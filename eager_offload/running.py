@@ -106,7 +106,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 def _report(offload: Offload) -> None:
     """What it did, for the user, on the first rank alone."""
-    from eager_offload.nothing_moved import why
+    from eager_offload.step_memory import why
     from eager_offload.tiers.ranks import rank
 
     if rank():

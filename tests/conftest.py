@@ -44,7 +44,6 @@ from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
-from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
@@ -54,10 +53,9 @@ logging.getLogger("torch.__trace").propagate = False
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
     "simulated": SimulatedBackend,
-    "recorded": RecordedBackend,
 }
 #: All of them, but where the virtual device is the accelerator, which is for good.
-_PARAMS: list[Any] = ["disk", "simulated", pytest.param("recorded", marks=pytest.mark.long)]
+_PARAMS = ["disk", "simulated"]
 if "tests.virtual_device.plugin" in sys.modules:
     from tests.virtual_device.backend import VirtualBackend
 
@@ -168,8 +166,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=_PARAMS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Where a hazard is run: on the host runtime with the disk tier, simulated under the happens-before checker, and on
-    the accelerator runtime over its recording double, under the checker too.
+    """Where a hazard is run: on the host runtime with the disk tier, and simulated under the happens-before checker.
 
     Afterwards nothing may be held: no storage, no slot, no hook, no thread.
     """

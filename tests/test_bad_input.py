@@ -192,17 +192,6 @@ def test_h31_transforms_that_torch_allows_are_exact(place: Callable[..., Any], n
     assert_identical(transform(function), place(transform, offload))
 
 
-def test_h31_an_error_that_the_user_handles_inside_does_no_harm(offload: eo.Offload) -> None:
-    x = X.clone().requires_grad_()
-    with offload:
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            grad(function)(X)
-        loss = function(x)
-    loss.backward()
-    assert_identical(grad(function)(X), x.grad)
-    assert_moved(offload.stats(synchronize=True))
-
-
 @pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])
 def test_h10_an_error_of_the_users_own_passes_as_it_is(error: BaseException, offload: eo.Offload, model: Model) -> None:
     def fail() -> None:

@@ -21,7 +21,6 @@ from tests.hazards.backends import (
     DiskBackend,
     assert_balanced,
     hooks_are_gone,
-    transfer_threads,
 )
 from tests.hazards.programs import assert_moved, leaf
 from tests.threads import collect
@@ -195,19 +194,6 @@ def test_graphs_that_are_alive_across_a_close_are_still_right(disk: DiskBackend)
     del again
     offload.close()
     assert spill_files() == before
-
-
-def test_closing_again_ends_the_threads_that_a_graph_has_needed_since(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        loss = chain(x)
-    assert_moved(offload.stats(synchronize=True), 1.0)
-    offload.close()
-    assert transfer_threads() == []
-    exact_backward(loss, x)
-    assert transfer_threads() != [], "the reloads have started one"
-    offload.close()
-    assert transfer_threads() == []
 
 
 def test_closing_while_a_forward_runs_keeps_its_gradients(users_backend: Backend) -> None:

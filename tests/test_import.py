@@ -14,7 +14,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.__main__ import COMMANDS
-from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
+from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES, PUBLIC_NAMES, SET
 from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
@@ -67,7 +67,7 @@ with offload:
     loss = x.exp().sum()
 loss.backward()
 assert offload.stats(synchronize=True).bytes_out > 0
-proof = sorted(name for name in sys.modules if name.startswith("eager_offload.planning"))
+proof = sorted({"eager_offload.planning.rehearse", "eager_offload.planning.simulated"} & set(sys.modules))
 brought = {name for name in set(sys.modules) - before if not name.startswith("eager_offload")}
 print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}) + proof)
 """
@@ -162,7 +162,7 @@ def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(im
 
 def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -> None:
     roots = {name.partition(".")[0] for source in {*SOURCES} - {*INTEGRATIONS} for name, _ in imports_of(source)}
-    assert roots - sys.stdlib_module_names == {"torch", "psutil", "jinja2", "eager_offload"}  # torch brings jinja2
+    assert roots - sys.stdlib_module_names == {"torch", "psutil", "plotly", "eager_offload"}  # figures ask for plotly
 
 
 @pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: source.stem)
@@ -203,7 +203,15 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
 def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_long() -> None:
     found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
     assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
-    assert {name for names in PATCHED.values() for name in names} <= LISTED
+    assert named_in(PATCHED) | named_in(SET) <= LISTED
+    assert not named_in(PATCHED) & named_in(SET)
+
+
+def test_the_library_uses_few_private_names_of_torch_and_replaces_very_few() -> None:
+    """A name is used once it is listed, a value that it sets as well as a function in whose place it puts its own."""
+    assert all(map(private, named_in(PRIVATE_NAMES)))
+    assert len(named_in(PRIVATE_NAMES)) <= 75
+    assert len(named_in(PATCHED) & named_in(PRIVATE_NAMES)) <= 8
 
 
 def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
@@ -221,7 +229,11 @@ def private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
-LISTED = {name for names in PRIVATE_NAMES.values() for name in names}
+def named_in(table: dict[str, tuple[str, ...]]) -> set[str]:
+    return {name for names in table.values() for name in names}
+
+
+LISTED = named_in(PRIVATE_NAMES) | named_in(PUBLIC_NAMES)
 #: Attributes that torch's objects have under such a name; of what every subclass has, those that it may set alone.
 OF_OBJECTS = {
     last: name

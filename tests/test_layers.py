@@ -29,8 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"_torch", "config", "errors", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
-    "nothing_moved": {"config", "stats", "step_memory"},
-    "out_of_memory": {"_torch", "active", "config", "kernels", "stats"},
+    "out_of_memory": {"_torch", "active", "config", "kernels", "stats", "step_memory"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "codecs", "errors", "selection", "tiers"},
     "matched_modules": {"config", "errors", "marks", "module_calls"},
@@ -55,19 +54,19 @@ ROOMS: dict[str, set[str]] = {
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
-        *("_torch", "config", "eager", "engine", "errors", "nothing_moved", "runtime", "selection", "stats"),
+        *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats"),
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
         *(
             "matched_modules",
-            "nothing_moved",
             "observe",
             "out_of_memory",
             "plan_settings",
             "runtime",
             "stats",
+            "step_memory",
             "step_plan",
             "tiers",
         ),
@@ -85,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
     "doctor": {"_torch", "config", "errors", "machine", "offload", "runtime", "tiers", "version"},
     "module_contexts": {"_torch", "errors", "offload"},
-    "running": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
+    "running": {"config", "errors", "module_contexts", "offload", "step_memory", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
 

@@ -128,11 +128,6 @@ def test_what_is_asked_for_too_soon_stays_and_the_rest_leaves_at_once() -> None:
         assert step.stats.resident_bytes_peak <= first.stats.resident_bytes_peak
 
 
-def test_a_size_that_was_given_is_no_matter_of_learning() -> None:
-    found = steps(one_tower, SimulatedRuntime(), prefetch_bytes=6 * NBYTES, keep_last_bytes=4 * NBYTES)
-    assert [step.stats.kept_bytes["newest"] for step in found] == [4 * NBYTES] * 3
-
-
 def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_again() -> None:
     first, second, third = steps(
         one_tower_whose_results_are_held, SimulatedRuntime(), synchronize=True, keep_last_bytes=0

@@ -52,20 +52,6 @@ def test_nothing_that_is_saved_in_a_region_moves(disk: DiskBackend) -> None:
     assert torch.equal(x.grad, 16 * x.detach())
 
 
-def test_regions_can_be_nested_and_one_object_can_be_used_again(disk: DiskBackend) -> None:
-    x, tool, region = leaf(), disk.offload(), eo.no_offload()
-    with tool:
-        with region:
-            with region, eo.no_offload():
-                squared(x)
-            squared(x)
-        with region:
-            squared(x)
-    assert kept(tool.stats(synchronize=True)) == {"region": 3 * 2 * 4 * BIG}
-    assert tool.stats().bytes_out == 0
-    assert not marks.in_no_offload_region()
-
-
 def test_a_region_is_a_decorator_too(disk: DiskBackend) -> None:
     @eo.no_offload()
     def stay(x: Tensor, *, factor: int) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import eager_offload as eo
 from eager_offload.integrations.calls import OffloadedCalls
 from eager_offload.planning.apply import checkpointed
-
-T = TypeVar("T")
+from tests.copies import pickled, saved
 
 
 class Halves(nn.Module):
@@ -83,18 +80,6 @@ def offload(tmp_path: Any) -> Iterator[eo.Offload]:
     made = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     yield made
     made.close()
-
-
-def pickled(value: T) -> T:
-    found: T = pickle.loads(pickle.dumps(value))
-    return found
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def averaged(value: Halves) -> Any:

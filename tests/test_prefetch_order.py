@@ -135,18 +135,6 @@ def test_what_forwards_that_follow_a_plan_have_promised_takes_the_same_room(foll
     assert larger.unpacked(2).bring == ([] if followed else [0]), "it is promised alone of all"
 
 
-def test_what_a_plan_had_promised_is_promised_still_and_the_walk_begins_where_it_is_asked_for() -> None:
-    order = PrefetchOrder(4)
-    packed(order, [(0, 2), (1, 2), (2, 2), (1, 2)])
-    for position in (2, 3, 4):
-        order.promise(position)
-    assert order.promised_bytes == 4, "a storage weighs once"
-    plan = order.unpacked(3)
-    assert (plan.drop, plan.bring) == ([2], [0])
-    assert order.unpacked(4).drop == []
-    assert order.unpacked(2).drop == [1]
-
-
 @settings(max_examples=200)
 @given(
     weights=st.lists(SIZE, min_size=1, max_size=8),
@@ -195,16 +183,6 @@ def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_a
     following = newest - patience - 1
     assert order.unpacked(following) == Prefetch(drop=[2, 1], bring=[following + 89, following + 88])
     assert order.promised_bytes == 2
-
-
-def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() -> None:
-    order = PrefetchOrder(64)
-    packed(order, [(storage, 1) for storage in range(1, 1000)])
-    order.unpacked(999)
-    for position in range(998, 64, -1):
-        plan = order.unpacked(position)
-        order.remove(position)
-        assert plan == Prefetch(drop=[position], bring=[position - 64])
 
 
 @pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
@@ -281,19 +259,6 @@ def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
     for position in (1, 2, 3, 4):
         order.remove(position)
     assert is_empty(order)
-
-
-def test_a_storage_weighs_what_it_did_when_it_was_promised() -> None:
-    """What is rounded weighs less than what comes back as it is, which one that shares it may have it do."""
-    order = PrefetchOrder(100)
-    for position, nbytes in enumerate((10, 40, 1)):
-        order.add(position, 7 if position < 2 else 8, nbytes, 1)
-    assert order.unpacked(2).bring == [7]
-    assert order.promised_bytes == 40
-    for position in (1, 0):
-        order.unpacked(position)
-    assert order.promised_bytes == 0
-    assert not order.holds(7)
 
 
 def test_what_follows_a_plan_has_the_room_of_promises_that_are_overdue() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,60 +34,6 @@ def activation(*size: int) -> Tensor:
 
 class Odd(Tensor):
     """A subclass that operators take as they take any tensor."""
-
-
-class Dispatching(Tensor):
-    """A subclass of which the library cannot know what its storage means."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
-
-
-def nested() -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(1000, 300), torch.ones(1000, 200)])
-
-
-REASONS: list[tuple[Callable[[], Tensor], KeepReason | None]] = [
-    (lambda: activation(512, 512), None),
-    (lambda: activation(512, 511), KeepReason.SMALL),
-    (lambda: activation(0, 512), KeepReason.SMALL),
-    (lambda: activation(), KeepReason.SMALL),
-    (lambda: activation(1024, 1024).t(), None),
-    (lambda: activation(1024, 1024)[:512, ::2], None),
-    (lambda: activation(1024, 1024)[:, ::8], KeepReason.SMALL),
-    (lambda: activation(512, 1).expand(512, 512), KeepReason.SMALL),
-    (lambda: activation(512, 512, 1).expand(512, 512, 4), None),
-    (lambda: torch.ones(512, 512), None),
-    (lambda: torch.ones(512, 256, dtype=torch.complex64).conj(), None),
-    (lambda: torch.ones(MIB, dtype=torch.bool), None),
-    (lambda: torch.ones(MIB, dtype=torch.float8_e4m3fn), None),
-    (lambda: nn.Parameter(torch.ones(512, 512)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(2)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512), requires_grad=False), KeepReason.PARAMETER),
-    (lambda: nn.Linear(512, 512).weight.t(), KeepReason.PARAMETER),
-    (lambda: leaf(512, 512), KeepReason.PARAMETER),
-    (lambda: activation(512, 512).to_sparse(), KeepReason.LAYOUT),
-    (lambda: activation(512, 512).to_sparse_csr(), KeepReason.LAYOUT),
-    (lambda: torch.ones(512, 512).to_mkldnn(), KeepReason.LAYOUT),
-    (lambda: torch.quantize_per_tensor(torch.ones(1024, 1024), 0.1, 0, torch.qint8), KeepReason.LAYOUT),
-    (nested, KeepReason.LAYOUT),
-    (lambda: activation(512, 512).as_subclass(Odd), None),
-    (lambda: torch.ones(512, 512).as_subclass(Odd), None),
-    (lambda: leaf(512, 512).as_subclass(Odd), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)).t(), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd), requires_grad=False), KeepReason.PARAMETER),
-    (lambda: torch.Tensor._make_subclass(Dispatching, torch.ones(512, 512)), KeepReason.LAYOUT),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*")  # torch's own, of layouts in beta and quantization on its way out
-@pytest.mark.parametrize(("make", "reason"), REASONS)
-def test_each_kind_of_tensor_moves_or_stays_for_its_reason(
-    make: Callable[[], Tensor], reason: KeepReason | None
-) -> None:
-    assert reason_to_stay(make(), MIB) is reason
 
 
 def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_in_a_layout_that_cannot() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 import weakref
@@ -16,6 +15,7 @@ from torch import nn
 
 import eager_offload as eo
 from eager_offload._torch import module_call
+from tests.copies import pickled, saved
 from tests.threads import collect
 
 NBYTES = 256 * 64 * 4
@@ -125,13 +125,6 @@ def test_names_are_those_without_wrappers_and_copies_are_of_the_model_alone(fiel
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def assert_skips(offload: eo.Offload, model: nn.Module, called: Any = None) -> None:
     """It leaves the head's input where it is and moves others, with the same gradients; and it can be taken back."""
     expected = gradients(model, None)
@@ -143,7 +136,7 @@ def assert_skips(offload: eo.Offload, model: nn.Module, called: Any = None) -> N
     assert module_call(model.lm_head) is None
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), saved])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("together", ["one", "model first", "offload first"])
 def test_h48_what_is_copied_with_its_model_skips_in_the_copied_one(make: Any, together: str, fields: Any) -> None:
     model, offload = Model(), eo.Offload(skip="lm_head", **fields)
@@ -191,20 +184,6 @@ def test_h48_a_pickled_offload_alone_is_given_a_model_like_a_new_one(fields: dic
     offload.skip_in(Model())
     with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), saved(offload):
         pass
-
-
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
-def test_h48_a_copied_compiled_model_skips_too(make: Any, fields: dict[str, Any]) -> None:
-    offload = eo.Offload(skip="lm_head", **fields)
-    copied = make(offload.compile(Model(), backend="aot_eager", fullgraph=True))
-    with copied.eager_offload:
-        loss = copied(torch.ones(256, 64))
-    loss.backward()
-    stats = copied.eager_offload.stats(synchronize=True)
-    assert stats.compiled_regions == 1
-    assert stats.kept_bytes["region"] > 0
-    offload.close()
-    torch.compiler.reset()
 
 
 # -- what is not called -----------------------------------------------------------------------------------------------

@@ -184,25 +184,6 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
     assert not runtime.ran_inline(later)
 
 
-def test_h47_a_thread_that_ends_goes_on_where_no_other_can_take_over(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran, gate = stream(runtime), [], Gate()
-    out.submit(gate.pass_through)
-    gate.wait_until_reached()
-    with monkeypatch.context() as patched:
-        refuse_threads(patched)
-        closing = threading.Thread(target=out.close)
-        closing.start()
-        out._items.append(None)
-        last = out.submit(lambda: ran.append(threading.current_thread().name))
-        gate.open()
-        runtime.synchronize(last)
-        closing.join()
-    assert ran == ["eager_offload-out"]
-    assert out._thread is None
-
-
 def test_work_that_comes_in_the_moment_of_going_idle_is_done(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,35 +247,6 @@ def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     opened.set()
     runtime.synchronize(later[-1])
     assert ran == ["first", 0, 1, 2, 3, 4]
-
-
-def test_closing_waits_for_a_thread_that_ends_by_itself_at_that_moment(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
-    out, seen, stepped_down, go_on = stream(runtime), list[threading.Thread](), threading.Event(), threading.Event()
-    end_turn = out._end_turn
-
-    def end_turn_slowly() -> bool:
-        ended = end_turn()
-        stepped_down.set()
-        assert go_on.wait(60)
-        return ended
-
-    monkeypatch.setattr(out, "_end_turn", end_turn_slowly)
-    out.submit(lambda: seen.append(threading.current_thread()))
-    assert stepped_down.wait(60)
-    join = seen[0].join
-
-    def joined() -> None:
-        go_on.set()
-        join(60)
-
-    monkeypatch.setattr(seen[0], "join", joined)
-    out.close()
-    still_runs = seen[0].is_alive()
-    go_on.set()
-    assert not still_runs
 
 
 # -- forks ----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class CodecRules(Mapping[str, str]):
             check_name(name, f"codec={{{pattern!r}: {name!r}}}")
         self._names = dict(names)
         self._everywhere = [pattern for pattern in names if fnmatchcase("", pattern)]
+        #: What counts in no module that a pattern matches: asked for each save.
+        self.elsewhere = self.name_in(())
 
     def __getitem__(self, pattern: str) -> str:
         return self._names[pattern]

@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from eager_offload._torch import compile_fx, inductor_options
-from eager_offload.compile.inductor import with_passes
+from eager_offload.compile.aot_hooks import compiling_for
+from eager_offload.compile.inductor import with_pass
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
 from eager_offload.matched_modules import patterns_of
@@ -54,6 +55,8 @@ def eager_offload(
     if unknown:
         others = ", and the options of Inductor that torch._inductor.list_options() lists"
         raise unknown_name(f'option {unknown[0]!r} of backend="eager_offload"', unknown[0], sorted(FIELDS), others)
-    if switched_on(config.enabled):
-        patches = with_passes(patches, config.to_text())
-    return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))
+    if not switched_on(config.enabled):
+        return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))
+    text = config.to_text()
+    with compiling_for(text):
+        return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=with_pass(patches, text)))

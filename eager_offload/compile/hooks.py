@@ -33,12 +33,14 @@ class _Hook(EmptyGraphModule):
     config_key: str
 
     def __init__(self, text: str) -> None:
+        super().__init__()
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "config_key", text.partition("\n")[0])
 
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
         """One call of ``offloads``, with what compilers key on: they cannot know what a Python function will do."""
+        active.compiled.set()
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"), self.text))
         graph.output(call)

@@ -80,7 +80,6 @@ class HostBytes:
         "is_pending",
         "kept",
         "nbytes",
-        "observed",
         "offloader",
         "record",
         "slot",
@@ -115,8 +114,6 @@ class HostBytes:
         self.is_pending = True
         #: The bytes of one that could not leave.
         self.kept: _Kept | None = None
-        #: What a trace has of it; goes when this goes.
-        self.observed: object | None = None
 
 
 class _Arriving:
@@ -230,8 +227,6 @@ def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
             if (failure := stands_for.failure) is not None:
                 if keepalive is None:
                     raise failure
-                if (observer := offloader.accounts.observer) is not None:
-                    observer.graph_keeps(stands_for)
                 _keep(stands_for, keepalive)
     stands_for.is_pending = False
 
@@ -315,8 +310,6 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
             )
         if stands_for.record.state is not KEPT:
             stands_for.record.ask(resident=False)
-        if (observer := offloader.accounts.observer) is not None:
-            observer.graph_reloads(offloader)
         with suppress(torch.OutOfMemoryError, MemoryError):
             found = _start_reload(stands_for, what)
     if found is None:

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from eager_offload._torch import tree_iter
 from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
+    calls_regions,
     copied,
     counted_from_the_beginning,
     is_static,
@@ -90,7 +91,15 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     saved = saved_of({node: some for node, some in users.items() if some}, order, config)
     counted = counted_from_the_beginning(nodes[begin:])
     returned = returned_by(graph)
-    return choose_among(graph, saved, returned, config, counted=counted, step=lambda: step_of_joint(graph, boundary))
+    return choose_among(
+        graph,
+        saved,
+        returned,
+        config,
+        counted=counted,
+        step=lambda: step_of_joint(graph, boundary),
+        has_regions=calls_regions(nodes),
+    )
 
 
 def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> Graph:

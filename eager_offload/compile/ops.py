@@ -34,14 +34,14 @@ passes put waits into graphs that have been functionalized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import active
-from eager_offload._torch import below_autograd, library
+from eager_offload._torch import OpOverload, library
 from eager_offload.compile import host_tensors
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import ALIGNMENT
@@ -72,6 +72,16 @@ for _operation in OPERATIONS:
     torch.fx.has_side_effect(_operation)
 
 
+def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
+    """There would be a gradient that is not defined."""
+    if given.requires_grad and torch.is_grad_enabled():
+        raise OffloadError(
+            f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input requires "
+            "grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is saved for "
+            "backward"
+        )
+
+
 def _offload(
     source: Tensor,
     *,
@@ -83,6 +93,7 @@ def _offload(
     coded_bytes: int = 0,
     window: int = 0,
 ) -> Tensor:
+    _refuse_autograd(offload, source)
     if source.layout is not torch.strided:
         raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
     if source.numel() == 0:
@@ -109,6 +120,7 @@ def _reload(
     after: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
+    _refuse_autograd(reload, host)
     stands_for = host_tensors.bytes_of(host)
     if stands_for is None:
         return host_tensors.reload_copy(host, device)
@@ -117,6 +129,7 @@ def _reload(
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
+    _refuse_autograd(wait_tensor, tensor)
     host_tensors.wait_for(tensor, keepalive)
 
 
@@ -143,22 +156,6 @@ def _fake_spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Ten
     return torch.empty(phase + span, dtype=compact.dtype, device=compact.device).as_strided(size, stride, phase)
 
 
-def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]:
-    """``operation`` below autograd; with it there would be a gradient that is not defined."""
-
-    def run(first: Tensor, *arguments: object, **named: object) -> object:
-        if first.requires_grad and torch.is_grad_enabled():
-            raise OffloadError(
-                f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input "
-                "requires grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is "
-                "saved for backward"
-            )
-        with below_autograd():
-            return operation(first, *arguments, **named)
-
-    return run
-
-
 for _name, _real, _fake in (
     ("offload", _offload, _fake_offload),
     ("reload", _reload, _fake_reload),
@@ -167,7 +164,6 @@ for _name, _real, _fake in (
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     register_fake(f"eager_offload::{_name}", _fake, lib=_library)
-for _name, _operation in zip(("offload", "reload", "wait_tensor"), OPERATIONS, strict=True):
-    _library.impl(_name, _without_autograd(_operation), "Autograd")
+for _name in ("offload", "reload", "wait_tensor"):
     for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)

@@ -20,6 +20,7 @@ from eager_offload.compile.coding import codec_for
 from eager_offload.compile.cost import memory_of, returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
+    calls_regions,
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
@@ -167,6 +168,7 @@ def choose(
         config,
         counted=[node for node in saved if node.name in counted],
         step=lambda: step_of_pair(forward, backward, num_outputs),
+        has_regions=calls_regions([*forward.nodes, *backward.nodes]),
         aim=aim,
         whole=whole,
     )
@@ -204,6 +206,7 @@ def choose_among(
     *,
     counted: Iterable[Node],
     step: Callable[[], Step],
+    has_regions: bool,
     aim: Aim | None = None,
     whole: bool = True,
 ) -> Choice:
@@ -212,6 +215,7 @@ def choose_among(
     Args:
         counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
         step: makes the graph's step, where a solver decides.
+        has_regions: see :func:`~eager_offload.compile.graphs.calls_regions`; then all of them stay.
         aim: as of :func:`choose`.
         whole: as of :func:`choose`.
     """
@@ -248,7 +252,7 @@ def choose_among(
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
         policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
-        reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
+        reason = _reason_to_stay(members, policy, has_regions or any(saved[node].in_region for node in members), config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         groups = [_coded(group, saved, config.size("min_bytes")) for group in groups]
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)

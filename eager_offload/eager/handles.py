@@ -163,8 +163,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
                     recorder.released(saved.number)
             else:
                 saved.slot = None
-                if (observer := saved.saves.offloader.accounts.observer) is not None:
-                    observer.stays(self.key)
 
 
 class ViewRecord(FinalizerRecord["SavedView"]):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from operator import sub
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -136,16 +136,15 @@ class KeptSums(NamedTuple):
     tensors: int = 0
     parameter_bytes: int = 0
     small_bytes: int = 0
-    largest_small: int = 0
 
     def plus(self, save: Staying | None) -> KeptSums:
         """With one save more."""
         if save is None or not save.is_counted_later:
             return self
-        tensors, parameter_bytes, small_bytes, largest = self
+        tensors, parameter_bytes, small_bytes = self
         if save.reason is KeepReason.PARAMETER:
-            return KeptSums(tensors + 1, parameter_bytes + save.nbytes, small_bytes, largest)
-        return KeptSums(tensors + 1, parameter_bytes, small_bytes + save.nbytes, max(largest, save.nbytes))
+            return KeptSums(tensors + 1, parameter_bytes + save.nbytes, small_bytes)
+        return KeptSums(tensors + 1, parameter_bytes, small_bytes + save.nbytes)
 
 
 class Recording(StepRecorder):
@@ -195,16 +194,7 @@ class KnownPlan:
 
     def kept_between(self, first: int, after: int) -> KeptSums:
         """What stays and is counted later, from save ``first`` to the one before ``after``."""
-        earlier, now = self._sums[first], self._sums[after]
-        small_bytes, largest = now.small_bytes - earlier.small_bytes, now.largest_small
-        if small_bytes and largest == earlier.largest_small:  # which came before these
-            largest = functools.reduce(KeptSums.plus, self.staying[first:after], KeptSums()).largest_small
-        return KeptSums(
-            now.tensors - earlier.tensors,
-            now.parameter_bytes - earlier.parameter_bytes,
-            small_bytes,
-            largest if small_bytes else 0,
-        )
+        return KeptSums(*map(sub, self._sums[after], self._sums[first]))
 
     @property
     def idle_bytes(self) -> int:

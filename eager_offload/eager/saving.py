@@ -528,8 +528,6 @@ class SavedTensors:
                 self.offloader.resident_bytes -= nbytes
         if record.state is LEAVING and self.offloader.cancel_copy_of(record):
             record.stay(KeepReason.NEWEST)
-            if (observer := self._accounts.observer) is not None:
-                observer.stays(record.key)
         if record.reload is not None:
             self.offloader.release(record.reload)
         record.queue = record.reload = None  # a trace may hold it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -335,17 +334,6 @@ def pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
     return found
 
 
-_streams: dict[torch.device, torch.Stream] = {}
-_streams_lock = threading.Lock()
-
-
 def capture_stream() -> torch.Stream:
-    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream.
-
-    No transfers run on it: torch hands streams out of a ring, and what another thread moves would be captured.
-    """
-    device = torch.accelerator.current_stream().device
-    with _streams_lock:
-        if device not in _streams:
-            _streams[device] = require_runtime("a capture").separate_stream(device)
-        return _streams[device]
+    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream."""
+    return require_runtime("a capture").separate_stream(torch.accelerator.current_stream().device)

@@ -310,10 +310,10 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
 
 
 def _missing() -> dict[str, str]:
-    """Private names of torch that the library uses and this torch has not, each with what happens without it."""
+    """Names of torch that the library uses and this torch has not, each with what happens without it."""
     return {
         name: without
-        for without, names in _torch.PRIVATE_NAMES.items()
+        for without, names in (*_torch.PRIVATE_NAMES.items(), *_torch.PUBLIC_NAMES.items())
         for name in names
         if "()" not in name and name not in _torch.IMPORTED_BY_USERS
         if name not in _torch.OF_CUDA or torch.version.cuda
@@ -484,7 +484,8 @@ def _device_rows(device: Device) -> Iterator[tuple[str, str]]:
     node = f", node {device.numa_node}" if device.numa_node is not None else ""
     yield device.name, device.model + memory + node
     if device.flops is not None and device.memory_speed is not None:
-        product = f"{device.flops / 1e12:,.3g} TFLOP/s in products of {8 * device.itemsize} bits"
+        flops = f"{device.flops / 1e12:,.1f} T" if device.flops >= 1e12 else f"{device.flops / 1e9:,.0f} G"
+        product = f"{flops}FLOP/s in products of {8 * device.itemsize} bits"
         yield "  compute", f"{product}, {rate_text(device.memory_speed)} of memory (spread {device.spread:.0%})"
     if device.link is not None:
         yield "  link", f"{rate_text(device.link.out)} out, {rate_text(device.link.back)} back"

@@ -30,13 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         or the model raises; a line on stderr says why.
     """
     options = _parser().parse_args(arguments)
+    from eager_offload.observe.figure import needs_plotly, write_page  # and torch with it, as below
+
     try:
+        if options.html:
+            needs_plotly()  # before minutes of planning
         found = _plan(options)
         points = found.front(_POINTS) if options.front else None
         if options.save:
             found.save(options.save)
         if options.html:
-            found.html(options.html)
+            write_page(found.figure(), options.html)
     except (OffloadError, OSError) as error:
         print(f"eager_offload plan: {error}", file=sys.stderr)
         return 2

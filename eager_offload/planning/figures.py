@@ -39,6 +39,14 @@ class Row(NamedTuple):
     recomputed_bytes: int = 0
 
 
+class FixedWay(NamedTuple):
+    """What comes of a decision that looks at no budget."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+
+
 class PlanFigures(PlanFields):
     """What follows from the fields of a plan. Sizes are bytes, times seconds."""
 
@@ -202,13 +210,13 @@ class PlanFigures(PlanFields):
 
 def _text_of(plan: PlanFigures) -> str:
     """What comes of it, and a row for each kind of module."""
-    lines = [
-        f"{plan.model} on {plan.machine}",
-        _fits(plan),
-        *_what_needs_less(plan),
-        _step(plan),
-        _what_moves(plan),
-    ]
+    table = _table(plan.rows(), is_again=bool(plan.again))
+    return "\n".join([f"{plan.model} on {plan.machine}", *sentences(plan), *table])
+
+
+def sentences(plan: PlanFigures) -> list[str]:
+    """What comes of it, a line each."""
+    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), _what_moves(plan)]
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.guessed:
@@ -221,7 +229,7 @@ def _text_of(plan: PlanFigures) -> str:
         )
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
-    return "\n".join([*lines, *_table(plan.rows(), is_again=bool(plan.again))])
+    return lines
 
 
 def _what_moves(plan: PlanFigures) -> str:

@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import traceback
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CellType, FrameType, ModuleType, TracebackType
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from eager_offload._torch import hooks_of_all_modules, is_fake, without_torch_function
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Blocks
-from eager_offload.planning.outside import Cache, Outside, attributes_in, read_slots, roots_of, slots_of, write_slot
+from eager_offload.planning.outside import Cache, Outside, attributes_in, places_of, roots_of
 
 #: How many holders of holders are looked for.
 _DEEP = 8
@@ -191,41 +190,20 @@ def _taken_out(holder: Any, ids: set[int]) -> str | None:
     if isinstance(holder, Cache):
         holder.cache_clear()
         return f"the cache of {holder.__module__}.{holder.__qualname__}"
-    if isinstance(holder, dict):
-        owners = gc.get_referrers(holder)
-        for cache in owners:
-            if isinstance(cache, Cache):
-                return _taken_out(cache, ids)
-        kind: Any = OrderedDict if isinstance(holder, OrderedDict) else dict
-        keys = [key for key, one in dict.items(holder) if id(one) in ids]
-        for key in keys:
-            kind.__delitem__(holder, key)
-        for owner in owners:
-            if attributes_in(owner) is holder:
-                name = getattr(owner, "__name__", None)
-                where = f"module {name}" if isinstance(owner, ModuleType) else f"a {type(owner).__qualname__}"
-                return f"{', '.join(map(repr, keys))} of {where}"
-        return f"a {type(holder).__name__} at {', '.join(map(repr, keys))}"
-    if isinstance(holder, list | deque):
-        left = [one for one in holder if id(one) not in ids]
-        holder.clear()
-        holder.extend(left)
-        return f"a {type(holder).__name__}"
-    if isinstance(holder, set):
-        holder.difference_update([one for one in holder if id(one) in ids])
-        return "a set"
+    owners = gc.get_referrers(holder) if isinstance(holder, dict) else []
+    for cache in owners:
+        if isinstance(cache, Cache):
+            return _taken_out(cache, ids)
+    names = ", ".join([repr(key) for place in places_of(holder) for key in place.take_out(ids)])
     if isinstance(holder, CellType):
-        del holder.cell_contents
         return "a variable of a closure"
-    if isinstance(attributes := attributes_in(holder), dict):
-        names = [name for name, one in attributes.items() if id(one) in ids]
-        for name in names:
-            del attributes[name]
-        if names:
-            return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
-    names = [name for name, one in read_slots(holder, slots_of(type(holder))).items() if id(one) in ids]
-    for name in names:
-        write_slot(holder, name)
-    if names:
-        return f"{', '.join(map(repr, names))} of a {type(holder).__qualname__}"
-    return None if isinstance(holder, tuple | frozenset) else f"a {type(holder).__qualname__}"
+    where = f"a {type(holder).__qualname__}"
+    if isinstance(holder, dict):
+        owner = next((one for one in owners if attributes_in(one) is holder), None)
+        if owner is None:
+            return f"{where} at {names}"
+        is_module = isinstance(owner, ModuleType)
+        where = f"module {owner.__name__}" if is_module else f"a {type(owner).__qualname__}"
+    if not names and isinstance(holder, tuple | frozenset):
+        return None
+    return f"{names} of {where}" if names else where

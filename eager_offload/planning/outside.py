@@ -86,6 +86,17 @@ class _Slots:
             if old is not new and not is_others(new):
                 self._write(key, old)
 
+    def values(self) -> list[Any]:
+        """What was there before the step."""
+        return [*self.before.values()]
+
+    def take_out(self, ids: set[int]) -> list[Any]:
+        """Empties the slots that hold objects with those ids; returns which those are."""
+        found = [key for key, one in self._read().items() if id(one) in ids]
+        for key in found:
+            self._write(key, _NOTHING)
+        return found
+
 
 class _Elements:
     """What is in a list, a deque or a set before a step."""
@@ -101,9 +112,21 @@ class _Elements:
         if len(now) == len(before) and all(map(is_, now, before)):
             return
         known = {id(one) for one in before}
-        others = [one for one in now if id(one) not in known and is_others(one)]
+        self._fill([*before, *[one for one in now if id(one) not in known and is_others(one)]])
+
+    def values(self) -> list[Any]:
+        """What was there before the step."""
+        return self._before
+
+    def take_out(self, ids: set[int]) -> list[Any]:
+        """Takes the objects with those ids out; they have no names."""
+        self._fill([one for one in self._kind.__iter__(self._container) if id(one) not in ids])
+        return []
+
+    def _fill(self, elements: list[Any]) -> None:
+        kind, container = self._kind, self._container
         kind.clear(container)
-        (kind.update if kind is set else kind.extend)(container, [*before, *others])
+        (kind.update if kind is set else kind.extend)(container, elements)
 
 
 class _State:
@@ -160,7 +183,7 @@ class Outside:
                 self._follow(self._todo.popleft())
             self._todo = deque(() if len(self._seen) >= _MOST else self._named_of_classes())
         for space, names in self._globals.values():
-            self._note_slots(partial(_named, space, names), space)
+            self._places.append(_of_dict(space, partial(_named, space, names)))
 
     def put_back(self, is_others: Callable[[object], bool]) -> None:
         """Has everything as it was, but for what ``is_others`` says another thread has made and put there.
@@ -199,8 +222,6 @@ class Outside:
         elif isinstance(one, Cache):
             self.caches.append(one)
             self._todo.append(one.__wrapped__)
-        elif isinstance(one, CellType):
-            self._note_cell(one)
         elif isinstance(one, type):
             self._classes.update((kind, set()) for kind in one.__mro__ if not _is_of_library(kind))
         elif isinstance(one, tuple | frozenset):
@@ -213,27 +234,16 @@ class Outside:
         if (state := _state_of(one)) is not None:
             self._places.append(state)
             return
-        if isinstance(one, dict):
-            self._note_slots(partial(_contents, one), one)
-            self._todo += dict.values(one)
-        for container in _SEQUENCES:
-            if isinstance(one, container):
-                self._places.append(_Elements(container, one))
-                self._todo += container.__iter__(one)
         kind = type(one)
-        if str(kind.__module__).partition(".")[0] in _CLOSED:
+        is_closed = str(kind.__module__).partition(".")[0] in _CLOSED
+        for place in places_of(one, has_attributes=not is_closed):
+            self._places.append(place)
+            self._todo += place.values()
+        if is_closed:
             return
         self._todo.append(kind)
         if isinstance(one, Tensor):
             self._todo += hooks_of(one)
-        attributes = attributes_in(one)
-        if isinstance(attributes, dict):
-            self._note_slots(partial(_contents, attributes), attributes)
-            self._todo += attributes.values()
-        if slots := slots_of(kind):
-            place = _Slots(partial(read_slots, one, slots), partial(write_slot, one))
-            self._places.append(place)
-            self._todo += place.before.values()
 
     def _follow_function(self, function: FunctionType) -> None:
         if _is_of_library(function):
@@ -263,35 +273,53 @@ class Outside:
         return found
 
     def _note_class(self, kind: type) -> None:
-        self._places.append(_Slots(partial(_attributes, kind), partial(write_slot, kind)))
+        self._places.append(_Slots(partial(_attributes, kind), partial(_write_slot, kind)))
 
-    def _note_slots(self, read: Callable[[], dict[Any, Any]], container: dict[Any, Any]) -> None:
-        # By the methods of the kind itself, in whose place a subclass may have others.
-        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
 
-        def write(key: object, value: object) -> None:
-            if value is _NOTHING:
-                kind.pop(container, key, None)
-            else:
-                kind.__setitem__(container, key, value)
+def places_of(one: Any, *, has_attributes: bool = True) -> Iterator[_Slots | _Elements]:
+    """The places of ``one`` itself: keys, elements, the contents of a cell, and where it ``has_attributes``, those."""
+    if isinstance(one, CellType):
+        yield _of_cell(one)
+    if isinstance(one, dict):
+        yield _of_dict(one)
+    for container in _SEQUENCES:
+        if isinstance(one, container):
+            yield _Elements(container, one)
+    if not has_attributes:
+        return
+    if isinstance(attributes := attributes_in(one), dict):
+        yield _of_dict(attributes)
+    if slots := _slots_of(type(one)):
+        yield _Slots(partial(_read_slots, one, slots), partial(_write_slot, one))
 
-        self._places.append(_Slots(read, write))
 
-    def _note_cell(self, cell: CellType) -> None:
-        def read() -> dict[Any, Any]:
-            try:
-                return {"": cell.cell_contents}
-            except ValueError:  # empty
-                return {}
+def _of_dict(container: dict[Any, Any], read: Callable[[], dict[Any, Any]] | None = None) -> _Slots:
+    # By the methods of the kind itself, in whose place a subclass may have others.
+    kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
 
-        def write(_: object, value: object) -> None:
-            if value is _NOTHING:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = value
+    def write(key: object, value: object) -> None:
+        if value is _NOTHING:
+            kind.pop(container, key, None)
+        else:
+            kind.__setitem__(container, key, value)
 
-        self._places.append(_Slots(read, write))
-        self._todo += read().values()
+    return _Slots(partial(_contents, container) if read is None else read, write)
+
+
+def _of_cell(cell: CellType) -> _Slots:
+    def read() -> dict[Any, Any]:
+        try:
+            return {"": cell.cell_contents}
+        except ValueError:  # empty
+            return {}
+
+    def write(_: object, value: object) -> None:
+        if value is _NOTHING:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = value
+
+    return _Slots(read, write)
 
 
 def roots_of(model: nn.Module, loss: object) -> list[object]:
@@ -335,13 +363,13 @@ def attributes_in(owner: object) -> Any:
         return None
 
 
-def slots_of(kind: type) -> list[str]:
+def _slots_of(kind: type) -> list[str]:
     """Names of what objects of ``kind`` have in slots, where Python code has said so; as it has mangled them."""
     kinds = [one for one in kind.__mro__ if not _is_of_library(one)]
     return [name for one in kinds for name, slot in vars(one).items() if isinstance(slot, MemberDescriptorType)]
 
 
-def read_slots(owner: object, names: list[str]) -> dict[str, Any]:
+def _read_slots(owner: object, names: list[str]) -> dict[str, Any]:
     """Reads the slots that are not empty, past what the class has in place of reading."""
     found = {}
     for name in names:
@@ -350,7 +378,7 @@ def read_slots(owner: object, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def write_slot(owner: object, name: str, value: object = _NOTHING) -> None:
+def _write_slot(owner: object, name: str, value: object) -> None:
     """Writes or empties a slot, or an attribute of a class, past what the class has in place of writing."""
     kind: Any = type if isinstance(owner, type) else object
     if value is _NOTHING:

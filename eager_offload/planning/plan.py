@@ -7,8 +7,7 @@ from bisect import bisect_left
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, cached_property
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +17,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
 from eager_offload.planning.draft import draft, is_off, timed
-from eager_offload.planning.figures import PlanFigures, seconds_text
+from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
 from eager_offload.step_plan import Fate, StepPlan
@@ -27,14 +26,6 @@ from eager_offload.step_plan import Fate, StepPlan
 _GAIN = 0.02
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
-
-
-class FixedWay(NamedTuple):
-    """What comes of a decision that looks at no budget."""
-
-    name: str
-    peak_bytes: int
-    step_seconds: float
 
 
 class Plan(PlanFigures, ComputedPlan):
@@ -188,6 +179,22 @@ class Plan(PlanFigures, ComputedPlan):
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 
+    def figure(self) -> Any:
+        """The plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
+
+        A notebook shows it, and its ``write_html`` writes a page. Fixed ways are drawn to compare with: nothing moves,
+        every second storage does, all that may does. In the curves waits are left out, so that both have the time of
+        compute; the peak, which was rehearsed, may be above them.
+
+        Raises:
+            OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
+        """
+        from eager_offload.observe.figure import needs_plotly  # plotly is not needed for a plan
+        from eager_offload.planning.drawing import drawn
+
+        needs_plotly()
+        return drawn(self, self.front(), self.fixed_ways())
+
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
@@ -199,15 +206,6 @@ class Plan(PlanFigures, ComputedPlan):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
         write(self, path)
-
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page to ``path`` that needs no network: what lives when, what other budgets buy, what moves.
-
-        Fixed ways are drawn to compare with: nothing moves, every second storage does, all that may does.
-        """
-        from eager_offload.planning.html import page  # jinja2 is not needed for a plan
-
-        Path(path).write_text(page(self, self.front(), self.fixed_ways()), "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

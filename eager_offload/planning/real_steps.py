@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import own_buffers, tree_iter, tree_map, without_dispatch_modes
+from eager_offload._torch import tree_iter, tree_map, without_dispatch_modes
 from eager_offload.codecs.names import CodecRules
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.matched_modules import MatchedModules, Pattern
@@ -116,7 +116,6 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[C
             if tensor.is_leaf and tensor.requires_grad:
                 put_gradient_back(tensor)
 
-    owners = [(own := own_buffers(module), dict(own)) for part in parts for module in part.modules()]
     for one in (*_own(parts), *given):
         if one.is_leaf:
             put_gradient_back(one)
@@ -125,9 +124,6 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[C
     finally:
         for leaf, gradient in reversed(gradients):  # one that was noted twice is what it was first
             leaf.grad = gradient
-        for now, before in owners:
-            now.clear()
-            now.update(before)
         with torch.no_grad():
             for tensor, number in reversed(numbers):
                 same = (tensor == number) | ((tensor != tensor) & (number != number))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import FakeTensorMode, run_backward
+from eager_offload._torch import FakeTensorMode
 from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
@@ -157,7 +157,7 @@ def run_step(
         ):
             total = _loss_of(call(), loss)
         recorder.begin_backward(total)
-        run_backward(total)
+        torch.autograd.backward(total)  # `total.backward()` would turn off the caller's function modes
         del total
 
 

@@ -481,7 +481,9 @@ class Arena:
                     quota.used_bytes -= record.nbytes
                     quota.held_bytes -= extent.nbytes
                 if not slab.is_left:
-                    self._slabs[slab.kind].extents.release(extent.start, extent.nbytes, record.fences)
+                    if record.fences is not extent.fences:
+                        extent = Extent(extent.start, extent.nbytes, record.fences)
+                    self._slabs[slab.kind].extents.release(extent)
                     if slab.slots == 0:
                         self._note_idle(slab)
                 elif slab.slots == 0:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, one_step, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, same_gradients
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -153,20 +153,3 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
         if kind != "reentrant":
             assert_moved(stats)
         assert hooks_are_gone()
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_h23_nested_checkpoints(kind: str, backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        model, x = blocks(), leaf(ROWS, WIDTH)
-
-        def pair(first: int, h: Tensor) -> Tensor:
-            return checkpointed(model[first + 1], checkpointed(model[first], h, kind), kind)
-
-        h = x * 2
-        for first in (0, 2):
-            h = checkpointed(partial(pair, first), h, kind)
-        return h.square().mean(), x, *model.parameters()
-
-    same_gradients(program, backend)

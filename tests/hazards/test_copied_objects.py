@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import eager_offload as eo
 from eager_offload.compile.modules import OffloadedModule
+from tests.copies import pickled, saved
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 
@@ -39,17 +39,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
     model(leaf(8, 16)).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES = [copy.copy, copy.deepcopy]

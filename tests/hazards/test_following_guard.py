@@ -156,19 +156,6 @@ def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
 # -- of what shares ---------------------------------------------------------------------------------------------------
 
 
-def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) -> None:
-    @one_step
-    def step(is_gone: bool) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = x * 2
-        other = y.sin()
-        if is_gone:
-            other = x * 3
-        return (other + y.cos()).exp(), x
-
-    follows(backend, step, [False, False, True], 2, {"share": 1}, 0.7)
-
-
 def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
     @one_step
     def step(*, as_complex: bool) -> tuple[Tensor, ...]:
@@ -423,20 +410,6 @@ def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
     assert stats.kept_bytes[reason] == SIDE * SIDE * 4
 
 
-def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Backend) -> None:
-    @one_step
-    def step(is_dropped: bool) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = (x * 2).sin()
-        if is_dropped:
-            del y
-        z = (x * 3).cos().exp()
-        return (z.sum() if is_dropped else (y + z).sum()), x
-
-    stats = follows(backend, step, [False, False, True], 2, {}, 0.8)
-    assert stats.bytes_out == (2 * 3 + 2) * SIDE * SIDE * 4
-
-
 def test_h54_what_backward_has_come_to_before_its_copy_is_to_start_stays(backend: Backend) -> None:
     """The last save leaves with the context at the earliest."""
 
@@ -487,17 +460,3 @@ def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backe
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {})
     assert (stats.bytes_out, early, stats.bytes_in) == (6 * size, 6 * size, 6 * size)
-
-
-def test_h54_a_nested_tensor_in_the_place_of_one_that_shares_is_decided_anew(backend: Backend) -> None:
-    """It has no sizes to make a view of."""
-
-    @one_step
-    def step(is_nested: bool) -> tuple[Tensor, ...]:
-        x = leaf(2, SIDE, SIDE)
-        y = x * 2
-        first = y.sin()
-        second = (torch.nested.as_nested_tensor(y) if is_nested else y).cos()
-        return first.sum() + sum(part.sum() for part in second.unbind()), x
-
-    follows(backend, step, [False, False, True, False], 2, {"layout": 1})

@@ -77,13 +77,6 @@ def test_h54_what_a_plan_has_as_said_leaves_where_it_is_not(how: str, backend: B
     assert kept == ({"marked": 2 * 2 * SIZE} if how == "mark" else {"region": 2 * 6 * SIZE})
 
 
-def test_h54_a_region_around_much_of_what_is_saved_keeps_no_step_from_following(backend: Backend) -> None:
-    """What stays takes no room of what is decided anew, so it is no part of what may be."""
-    inside = {"region": eo.no_offload, "regions": 6}
-    stats = follows(backend, lambda around, _: step(around, **inside), range(6), 5, {}, 0.5)
-    assert stats.kept_bytes["region"] == 6 * SIZE * 6
-
-
 # -- what is asked for twice ------------------------------------------------------------------------------------------
 
 

@@ -104,21 +104,6 @@ def test_h09_dropped_graphs_give_everything_back_at_once(
         assert_moved(assert_settled(offload), least=0.7, held=step is an_expert_that_got_no_tokens)
 
 
-def test_h09_graphs_that_are_held_hold_and_those_that_are_dropped_do_not(backend: Backend) -> None:
-    offload, storages = backend.offload(), Gone()
-    with without_gc():
-        losses = [forward(offload, storages, seed) for seed in range(20)]
-        offload.stats(synchronize=True)
-        whole = offloader_of(offload).tiers[0].used_bytes
-        del losses[5:15]
-        offload.stats(synchronize=True)
-        assert offloader_of(offload).tiers[0].used_bytes == whole / 2
-        for loss in losses:
-            loss.backward()
-        del loss, losses
-        assert_moved(assert_settled(offload))
-
-
 def test_h09_a_graph_in_a_cycle_waits_for_the_collector_and_no_longer(backend: Backend) -> None:
     """The finalizers run inside the collector, at any moment: also while the library holds its lock."""
     offload, storages = backend.offload(), Gone()

@@ -99,21 +99,6 @@ def test_h44_real_tensors_move_after_fake_ones(backend: Backend) -> None:
     assert_moved(exact(program, Settled(offload)))
 
 
-def test_h44_an_offload_that_was_made_and_used_where_another_device_is_the_default(backend: Backend) -> None:
-    x = leaf(16, 16)
-    with torch.device("meta"), FakeTensorMode():
-        offload = backend.offload()
-    with torch.device("meta"), offload:
-        loss = square((x * 2).exp()[:, ::4]).sum()
-    with torch.device("meta"):
-        torch.autograd.backward(loss)
-    actual, x.grad = x.grad, None
-    square((x * 2).exp()[:, ::4]).sum().backward()
-    assert_identical(x.grad, actual)
-    del loss
-    assert_moved(assert_settled(offload))
-
-
 # -- zeros that are nowhere -------------------------------------------------------------------------------------------
 
 

@@ -146,27 +146,6 @@ def test_h62_backward_is_given_the_type_and_the_attributes_of_what_was_saved(cas
     same_gradients(program, backend)
 
 
-def test_h62_a_graph_that_is_kept_gives_the_same_attributes_again(backend: Backend) -> None:
-    def program(around: Around) -> list[object]:
-        x, seen = leaf(16, 16), list[object]()
-
-        def look(tensor: Any) -> None:
-            seen.append([tensor.unit, tensor.times[:]])
-            tensor.times.append(len(seen))
-            tensor.unit += "!"
-
-        with around:
-            saved: Any = with_unit(noise(16, 16).as_subclass(Image))
-            saved.times = []
-            y = watching((x * 3).tanh(), look, saved).sum()
-        del saved
-        for _ in range(3):
-            y.backward(retain_graph=True)
-        return [x.grad, seen]
-
-    same_gradients(program, backend)
-
-
 def test_h62_what_lives_is_given_itself(backend: Backend) -> None:
     offload, seen = backend.offload(), list[Tensor]()
     tensors = [with_unit(noise(16, 16)), with_unit(noise(16, 16).as_subclass(Image))]

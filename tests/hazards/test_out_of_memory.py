@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,12 +20,6 @@ from tests.hazards.probes import Allocations
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 
 ROWS, WIDTH = 8, 16
-_BACKENDS = ["disk", "simulated", "recorded"]
-#: Quick runs take the recording double too: it is the one whose memory is that of a device.
-on_the_double_too = pytest.mark.parametrize("backend", _BACKENDS, indirect=True)
-everywhere = pytest.mark.parametrize(
-    "backend", ["virtual"] if "tests.virtual_device.plugin" in sys.modules else _BACKENDS, indirect=True
-)
 
 
 class Retrying(Trainer):
@@ -80,7 +73,6 @@ def retried_at(step: int, retried: bool) -> list[Tensor]:
     return trainer.state
 
 
-@everywhere
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
 def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Backend) -> None:
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
@@ -120,7 +112,6 @@ def gathered_program() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
-@on_the_double_too
 def test_h10_what_finds_no_room_to_be_gathered_stays(
     backend: Backend, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +142,6 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
 # -- reload targets ---------------------------------------------------------------------------------------------------
 
 
-@everywhere
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
@@ -190,7 +180,6 @@ def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tup
     return handles, [torch.tensor(value) for value in values]
 
 
-@on_the_double_too
 def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,25 +167,6 @@ def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Ba
     assert saved(4) == [False, False]
 
 
-@kinds
-@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_h42_left_with_an_error(error: BaseException, kind: str, backend: Backend) -> None:
-    first, second = offloads = KINDS[kind](backend, 2)
-    x = leaf(16, 16)
-    first.__enter__()
-    second.__enter__()
-    h = stage(x, x)
-    first.__exit__(type(error), error, None)
-    h = stage(h, x)
-    second.__exit__(type(error), error, None)
-    assert hooks_are_gone()
-    h.sum().backward()
-    assert_identical(plain(2), x.grad)
-    del h
-    settle([second])
-    assert_identical(plain(4), enter_and_leave(offloads, [0, 1, 1, 0]))
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
 @pytest.mark.parametrize("order", sorted(orders(3)), ids=str)
 def test_h42_with_hooks_of_others_in_between(order: tuple[int, ...], backend: Backend) -> None:
@@ -196,23 +177,6 @@ def test_h42_with_hooks_of_others_in_between(order: tuple[int, ...], backend: Ba
         assert_identical(plain(6), enter_and_leave(arounds, order))
         assert theirs.packed > 0
     assert_moved(assert_settled(first))
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
-def test_h42_hooks_of_others_stay_on_until_they_are_left(backend: Backend) -> None:
-    offload, theirs, x = backend.offload(), Theirs(), leaf(16, 16)
-    offload.__enter__()
-    h = stage(x, x)
-    with theirs:
-        offload.__exit__(None, None, None)
-        before = theirs.packed
-        h = stage(h, x)
-        assert theirs.packed > before
-    assert hooks_are_gone()
-    h.sum().backward()
-    assert_identical(plain(2), x.grad)
-    del h
-    assert_moved(assert_settled(offload))
 
 
 def test_h42_leaving_too_often_is_an_error_and_leaves_others_on(backend: Backend) -> None:

@@ -81,16 +81,6 @@ def test_h04_what_is_saved_of_a_storage_that_has_left_is_right(backend: Backend)
     same_gradients(program, backend)
 
 
-def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
-    @one_step
-    def program() -> Sequence[object]:
-        w, seen, data = leaf(SIDE, SIDE), [], leaf(3, SIDE, SIDE, seed=3, grad=False)
-        y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
-        return y + saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum(), w, seen
-
-    same_gradients(program, backend)
-
-
 class Shape(NamedTuple):
     name: str
     #: Makes the view of a base of 32 by 32 by 16 float32 elements.

@@ -56,29 +56,12 @@ def a_frozen_weight() -> Sequence[Tensor]:
     return trained(frozen(x * 2).tanh()).sin(), *frozen.parameters(), *trained.parameters()
 
 
-def convolution_norm_recurrence_and_embedding() -> Sequence[Tensor]:
-    conv, norm = nn.Conv1d(8, 16, 3, padding=1), nn.GroupNorm(4, 16)
-    rnn, table, tail = nn.LSTM(16, 16, batch_first=True), nn.Embedding(32, 8), nn.Bilinear(16, 16, 4)
-    index = torch.arange(4 * 24).view(4, 24) % 32
-    h = norm(conv(table(index).transpose(1, 2))).relu()
-    h, _ = rnn(h.transpose(1, 2))
-    return tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin()), *(
-        p for module in (conv, norm, rnn, table, tail) for p in module.parameters()
-    )
-
-
 def double_backward_saves_the_weights_again() -> Sequence[Tensor]:
     """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
     y = model(x * 2).square().sum()
     (slope,) = torch.autograd.grad(y, x, create_graph=True)
     return y + slope.square().sum(), *model.parameters()
-
-
-def functional_calls_with_other_tensors_for_parameters() -> Sequence[Tensor]:
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
-    fast = {name: leaf(*p.shape, seed=seed) for seed, (name, p) in enumerate(model.named_parameters())}
-    return torch.func.functional_call(model, fast, (x * 2,)), *fast.values()
 
 
 class Squared(nn.Module):
@@ -98,9 +81,7 @@ FORWARDS = [
     a_leaf_that_is_flattened_into_views,
     tied_weights,
     a_frozen_weight,
-    convolution_norm_recurrence_and_embedding,
     double_backward_saves_the_weights_again,
-    functional_calls_with_other_tensors_for_parameters,
     what_is_computed_from_a_weight_moves_and_the_weight_does_not,
 ]
 

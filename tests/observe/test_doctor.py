@@ -104,7 +104,7 @@ def assert_text_fits(diagnosis: Diagnosis) -> None:
     for line in text.splitlines():  # what is copied stays whole, however long a path is
         assert len(line) <= WIDTH or line.strip() == diagnosis.verdict.python or "/" in line, line
     assert text.index("Software") < text.index("Directories") < text.index("Verdict")
-    assert diagnosis.verdict.python in text
+    assert (diagnosis.verdict.python in text) is bool(diagnosis.verdict.settings)
 
 
 def assert_documented(diagnosis: Diagnosis) -> None:

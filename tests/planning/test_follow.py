@@ -121,6 +121,7 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0].tanh().sum()
 
 
+@pytest.mark.usefixtures("fast_link")
 def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Recurrent(32, 32, num_layers=2), torch.randn(40, 8, 32)

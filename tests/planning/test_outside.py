@@ -23,7 +23,7 @@ from eager_offload._torch import is_fake
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "fast_link")
 
 
 def planned(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], *, steps: int = 0) -> eo.Plan:

@@ -52,6 +52,7 @@ def counting() -> tuple[nn.Module, Tensor]:
     return Counting(), torch.randn(256, 64)
 
 
+@pytest.mark.usefixtures("fast_link")
 @pytest.mark.parametrize("made", [wide, shared])
 def test_a_real_step_is_written_down_as_a_traced_one(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = made()

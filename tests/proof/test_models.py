@@ -115,8 +115,7 @@ def test_a_model_trains_to_the_same_bits(case: Case, backend: Backend) -> None:
 
 #: Under the checker half of them, among which each family meets every two of its choices together.
 IN_EVERY_WAY = [("disk", case) for case in EVERY] + [
-    (checked, case)
-    for checked in ("simulated", "recorded")
+    ("simulated", case)
     for case in EVERY
     if (list(Checkpointing).index(case.checkpointing) + case.autocast + case.micro_batches) % 2
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from benchmarks.models import Shape, Stack
 from eager_offload import OffloadConfig
-from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous, ops
-from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of
+from eager_offload.compile import Choice, choose, insert_asynchronous, insert_synchronous
+from eager_offload.compile.graphs import outputs_of, storage_of
 
 
 @dataclass
@@ -90,44 +90,3 @@ def traced(
         torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(x)
     torch._dynamo.reset()
     return found[0]
-
-
-def peak_bytes(graph: Graph, held: Sequence[str] = (), host: Container[object] = (ops.offload,)) -> int:
-    """The most bytes that the storages made in ``graph`` take, each until its last use; host tensors take none.
-
-    Args:
-        held: names of placeholders that go after their last use as well.
-        host: operations that return host tensors.
-    """
-    inputs = {storage_of(node) for node in graph.find_nodes(op="placeholder") if node.name not in held}
-    counted = {
-        node: key
-        for node in graph.nodes
-        if (key := storage_of(node)) is not None and key not in inputs and node.target not in host
-    }
-    last = {counted[one]: node for node in graph.nodes for one in (node, *node.all_input_nodes) if one in counted}
-    ends: dict[Node, list[int]] = {}
-    live = peak = 0
-    seen = set[object]()
-    for node in graph.nodes:
-        key = counted.get(node)
-        if key is not None and key not in seen:
-            seen.add(key)
-            nbytes = nbytes_of(node.meta["val"])
-            live += nbytes
-            ends.setdefault(last[key], []).append(nbytes)
-        for nbytes in _other_results(node):
-            live += nbytes
-            ends.setdefault(node, []).append(nbytes)
-        peak = max(peak, live)
-        live -= sum(ends.pop(node, ()))
-    return peak
-
-
-def _other_results(node: Node) -> list[int]:
-    """Bytes of results that are never taken out of a tuple; they go at once."""
-    values = node.meta.get("val")
-    if not isinstance(values, list | tuple):
-        return []
-    taken = {user.args[1] for user in node.users}
-    return [nbytes_of(one) for number, one in enumerate(values) if isinstance(one, Tensor) and number not in taken]

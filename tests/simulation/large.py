@@ -11,13 +11,11 @@ from torch import Tensor, nn
 import eager_offload as eo
 from benchmarks.models import Shape, Stack
 from eager_offload.machine import TABLE, Machine
-from tests.simulation.oracle import Program, best_step
-from tests.simulation.stage import Step
 
 LARGE = Shape(layers=32, width=4096, hidden=11008, heads=32)
 H200 = TABLE["h200"]
 SEQUENCES = {"8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
-#: Windows hold so many of the largest saved tensors, where nothing else is said.
+#: Windows hold so many of the largest saved tensors.
 WINDOW_TENSORS = 5
 #: How much shorter the sequence and narrower the tensors of the small model are.
 SCALE = 64
@@ -31,9 +29,9 @@ def large(shape: Shape, tokens: int) -> tuple[nn.Module, Tensor]:
         return Stack(shape), torch.empty(tokens, shape.width, dtype=torch.bfloat16)
 
 
-def windows(tokens: int, hidden: int, tensors: float = WINDOW_TENSORS) -> dict[str, int]:
+def windows(tokens: int, hidden: int) -> dict[str, int]:
     """Both windows, as fields of a configuration."""
-    size = int(tensors * 2 * tokens * hidden)
+    size = int(WINDOW_TENSORS * 2 * tokens * hidden)
     return {"max_inflight_bytes": size, "prefetch_bytes": size}
 
 
@@ -44,10 +42,9 @@ class Small:
 
     Args:
         tokens: of the large model's sequence.
-        window_tensors: of both windows, in largest saved tensors.
     """
 
-    def __init__(self, tokens: int, layers: int, window_tensors: float = WINDOW_TENSORS) -> None:
+    def __init__(self, tokens: int, layers: int) -> None:
         length, width, hidden = (round(one / SCALE) for one in (tokens, LARGE.width, LARGE.hidden))
         self.model = Stack(Shape(layers, width, hidden, 1))
         self.x = torch.randn(length, width, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -58,7 +55,7 @@ class Small:
             launch_seconds=H200.launch_seconds / SQUARE,
         )
         #: Half of the smallest activation is where tensors begin to move.
-        self.config = {"min_bytes": length * width, **windows(length, hidden, window_tensors)}
+        self.config = {"min_bytes": length * width, **windows(length, hidden)}
         self.loss().backward()
         self._expected = self._gradients()
 
@@ -80,17 +77,9 @@ class Small:
         """The plan by which nothing moves."""
         return self.plan(1 << 50)
 
-    @cached_property
-    def program(self) -> Program:
-        return Program.of(self.plain.problem)
-
     def linked(self, link: float) -> Machine:
         """The device behind a link that is so many times as fast."""
         return replace(self.machine, out=self.machine.out * link, back=self.machine.back * link)
-
-    def best(self, step: Step, machine: Machine, room: int) -> float:
-        """Seconds that ``step`` would take by the schedule that knows all times and has the same room."""
-        return best_step(self.program, step.op_seconds, step.forward_ops, machine, room)
 
 
 def _loss(out: Tensor) -> Tensor:

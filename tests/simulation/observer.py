@@ -22,7 +22,7 @@ from torch import Tensor
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
 from eager_offload.tiers.base import ByteRegion
-from eager_offload.tiers.extents import Extents
+from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from tests.simulation.log import Allocated, Entry, Freed, Log, Operation
 
@@ -280,7 +280,7 @@ class _Pool(NamedTuple):
 
     def give(self, start: int, nbytes: int) -> None:
         if nbytes:
-            self.extents.release(start, _rounded(nbytes))
+            self.extents.release(Extent(start, _rounded(nbytes)))
 
 
 def _rounded(nbytes: int) -> int:

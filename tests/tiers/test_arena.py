@@ -233,14 +233,15 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing() -> None:
             arena.poll()
             return False
 
-    arena = Arena(slab_bytes=MIB, idle_bytes=MIB)
+    arena = Arena(slab_bytes=4 * MIB, idle_bytes=MIB)
     slot = arena.allocate(8192)
     slot.fences += (Fence(Asking(), "reload"),)
     slot.write(noise(8192))
     del slot
     found.clear()
-    heir = arena.allocate(4096)
+    heir = arena.allocate(MIB - 4096)  # for which it has to join what is free
     assert set(found) == {(0, MIB)}
-    assert (arena.used_bytes, arena.held_bytes) == (4096, MIB)
+    assert (arena.used_bytes, arena.held_bytes) == (MIB - 4096, MIB)
+    assert len(heir.fences) == 1
     other = arena.allocate(8192)
     assert other.region != heir.region

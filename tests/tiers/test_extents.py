@@ -15,9 +15,9 @@ def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
     extents = Extents(100)
     taken = [extents.allocate(nbytes) for nbytes in (10, 1, 6, 1, 20, 62)]
     assert [extent.start for extent in taken if extent] == [0, 10, 11, 17, 18, 38]
-    extents.release(0, 10)
-    extents.release(11, 6)
-    extents.release(18, 20)
+    extents.release(Extent(0, 10))
+    extents.release(Extent(11, 6))
+    extents.release(Extent(18, 20))
     assert extents.allocate(5) == Extent(11, 5, ())
     assert extents.allocate(7) == Extent(0, 7, ())
     assert extents.free_bytes == 1 + 3 + 20
@@ -30,7 +30,7 @@ def three_released() -> tuple[Verdicts, Extents]:
     for _ in range(3):
         extents.allocate(10)
     for at, name in enumerate(("one", "two", "three")):
-        extents.release(10 * at, 10, [verdicts.fence(name)])
+        extents.release(Extent(10 * at, 10, (verdicts.fence(name),)))
     return verdicts, extents
 
 
@@ -54,8 +54,8 @@ def test_what_is_not_in_use_any_more_serves_before_what_is() -> None:
 def test_giving_back_twice_is_noticed() -> None:
     extents = Extents(10)
     extents.allocate(10)
-    extents.release(0, 10)
-    extents.release(0, 10)
+    extents.release(Extent(0, 10))
+    extents.release(Extent(0, 10))
     with pytest.raises(AssertionError, match="twice"):
         extents.allocate(20)  # noticed when what was released is put in its place
 
@@ -117,7 +117,7 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             for _ in range(data.draw(st.integers(0, 2), "uses")):
                 fences.append(verdicts.fence(events))
                 events += 1
-            extents.release(extent.start, extent.nbytes, fences)
+            extents.release(Extent(extent.start, extent.nbytes, tuple(fences)))
             for at in range(extent.start, extent.start + extent.nbytes):
                 model.free[at] = True
                 model.fences[at] = set(fences)
@@ -128,6 +128,6 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
         assert extents.free_bytes == sum(model.free)
         assert extents.length == len(model.free)
     for extent in live:
-        extents.release(*extent)
+        extents.release(extent)
     assert extents.free_bytes == extents.length
     assert not model.free or extents.allocate(extents.length) is not None, "not coalesced"

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.guard import Guard, NoHeadroomError
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import Headroom, host_headroom
 from eager_offload.tiers.slabs import HostSlot
-from tests.doubles.recording_accelerator import RecordingAccelerator
 from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
-from tests.tiers.rig import System, reserve
+from tests.tiers.rig import System
 
 
 class Readings:
@@ -173,25 +171,6 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
     tier.release_idle()
     assert len(system.alive) == 0
     assert tier.reserve(256 * MIB) is not None
-
-
-def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) -> None:
-    double = RecordingAccelerator(can_register=True)
-    runtime, watch = AcceleratorRuntime(double), Guard()
-
-    def given_back() -> None:
-        runtime.poll()
-        watch.forget()
-
-    readings.held = lambda: sum(double.registered.values())
-    readings.available = GIB + 96 * MIB
-    sizes = runtime.slab_sizes()
-    arena = Arena(runtime.host_buffer, idle_bytes=GIB, sizes=sizes, admit=watch.admit, given_back=given_back)
-    tier = HostTier(arena)
-    slot = tier.reserve(64 * MIB)
-    del slot
-    other = reserve(tier, 80 * MIB)
-    assert double.registered == {other.address: 80 * MIB}
 
 
 # -- a budget in bytes, and one that follows the machine --------------------------------------------------------------
