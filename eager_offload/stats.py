@@ -201,10 +201,10 @@ class OffloadStats:
     """How many forwards followed a step plan."""
     plan_misses: dict[str, int] = field(default_factory=dict)
     """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
-    ``fewer``, ``more`` and others. And how often one could not begin: ``room`` (the tiers have none for all that it
-    moves). ``decided`` is counted once: steps of some kind follow none, since more than an eighth of what may leave is
-    decided anew in each (views that are gathered, tensors made of tensors, parts of storages). So is ``twice``: a save
-    is asked for more than four times, by one backward of its graph after the other."""
+    ``codec``, ``fewer``, ``more`` and others. And how often one could not begin: ``room`` (the tiers have none for all
+    that it moves). ``decided`` is counted once: steps of some kind follow none, since more than an eighth of what may
+    leave is decided anew in each (views that are gathered, tensors made of tensors, parts of storages). So is
+    ``twice``: a save is asked for more than four times, by one backward of its graph after the other."""
     plan: PlanOutcome | None = None
     """What the plan of :func:`eager_offload.plan` that was given has predicted, beside what was measured."""
     device_budget: int = 0
