@@ -215,10 +215,11 @@ def test_the_innermost_region_counts(users_backend: Backend, inner: str, outer: 
 
 def test_a_region_is_of_its_thread_and_decorates_functions(users_backend: Backend) -> None:
     exact, found = product(nullcontext())[1], dict[str, Tensor]()
-    offload = users_backend.offload()
+    offload, device = users_backend.offload(), torch.get_default_device()
 
     def run(name: str) -> None:
-        found[name] = product(Settled(offload))[1]
+        with device:
+            found[name] = product(Settled(offload))[1]
 
     with eo.codec("bf16"):
         thread = threading.Thread(target=run, args=("another",))

@@ -68,7 +68,7 @@ def is_ours(code: CodeType) -> bool:
     path = Path(code.co_filename)
     return (
         PACKAGE in path.parents
-        and PACKAGE / "simulation" not in path.parents
+        and path != PACKAGE / "planning" / "simulated.py"
         and path not in _OUTSIDE
         and not (path.name in ("offload.py", "context.py") and code.co_name in ("__init__", "__exit__"))
     )

@@ -170,23 +170,22 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     assert stats.bytes_in > 0
 
 
-def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tuple[list[Any], list[Tensor]]:
-    """Handles of tensors that they alone hold, and their values."""
+def saved(around: Around, offload: Offload, tensors: list[Tensor]) -> list[Any]:
+    """Handles of ``tensors``, which they alone hold."""
     with around:
-        tensors = [leaf(32, 32, seed=seed, grad=False) * 1 for seed in range(count)]
-        values = [tensor.tolist() for tensor in tensors]
         handles = [offload._hooks.pack(tensor) for tensor in tensors]
-        del tensors
-    return handles, [torch.tensor(value) for value in values]
+        tensors.clear()
+    return handles
 
 
 def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload = backend.offload(prefetch_bytes=0)
-    handles, values = saved(backend, Settled(offload), offload, 2)
+    values, made, more = ([leaf(32, 32, seed=seed, grad=False) * 1 for seed in range(count)] for count in (2, 2, 3))
+    handles = saved(Settled(offload), offload, made)
     with backend.gate() as gate:
-        later, _ = saved(backend, offload, offload, 3)
+        later = saved(offload, offload, more)
         sources = [weakref.ref(handle.storage.origin()) for handle in later if handle.storage.origin() is not None]
         allocations = Allocations(
             backend.runtime, monkeypatch, lambda _: any(source() is not None for source in sources)
