@@ -940,8 +940,9 @@ class EmptyGraphModule(GraphModule):
     def __new__(cls, *_: object) -> Self:
         return object.__new__(cls)  # torch would make a class, with code of its own, for each
 
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
+
+for _name, _value in vars(nn.Module().eval()).items():  # one of each for all of them, which stays empty
+    setattr(EmptyGraphModule, _name, _value)
 
 
 def share_calling_convention(graph: Graph, other: Graph) -> None:

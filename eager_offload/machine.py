@@ -283,4 +283,5 @@ def _takes_tf32() -> bool:
     """Whether products of numbers of 32 bits are made in TF32, at half of the rate of 16 bits."""
     import torch
 
-    return torch.get_float32_matmul_precision() != "highest"
+    # Of the two ways in which this is set, this one may be asked after either.
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

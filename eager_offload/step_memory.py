@@ -37,9 +37,8 @@ REASONS = {
     KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
     KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
     "of the CPU move only where a disk_path or a tier is given",
-    KeepReason.LAYOUT: "have no plain memory that could move: for their layout, which is sparse or quantized, or since "
-    "they are of a subclass of Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what "
-    "tensors they are made of",
+    KeepReason.LAYOUT: "have no plain memory that could move: for their layout, or since they are of a subclass of "
+    "Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what tensors they are made of",
     KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
     KeepReason.REGION: "were saved where nothing may move: in a region that is marked, in a graph that calls a "
     "nested_compile_region, or in a capture",

@@ -72,8 +72,12 @@ def test_a_known_device_is_as_fast_as_its_data_sheet_says(
     found = machine_of(GPU)
     assert (found.flops, found.memory) == (0.6 * flops, 0.8 * memory)
     assert (found.name in TABLE, found.launch_seconds) == (True, 0.0)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert machine_of(GPU).single_flops == found.flops / 2
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert machine_of(GPU).single_flops == found.flops / 2
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_another_form_of_a_known_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,6 @@ class _Hook(EmptyGraphModule):
     config_key: str
 
     def __init__(self, text: str) -> None:
-        super().__init__()
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "config_key", text.partition("\n")[0])
 

@@ -202,7 +202,7 @@ class Stack:
         #: Legends, by the axis of y above which they stand.
         self.legends = {"legend": "y"}
         self.drawing.update_layout(
-            title={"text": f"<b>{escape(name)}</b>", "subtitle": {"text": escape(subtitle)}, "x": 0.01},
+            title={"text": f"<b>{_escaped(name)}</b>", "subtitle": {"text": _escaped(subtitle)}, "x": 0.01},
             template="plotly_white",
             font={"family": "system-ui, sans-serif", "size": 13, "color": _TEXT},
             hovermode="closest",
@@ -216,15 +216,15 @@ class Stack:
     def tiles(self, tiles: Sequence[Tile]) -> None:
         """The summary: names, and below them their numbers."""
         lines = max(-(-len(tile.rest) // (_NARROW // len(tiles))) for tile in tiles)
-        cells = [[f"<b>{escape(tile.value)}</b>", escape(tile.rest)] for tile in tiles]
+        cells = [[f"<b>{_escaped(tile.value)}</b>", _escaped(tile.rest)] for tile in tiles]
         self._table([f"<b>{tile.name}</b>" for tile in tiles], cells, [1.0] * len(tiles), 2 * _LINE + 18 * lines + 22)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[float]) -> None:
         """Rows of text; a long one takes several lines."""
         room = [_WIDTH * width / sum(widths) for width in widths]
         lines = [max(-(-len(cell) // int(place)) for cell, place in zip(row, room, strict=True)) or 1 for row in rows]
-        cells = [[escape(row[column]).replace("`", "") for row in rows] for column in range(len(titles))]
-        self._table([f"<b>{escape(one)}</b>" for one in titles], cells, widths, _LINE + 14 + _LINE * sum(lines))
+        cells = [[_escaped(row[column]).replace("`", "") for row in rows] for column in range(len(titles))]
+        self._table([f"<b>{_escaped(one)}</b>" for one in titles], cells, widths, _LINE + 14 + _LINE * sum(lines))
 
     def _table(self, titles: Sequence[str], cells: Any, widths: Sequence[float], height: int) -> None:
         look = {"align": "left", "line": {"color": _RULE}, "height": _LINE}
@@ -279,7 +279,7 @@ class Stack:
         self.layout(
             y,
             tickvals=ticks,
-            ticktext=[escape(lanes[row].name) for row in ticks],
+            ticktext=[_escaped(lanes[row].name) for row in ticks],
             range=[len(lanes) - 0.4, -0.6],
             fixedrange=True,
             zeroline=False,
@@ -360,7 +360,7 @@ def _kind_of(one: Slice) -> str:
 def _label(one: Slice) -> str:
     """The last name of a path, and of numbers what is numbered."""
     *_, outer, last = ["", *one.name.split(".")]
-    return escape(f"{outer}.{last}" if last.isdigit() and outer else last)
+    return _escaped(f"{outer}.{last}" if last.isdigit() and outer else last)
 
 
 def _reading(one: Slice) -> str:
@@ -369,4 +369,9 @@ def _reading(one: Slice) -> str:
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""
     parts = (f"{one.device} {one.track}", module, one.operation, size, one.tier, one.error)
-    return "<br>".join([f"<b>{escape(one.name)}</b>", when, *(escape(part) for part in parts if part)])
+    return "<br>".join([f"<b>{_escaped(one.name)}</b>", when, *(_escaped(part) for part in parts if part)])
+
+
+def _escaped(text: str) -> str:
+    """``text`` as plotly shows it, which knows no ``&quot;``."""
+    return escape(text, quote=False)

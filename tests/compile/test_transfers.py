@@ -1,4 +1,4 @@
-"""What a graph asks for, in the order of a device: on the host, simulated, and on the accelerator runtime's double."""
+"""What a graph asks for, in the order of a device: on the host and on a simulated one."""
 
 from __future__ import annotations
 
