@@ -928,6 +928,6 @@ def test_captures_begin_on_a_stream_that_no_transfers_run_on(monkeypatch: pytest
     """Wherever in its ring of streams torch is: else what another thread moves meanwhile would be captured."""
     runtime, device = accelerator_runtime(), torch.device(NAME, 0)
     for _ in range(64):
-        monkeypatch.setattr(of_graphs, "_streams", {})
+        monkeypatch.setattr(runtime, "_separate_streams", {})
         taken = [*map(partial(runtime.transfer_stream, device), Direction), *runtime.capture_streams(device)]
         assert len({*taken, of_graphs.capture_stream()}) == 5
