@@ -111,7 +111,7 @@ class Extents:
         self._remove(self._by_start[start])
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """``nbytes`` bytes and the fences to wait for before writing them, some of which may have passed.
+        """``nbytes`` bytes and the fences to wait for before writing them, of which one may have passed.
 
         Returns:
             ``None`` if no range is large enough.
@@ -121,6 +121,8 @@ class Extents:
         if same_size:
             found = self._last = same_size[-1]
             same_size.pop()
+            if len(found.fences) > 1:  # so that those that have passed do not add up
+                return Extent(found.start, nbytes, _pending(found.fences))
             return found
         at, cut, rest = bisect_left(self._by_size, (nbytes,)), self._cut, self._cut_stop - self._cut
         if rest >= nbytes and (at == len(self._by_size) or (rest, cut) < self._by_size[at]):
