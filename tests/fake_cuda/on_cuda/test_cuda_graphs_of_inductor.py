@@ -80,8 +80,7 @@ def train(call: Callable[..., Tensor], around: AbstractContextManager[object], i
 def assert_without_cuda_graphs(offload: eo.Offload, told: list[str]) -> None:
     stats = offload.stats(synchronize=True)
     assert stats.reloaded_bytes == stats.offloaded_bytes > 0
-    compiled = counters["inductor"]["fxgraph_cache_miss"] > 0  # and not found in a cache, of which nobody is told anew
-    assert [("reduce-overhead" in one, "graphs.capture_step" in one) for one in told] == [(True, True)] * compiled
+    assert [("reduce-overhead" in one, "graphs.capture_step" in one) for one in told] == [(True, True)]
     assert counters["inductor"]["cudagraph_skips"] > 0
     assert "cudagraph_recorded_non_static_inputs" not in counters["inductor"], "none, in forward and backward"
     assert "cudagraph_partitions" not in counters["inductor"], "and compiled as without"
