@@ -31,6 +31,8 @@ from benchmarks import models
 from benchmarks.common import MIB, Report, Spread, command_line, drive, parse, ratios, show
 from benchmarks.training import hash_gradients, windows
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
+from eager_offload.codecs.names import ROUNDING
+from eager_offload.codecs.rounded import BLOCK
 
 from lm.model import Block
 
@@ -149,15 +151,13 @@ def measure_speeds(report: Report, options: argparse.Namespace) -> dict[str, dic
     numbers = torch.randn(options.speed_bytes // 4)
     mask = torch.rand(options.speed_bytes) < 0.9
     noise = torch.where(mask[: numbers.numel()], 1 / 0.9, 0.0)
-    seed = torch.tensor([1])
     cases: list[tuple[str, Codec, Tensor, bool]] = [
         ("narrow", Narrow(), numbers.bfloat16().float(), False),
         ("bitmask of bool", BitMask(), mask, False),
         ("bitmask of float32", BitMask(), noise, False),
         ("bf16", BF16(), numbers, False),
-        ("int8", BlockInt(8), numbers, False),
-        ("int8, compiled", BlockInt(8), numbers, True),
-        ("int8_sr, compiled", BlockInt(8, rounding="sr"), numbers, True),
+        ("int8", BlockInt(), numbers, False),
+        ("int8, compiled", BlockInt(), numbers, True),
         ("fp8, compiled", BlockFP8(), numbers, True),
     ]
     found = {}
@@ -169,7 +169,7 @@ def measure_speeds(report: Report, options: argparse.Namespace) -> dict[str, dic
         packed, out, target = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty_like(x), torch.empty_like(x)
         pack, unpack = (torch.compile(one, dynamic=False) if compiled else one for one in (codec.pack, codec.unpack))
         rates = {
-            "pack": speed(partial(pack, x, packed, seed), x.nbytes, options.repeats),
+            "pack": speed(partial(pack, x, packed), x.nbytes, options.repeats),
             "unpack": speed(partial(unpack, packed, out), x.nbytes, options.repeats),
             "copy": speed(partial(target.copy_, x), x.nbytes, options.repeats),
         }
@@ -182,8 +182,8 @@ def measure_speeds(report: Report, options: argparse.Namespace) -> dict[str, dic
 
 # -- what rounding does to gradients ----------------------------------------------------------------------------------
 
-#: Numbers in a row; and of stochastic rounding, how often it is done.
-WIDTH, DRAWS = 512, 16
+#: Numbers in a row.
+WIDTH = 512
 #: What saves a tensor of the shape of ``x``, and which gradient is looked at: that of ``x`` (0) or of ``w`` (1).
 SAVES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "matmul input": (lambda x, w: x @ w, 1),
@@ -196,26 +196,25 @@ SAVES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 
 
 @torch.no_grad()
-def there_and_back(codec: Codec, x: Tensor, seed: int) -> Tensor:
+def there_and_back(codec: Codec, x: Tensor) -> Tensor:
     layout = codec.layout(TensorMeta.of(x))
     assert layout is not None
     packed, out = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
-    codec.pack(x, packed, torch.tensor([seed]))
+    codec.pack(x, packed)
     codec.unpack(packed, out)
     return out
 
 
 @torch.no_grad()
-def finer(codec: BlockInt, x: Tensor, seed: int) -> Tensor:
-    """As ``codec`` would with the finest scale, of amax / 127 or amax / 7, in place of a power of two."""
-    blocks = x.reshape(-1, codec.block)
-    step = blocks.abs().amax(1, keepdim=True) / (2 ** (codec.bits - 1) - 1)
-    noise = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(seed)) if codec.unbiased else 0.5
-    return (torch.floor(blocks / step + noise) * step).view(x.shape)
+def finer(x: Tensor) -> Tensor:
+    """As ``BlockInt`` would with the finest scale, of amax / 127, in place of a power of two."""
+    blocks = x.reshape(-1, BLOCK)
+    step = blocks.abs().amax(1, keepdim=True) / 127
+    return (torch.round(blocks / step) * step).view(x.shape)
 
 
-def measure_errors(rows: int) -> dict[str, dict[str, dict[str, float]]]:
-    """By codec and case the error of a gradient, and what its draws have in common, relative to the gradient."""
+def measure_errors(rows: int) -> dict[str, dict[str, float]]:
+    """By codec and case the root mean square error of a gradient, relative to the gradient."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(count, WIDTH, generator=generator).requires_grad_() for count in (rows, WIDTH))
     given = torch.randn(rows, WIDTH, generator=generator)
@@ -226,21 +225,16 @@ def measure_errors(rows: int) -> dict[str, dict[str, dict[str, float]]]:
             out = function(x, w)
         return torch.autograd.grad(out, (x, w)[which], given)[0].double()
 
-    integers = [BlockInt(8, rounding="sr"), BlockInt(8), BlockInt(4, rounding="sr"), BlockInt(4)]
-    ways: dict[str, tuple[Callable[..., Tensor], Codec]] = {one.name: (there_and_back, one) for one in integers}
-    ways |= {one.name: (there_and_back, one) for one in (BlockFP8(), BF16())}
-    ways |= {f"{one.name}, finest scale": (finer, one) for one in integers}
-    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in ways}
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        name: partial(there_and_back, codec) for name, codec in ROUNDING.items()
+    }
+    ways["int8, finest scale"] = finer
+    found: dict[str, dict[str, float]] = {name: {} for name in ways}
     for case in SAVES:
         exact = gradient(case, lambda saved: saved)
-        for name, (way, codec) in ways.items():
-            count = DRAWS if codec.unbiased else 1
-            off = [gradient(case, partial(way, codec, seed=seed)) - exact for seed in range(count)]
-            squares, total = sum(float(one.square().mean()) for one in off), float(sum(off).square().mean())
-            # A mean over pairs of draws: that of all draws would have the noise of each in it.
-            bias = (total - squares) / (count * (count - 1)) if codec.unbiased else squares
-            scale = float(exact.square().mean())
-            found[name][case] = {"rmse": (squares / count / scale) ** 0.5, "bias": (max(bias, 0.0) / scale) ** 0.5}
+        for name, way in ways.items():
+            off = gradient(case, way) - exact
+            found[name][case] = float(off.norm() / exact.norm())
     return found
 
 
@@ -263,11 +257,8 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
         ),
     )
     show("GB/s", ({"codec": name, **rates} for name, rates in speeds.items()))
-    rounded = {
-        name: {case: f"{one['rmse']:.3f}/{one['bias']:.3f}" for case, one in found.items()}
-        for name, found in errors.items()
-    }
-    show("rmse/bias of gradients", ({"codec": name, **cells} for name, cells in rounded.items()))
+    rounded = ({"codec": name, **{case: f"{one:.3f}" for case, one in cells.items()}} for name, cells in errors.items())
+    show("rmse of gradients", rounded)
     found = {"trained": trained, "speeds": speeds, "errors": errors}
     return found, {}
 

@@ -42,9 +42,6 @@ _HELP = {
     "threads": "of torch",
     "window": "max_inflight_bytes and prefetch_bytes",
     "min_bytes": "a smaller saved tensor stays",
-    "jitter": "how far operator times vary; a part of them",
-    "window_tensors": "all windows, in largest saved tensors",
-    "wrong": "how far off the rates are that the passes believe in",
 }
 #: Of the environment, what changes how the C library and torch's CPU allocator work.
 _ALLOCATION = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
@@ -306,10 +303,6 @@ def listed(
 def named(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
     """A type for argparse: names out of ``known`` with ``separator`` between."""
     return listed(str, known.__contains__, separator)
-
-
-#: A type for argparse: speeds of a link with commas between.
-speeds = listed(float, lambda speed: speed > 0)
 
 
 # -- the environment --------------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
     python -m benchmarks.hooks
     python -m benchmarks.hooks --tiers host --sizes 64KiB --repeats 15
 
-The hooks are called directly, beside a pair that does nothing but ``detach`` and beside torch's ``save_on_cpu``, and
-through real operators (``exp``, which saves one tensor, and ``neg``, which saves none). All take turns in every
-repetition, and so do few and many saves that are alive. The cost of an offloaded tensor is the caller's
-``time.thread_time``: its own work, without the transfer threads' and without waiting. Each batch holds ``--live``
-handles at once and lets go of them one by one, as backward does; between ``--chunk`` calls the transfers may catch up
-while the clock stands still.
+The hooks are called directly, beside a pair that does nothing but ``detach``, and through operators (``exp``, which
+saves one tensor, and ``neg``, which saves none). All take turns in every repetition, and so do few and many saves that
+are alive. The cost of an offloaded tensor is the caller's ``time.thread_time``: its own work, without the transfer
+threads' and without waiting. Each batch holds ``--live`` handles at once and lets go of them one by one, as backward
+does; between ``--chunk`` calls the transfers may catch up while the clock stands still.
 """
 
 from __future__ import annotations
@@ -20,49 +19,45 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from benchmarks.common import Report, Spread, command_line, drive, listed, parse, ratios, show
 from eager_offload.active import unpack
 from eager_offload.config import parse_size
-from eager_offload.eager import plans
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import host_runtime
 
 #: Microseconds: the most that pack and unpack of a kept tensor may cost above the pair, and of an offloaded one.
 KEPT_ABOVE_PAIR, OFFLOADED = 2.0, 28.0
-#: The same in a forward that follows a step plan, and the most that this, and writing one down, may take of the time of
-#: one that is decided anew.
-FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE, RECORDED_SHARE = 1.5, 20.0, 0.7, 1.05
+#: The same in a forward that follows a step plan, and the most that this may take of the time of one decided anew.
+FOLLOWED_KEPT_ABOVE_PAIR, FOLLOWED, FOLLOWED_SHARE = 1.5, 20.0, 0.7
 #: What a save may cost with ``--alive`` of them alive, as a part of what it does with so few.
 FEW, ALIVE_SHARE = 1000, 1.2
 #: Bytes that one repetition moves at most: fewer calls of large tensors, so that no disk is worn out.
 MOST_BYTES = 2 << 30
 CPU = torch.device("cpu")
-PAIR, SAVE_ON_CPU, KEPT = "pair that detaches", "save_on_cpu", "kept"
+PAIR, KEPT = "pair that detaches", "kept"
 OPERATOR, ALONE = "operator", "operator without hooks"
 
 
 class Clock:
-    """Sums up the thread's time and the wall's over the sections that it runs in."""
+    """Sums up the thread's time over the sections that it runs in."""
 
-    thread = wall = 0.0
+    thread = 0.0
 
     def __enter__(self) -> None:
-        self._wall = time.perf_counter()
         self._thread = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
         self.thread += time.thread_time() - self._thread
-        self.wall += time.perf_counter() - self._wall
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,6 @@ class Cost:
     round: int
     pack: float
     unpack: float
-    wall: float
 
     @property
     def total(self) -> float:
@@ -113,23 +107,11 @@ def _nothing(tensor: Tensor) -> Tensor:
 
 #: The least that a pair of hooks can do: holding the tensor itself would leak, see the library's handles.
 DETACHING = Candidate(PAIR, _detach, _nothing, partial(saved_tensors_hooks, _detach, _nothing))
-ON_CPU = Candidate(SAVE_ON_CPU, save_on_cpu().pack_hook, save_on_cpu().unpack_hook, save_on_cpu)
 WITHOUT = Candidate(ALONE, _detach, _nothing)
 
 
 def ours(name: str, offload: eo.Offload, *, moves: bool) -> Candidate:
     return Candidate(name, offload._hooks.pack, unpack, lambda: offload, moves)
-
-
-@contextmanager
-def recorded(offload: eo.Offload) -> Iterator[None]:
-    """A forward that writes down what it does, and follows nothing."""
-    before, plans._DECIDE_AGAIN = plans._DECIDE_AGAIN, 1
-    try:
-        with offload:
-            yield
-    finally:
-        plans._DECIDE_AGAIN = before
 
 
 def chunks(options: argparse.Namespace) -> Iterator[range]:
@@ -199,7 +181,7 @@ def once(batch: Batch, candidate: Candidate, calls: int, live: int, name: str, n
     for _ in range(batches := -(-calls // live)):
         batch(candidate, forward, backward)
     unit = batches * live / 1e6
-    return Cost(name, number, forward.thread / unit, backward.thread / unit, (forward.wall + backward.wall) / unit)
+    return Cost(name, number, forward.thread / unit, backward.thread / unit)
 
 
 def repeat(batch: Batch, calls: int, options: argparse.Namespace, *candidates: Candidate) -> list[Cost]:
@@ -234,7 +216,6 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[
             options.calls,
             options,
             DETACHING,
-            ON_CPU,
             kept,
         )
         for name, tensor in what.items()
@@ -248,9 +229,7 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[
     )
     check_followed(following)
     following.close()
-    found["through an operator"] = repeat(
-        run_operator(4096, options), options.calls, options, WITHOUT, DETACHING, ON_CPU, kept
-    )
+    found["through an operator"] = repeat(run_operator(4096, options), options.calls, options, WITHOUT, DETACHING, kept)
     assert offload.stats(synchronize=True).offloaded_bytes == 0, "these were to stay"
     for name, costs in found.items():
         most = FOLLOWED_KEPT_ABOVE_PAIR if "followed" in name else KEPT_ABOVE_PAIR
@@ -289,55 +268,28 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
         "max_inflight_bytes": max(nbytes * options.live, 1 << 20),
         "prefetch_bytes": nbytes * options.live // 4,
     }
-    offload, following, recording = (eo.Offload(fields, step_plans=how) for how in (False, True, True))
+    offload, following = (eo.Offload(fields, step_plans=how) for how in (False, True))
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
     anew, followed = ours("offloaded", offload, moves=True), ours("followed", following, moves=True)
-    noted = replace(ours("recorded", recording, moves=True), context=partial(recorded, recording))
     direct = call_directly(lambda: fresh_tensors(nbytes, options.live), options)
-    costs = repeat(direct, calls, options, anew, DETACHING, followed, noted)
+    costs = repeat(direct, calls, options, anew, DETACHING, followed)
     check_followed(following)
     following.close()
-    recording.close()
     operator = replace(anew, name=OPERATOR)
     costs += repeat(run_operator(nbytes, options), min(calls, options.calls // 4), options, operator, WITHOUT)
     check_offloaded(offload)
     offload.close()
     report.at_most(f"offloaded, {tier}, {size}: us", spread(costs, "offloaded").median, OFFLOADED)
     report.at_most(f"followed, {tier}, {size}: us", spread(costs, "followed").median, FOLLOWED)
-    for name, most in (("followed", FOLLOWED_SHARE), ("recorded", RECORDED_SHARE)):
-        share = Spread.of(ratios(costs, "total", name, "offloaded")).median
-        report.at_most(f"{name} of anew, {tier}, {size}", share, most)
-    return costs
-
-
-def measure_shared(report: Report, options: argparse.Namespace) -> list[Cost]:
-    """What a save costs of few and of many parts of one storage, which leaves once for all of them."""
-    costs, most = [], options.alive // 5
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=False)
-    for number, parts in itertools.product(range(-1, options.repeats), (FEW // 5, most)):
-        leaf = torch.zeros(parts, 64).requires_grad_()
-
-        def make(leaf: Tensor = leaf) -> list[Tensor]:
-            whole = leaf * 1
-            return [whole, *whole.unbind()[1:]]
-
-        batch = call_directly(make, argparse.Namespace(live=parts, chunk=options.chunk))
-        candidate = ours("shared", offload, moves=True)
-        cost = once(batch, candidate, most if number >= 0 else parts, parts, f"{parts} parts", number)
-        costs += [cost] if number >= 0 else []
-    if not offload.stats(synchronize=True).shared_bytes:
-        raise SystemExit("benchmarks.hooks: no storage was shared, so there is nothing to measure")
-    offload.close()
-    shares = Spread.of(ratios(costs, "total", f"{most} parts", f"{FEW // 5} parts"))
-    report.at_most(f"a save of {most} parts of one storage, of what it is with {FEW // 5}", shares.median, ALIVE_SHARE)
+    share = Spread.of(ratios(costs, "total", "followed", "offloaded")).median
+    report.at_most(f"followed of anew, {tier}, {size}", share, FOLLOWED_SHARE)
     return costs
 
 
 def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     """What a save costs with few and with many alive, without the garbage collector: it goes through all there is."""
     costs, nbytes, most = [], 4096, options.alive
-    if most <= FEW:
-        raise SystemExit(f"benchmarks.hooks: --alive {most} is not more than the {FEW} that it is compared with")
+    assert most > FEW, f"--alive {most} is not more than the {FEW} that it is compared with"
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": nbytes * most}
     for name, follows in (("offloaded", False), ("followed", True)):
         offloads = {live: eo.Offload(fields, step_plans=follows) for live in (FEW, most)}
@@ -360,26 +312,6 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     return costs
 
 
-def measure_collector(options: argparse.Namespace) -> list[Cost]:
-    """What the garbage collector adds to a save where a step has thousands of them, and where the rest is frozen."""
-    live, costs = max(options.alive // 10, 1), []
-    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": 4096 * live}
-    offload = eo.Offload(fields, step_plans=False)
-    candidate = ours("offloaded", offload, moves=True)
-    batch = call_directly(partial(fresh_tensors, 4096, live), argparse.Namespace(live=live, chunk=options.chunk))
-    ways = {"collected": (gc.enable, gc.unfreeze), "frozen": (gc.enable, gc.freeze), "not collected": (gc.disable,)}
-    for number, (name, prepare) in itertools.product(range(-1, options.repeats), ways.items()):
-        for call in prepare:
-            call()
-        cost = once(batch, candidate, 4 * live, live, name, number)
-        costs += [cost] if number >= 0 else []
-    gc.enable()
-    gc.unfreeze()
-    check_offloaded(offload)
-    offload.close()
-    return costs
-
-
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
     torch.set_num_threads(1)  # the caller's own thread is what is measured
     warnings.filterwarnings("ignore", message=".*copies within host memory.*")
@@ -399,26 +331,19 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
             "unpack": spread(costs, "offloaded", what="unpack").median,
             "both": spread(costs, "offloaded"),
             "followed": spread(costs, "followed"),
-            "recorded": spread(costs, "recorded").median,
-            "wall": spread(costs, "offloaded", what="wall").median,
             "pair": spread(costs, PAIR).median,
             "operator": spread(costs, OPERATOR, ALONE).median,
         }
         for what, costs in offloaded.items()
     )
     show("Offloaded: microseconds a call", rows)
-    rest = {
-        "alive": measure_alive(report, options),
-        "one storage": measure_shared(report, options),
-        "collector": measure_collector(options),
-    }
+    alive = measure_alive(report, options)
     rows = (
-        {"": f"{what}: {name}", "both": spread(costs, name), "pack": spread(costs, name, what="pack").median}
-        for what, costs in rest.items()
-        for name in dict.fromkeys(one.variant for one in costs)
+        {"": name, "both": spread(alive, name), "pack": spread(alive, name, what="pack").median}
+        for name in dict.fromkeys(one.variant for one in alive)
     )
-    show("By how many saves are alive, and by garbage collection: microseconds a call, 4 KiB to the host tier", rows)
-    groups = {"kept": kept, "offloaded": offloaded, "by what Python holds": rest}
+    show("By how many saves are alive: microseconds a call, 4 KiB to the host tier", rows)
+    groups = {"kept": kept, "offloaded": offloaded, "alive": {"4KiB": alive}}
     summary = {
         group: {
             what: {name: spread(costs, name) for name in dict.fromkeys(one.variant for one in costs)}

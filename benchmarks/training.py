@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def windows(options: argparse.Namespace, tier: str = "disk") -> dict[str, Any]:
         "max_inflight_bytes": options.window,
         "prefetch_bytes": options.window,
     }
-
-
-def on_a_quiet_cpu(options: argparse.Namespace) -> None:
-    """Has this process train on ``--threads`` threads, in huge pages that go back to the system when they are freed."""
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when it first allocates; see the README on huge pages
-    torch.set_num_threads(options.threads)
-    eo.release_freed_memory()
 
 
 def hash_gradients(model: nn.Module) -> str:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.version import VERSION
 
 if TYPE_CHECKING:
-    from eager_offload.codecs.policy import CodecPolicy
     from eager_offload.config import OffloadConfig
     from eager_offload.errors import (
         CapacityError,
@@ -23,23 +20,21 @@ if TYPE_CHECKING:
         CorruptionError,
         OffloadError,
         PlanError,
-        PrecisionError,
         SavedTensorModifiedError,
         TransferError,
     )
     from eager_offload.machine import Machine
     from eager_offload.malloc import release_freed_memory
-    from eager_offload.marks import keep, no_offload, prefer_offload
+    from eager_offload.marks import codec, keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
-    from eager_offload.plan.files import Point
-    from eager_offload.plan.plan import Plan
-    from eager_offload.plan.planner import plan
+    from eager_offload.planning.files import Point
+    from eager_offload.planning.plan import Plan
+    from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
     from eager_offload.step_plan import StepPlan
 
 __all__ = [
     "CapacityError",
-    "CodecPolicy",
     "ConfigError",
     "CorruptionError",
     "Machine",
@@ -50,10 +45,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Point",
-    "PrecisionError",
     "SavedTensorModifiedError",
     "StepPlan",
     "TransferError",
+    "codec",
     "keep",
     "no_offload",
     "plan",
@@ -66,32 +61,26 @@ __version__ = VERSION
 #: By the modules that they are in. That of `Offload` is the first: it defines the operators of compiled code.
 _HOMES = {
     "offload": ("Offload",),
-    "codecs.policy": ("CodecPolicy",),
     "config": ("OffloadConfig",),
     "errors": (
-        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError", "PrecisionError"),
+        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError"),
         *("SavedTensorModifiedError", "TransferError"),
     ),
     "machine": ("Machine",),
     "malloc": ("release_freed_memory",),
-    "marks": ("keep", "no_offload", "prefer_offload"),
-    "plan.files": ("Point",),
-    "plan.plan": ("Plan",),
-    "plan.planner": ("plan",),
+    "marks": ("codec", "keep", "no_offload", "prefer_offload"),
+    "planning.files": ("Point",),
+    "planning.plan": ("Plan",),
+    "planning.planner": ("plan",),
     "stats": ("OffloadStats",),
     "step_plan": ("StepPlan",),
 }
 
-
-class _Package(ModuleType):
-    """This package. Its ``plan`` is the function: an import of the package of that name would put that in its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "plan" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+#: Names that were public, and what to write in their place.
+_GONE = {
+    "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
+    "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
+}
 
 if not TYPE_CHECKING:  # for which every name would be one
 
@@ -104,7 +93,8 @@ if not TYPE_CHECKING:  # for which every name would be one
             return globals()[name]
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f" any more: {_GONE[name]}" if name in _GONE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -1,20 +1,18 @@
-"""``python -m eager_offload``: the commands of the library, each of which is a module too, as launchers take it."""
+"""``python -m eager_offload COMMAND``: what is done from a shell. ``--help`` waits for no torch."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+from eager_offload.errors import OffloadError
 from eager_offload.version import VERSION
-
-#: By their names: the module whose ``main`` it is, and what it does.
-COMMANDS = {
-    "plan": ("eager_offload.plan.__main__", "what fits and what is to move, before the first step"),
-    "doctor": ("eager_offload.doctor", "what this machine offers to offloading, and which settings fit"),
-    "report": ("eager_offload.report", "a trace as one page to look at"),
-    "run": ("eager_offload.run", "runs a training script, which offloads without a change"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,9 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
-        module, _ = COMMANDS[given[0]]
-        status: int = importlib.import_module(module).main(given[1:])
-        return status
+        command, _ = COMMANDS[given[0]]
+        try:
+            return command(given[1:])
+        except BrokenPipeError:  # the reader has seen enough; nothing more is to be flushed into the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
     if given == ["--version"]:
         print(VERSION)
         return 0
@@ -46,10 +47,102 @@ def _usage() -> str:
             "",
             *listed,
             "",
-            "`python -m eager_offload COMMAND --help` lists what a command takes. Launchers take it as a module:",
-            "`torchrun -m eager_offload.run train.py`.",
+            "`python -m eager_offload COMMAND --help` lists what a command takes. Launchers take it too:",
+            "`torchrun -m eager_offload run train.py`.",
         ]
     )
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Prints the diagnosis of this machine.
+
+    Returns:
+        The exit status: 0, or 1 where offloading cannot work here, or 130 after an interrupt.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload doctor",
+        description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
+        "fit. The text is meant to be pasted into an issue.",
+    )
+    parser.add_argument("--json", action="store_true", help="for machines; docs/doctor_and_report.md lists the keys")
+    parser.add_argument(
+        "--disk-path",
+        action="append",
+        type=Path,
+        metavar="DIRECTORY",
+        help="where a spill file could be; may be given several times (default: the temporary, cache and working "
+        "directories)",
+    )
+    options = parser.parse_args(arguments)
+    os.environ.pop("EAGER_OFFLOAD", None)  # the machine is examined, whatever is switched off for its programs
+    from eager_offload.observe import doctor
+
+    if sys.stderr.isatty():
+        print("Measuring for about 10 seconds ...", file=sys.stderr)
+    try:
+        diagnosis = doctor.examine(options.disk_path)
+    except KeyboardInterrupt:
+        return 130  # what a shell says of it
+    print(json.dumps(asdict(diagnosis), indent=2) if options.json else doctor.to_text(diagnosis), flush=True)
+    return 0 if diagnosis.verdict.works else 1
+
+
+def _report(arguments: Sequence[str]) -> int:
+    """Writes the page of a trace, or prints it.
+
+    Returns:
+        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload report",
+        description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
+    )
+    parser.add_argument("trace", type=Path, help="the trace, such as step.json")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PAGE", help="where the page goes (default: beside the trace, as .html)"
+    )
+    parser.add_argument("--text", action="store_true", help="print it, in place of a page: plotly is not needed")
+    options = parser.parse_args(arguments)
+    from eager_offload.config import size_text
+    from eager_offload.observe.figure import needs_plotly, trace_figure, write_page
+    from eager_offload.observe.report import to_text
+    from eager_offload.trace_file import read_trace
+
+    source: Path = options.trace
+    output: Path = options.output or source.with_suffix(".html")
+    try:
+        if options.text:
+            print(to_text(read_trace(source)))
+            return 0
+        needs_plotly()
+        trace = read_trace(source)
+        if output.exists() and output.samefile(source):
+            raise OffloadError(f"{str(output)!r} is the trace itself: name another file with -o")
+        write_page(trace_figure(trace, source.name), output)
+    except (OSError, OffloadError) as error:
+        print(f"eager_offload report: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{output}: {size_text(output.stat().st_size)}, to open in a browser")
+    return 0
+
+
+def _of(module: str) -> Callable[[Sequence[str]], int]:
+    """The ``main`` of a module that is imported when it is called."""
+
+    def command(arguments: Sequence[str]) -> int:
+        status: int = importlib.import_module(module).main(arguments)
+        return status
+
+    return command
+
+
+#: By their names: what runs a command, and what that does.
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "plan": (_of("eager_offload.planning.command"), "what fits and what is to move, before the first step"),
+    "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),
+    "report": (_report, "a trace as one page to look at"),
+    "run": (_of("eager_offload.running"), "runs a training script, which offloads without a change"),
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses; see ``PRIVATE_NAMES``. Nothing else imports one.
 
 The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Where
-hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload.doctor`` looks for all.
+hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
@@ -24,12 +25,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _pop_mode,
-    _push_mode,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_iter, tree_map, tree_unflatten
@@ -39,23 +38,18 @@ if TYPE_CHECKING:
     import torch._inductor.ir as inductor_ir
     from torch._decomp import get_decompositions
     from torch._dynamo.eval_frame import OptimizedModule
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, CustomPartitionerFn
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch._inductor.lowering import make_fallback
     from torch._inductor.virtualized import V
-    from torch._prims_common import make_channels_last_strides_for as channels_last_strides
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._ordered_set import OrderedSet
 
 #: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
     "the import fails: when a copy may start cannot be known": ("torch.autograd._get_sequence_nr",),
     "saving a tensor fails": (
-        "torch.UntypedStorage._cdata",
         "torch.Tensor._version",
-        "torch.Tensor._is_view",
         "torch.Tensor._base",
         "torch.Tensor._make_subclass",
     ),
@@ -65,29 +59,16 @@ PRIVATE_NAMES = {
     "the import fails": (
         "torch._C._len_torch_dispatch_stack",
         "torch._C._len_torch_function_stack",
-        "torch._C._get_dispatch_mode",
-        "torch._C._TorchDispatchModeKey",
         "torch._C._get_dispatch_stack_at",
-        "torch._C.DisableTorchFunction",
         "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._C._autograd._push_saved_tensors_default_hooks",
-        "torch._C._autograd._pop_saved_tensors_default_hooks",
         "torch._neg_view",
-        "torch._C.DisableTorchFunctionSubclass",
         "torch._ops.OpOverload",
         "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._python_dispatch._pop_mode",
-        "torch.utils._python_dispatch._push_mode",
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
     "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
-    "the next one finds hooks off": ("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",),
-    "after an error that left them off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
-    "hooks of others inside a context, which hide what is saved, are not warned of": (
-        "torch.autograd.graph.saved_tensors_hooks.__enter__",
-    ),
-    "python -m eager_offload.run offloads nothing": ("torch.nn.Module.__call__",),
+    "after an error that left hooks off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
@@ -99,56 +80,32 @@ PRIVATE_NAMES = {
     "ranks of a node that no launcher has counted share its memory as if all of the run were on it": (
         "torch.distributed.distributed_c10d._get_default_store",
     ),
-    "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
-    "the import fails: compiled code could not be served": ("torch._C._AutoDispatchBelowAutograd",),
     "compiled code is offloaded around its graphs": (
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
     "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
     "where autograd compiles a backward, saved tensors of eager code break its graph": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
-        "torch._dynamo.external_utils.call_hook",
-    ),
-    "a forward that compiled code has offloaded is warned of as one of which nothing could be seen": (
-        "torch._dynamo.utils.counters",
     ),
     "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
     "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
     "graphs with transfers are kept by caching_precompile, and serve calls outside of any context": (
         "torch._dynamo.symbolic_convert.tls",
     ),
-    "what is compiled first inside of a context fails": ("torch.compile",),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
-    "a module that offload.compile has made cannot be copied or pickled": ("torch.compile()._orig_mod",),
-    "code that looks through all modules fails at the hooks of a context": (
-        *("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules"),
-        *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
-        *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
-    ),
     "hooks that a plan has called keep what they have changed": (
         "torch.Tensor._backward_hooks",
         "torch.Tensor._post_accumulate_grad_hooks",
-        "torch.nn.modules.module._global_forward_pre_hooks",
-        "torch.nn.modules.module._global_forward_hooks",
-        "torch.nn.modules.module._global_backward_hooks",
     ),
-    "planning fails": (
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch.autograd.graph._engine_run_backward",
-    ),
+    "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
     "after a plan of a compiled model that is not compiled any more": ("torch._dynamo.eval_frame._stance",),
-    "graphs that Inductor compiles are not offloaded, or wait for each transfer": (
-        "torch._inductor.config.post_grad_custom_post_pass",
-        "torch._inductor.config.custom_partitioner_fn",
-    ),
+    "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
     "compiling fails": (
         "torch._decomp.get_decompositions",
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "torch._inductor.config",
         "torch._inductor.compile_fx.compile_fx",
         "torch._inductor.custom_graph_pass.CustomGraphPass",
-        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
         "torch._inductor.graph.GraphLowering.codegen",
         "torch._inductor.ir",
@@ -157,33 +114,19 @@ PRIVATE_NAMES = {
         "torch._inductor.scheduler.WeakDep",
         "torch._inductor.scheduler.StarDep",
         "torch._inductor.lowering.make_fallback",
-        "torch.utils._ordered_set.OrderedSet",
-        "torch._prims_common.make_channels_last_strides_for",
-        "torch.fx.Node._rename",
     ),
     "compiled code holds more: host tensors count as memory of the device": (
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
-        "torch._inductor.memory.get_freeable_input_buf",
-    ),
-    "compiling takes longer: the values of graphs are computed anew": (
-        "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
-    ),
-    "nobody is told that a graph with transfers has no CUDA graph": (
-        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
+        "torch._inductor.graph.GraphLowering.get_dep_size_hint",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
     "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
     "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
         "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
-        "torch.utils.checkpoint._is_compiling",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
     "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
-    "what selective checkpointing saves of a collective leaves before it is filled": (
-        "torch.ops._c10d_functional",
-        "torch.ops._c10d_functional_autograd",
-    ),
     "broken graphs: the library is compiled too": (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -192,28 +135,18 @@ PRIVATE_NAMES = {
     "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
     "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
     "an out-of-memory error of a backward has no note": ("torch.autograd._engine_run_backward",),
-    "checkpointing counts as a foreign hook": (
-        "torch.utils.checkpoint._checkpoint_hook",
-        "torch.utils.checkpoint._recomputation_hook",
-    ),
     "integrations through a module's calls fail": (
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
-    ),
-    "a module with another one's attributes, copied as they are, calls that one": (
-        "torch.nn.Module._wrapped_call_impl",
     ),
     "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
     "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
     "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
-    "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
-        "torch.random.default_generator",
-    ),
     "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
+    "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
     "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
-    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
     "graphs of one stream work in one memory, which goes with the first of them": (
         "torch._C._cuda_clearCublasWorkspaces",
@@ -223,7 +156,20 @@ PRIVATE_NAMES = {
         "torch._C._set_override_stale_capture_stream",
     ),
 }
-#: Those in whose place the library puts something of its own, by for how long; it calls torch's where it has no part.
+#: Public ones of which a version may have none, or in whose place the library puts something, by what they are for.
+PUBLIC_NAMES = {
+    "hooks of others inside a context, which hide what is saved, are not warned of": (
+        "torch.autograd.graph.saved_tensors_hooks.__enter__",
+    ),
+    "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
+    "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
+    "what is compiled first inside of a context fails": ("torch.compile",),
+    "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
+        "torch.random.default_generator",
+    ),
+    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+}
+#: Functions in whose place the library puts its own, by for how long; it calls torch's where it has no part.
 PATCHED = {
     "while a context is entered": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
@@ -235,21 +181,26 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload.run runs a script": ("torch.nn.Module.__call__",),
-    "while a thread plans, for that thread": ("torch.random.default_generator", "torch._dynamo.eval_frame._stance"),
+    "while python -m eager_offload run runs a script": ("torch.nn.Module.__call__",),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
-    "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
-        "torch._inductor.config.post_grad_custom_post_pass",
-        "torch._inductor.config.custom_partitioner_fn",
-    ),
     "for good, since other threads may be compiling; in graphs that move something": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
-        "torch._inductor.graph.GraphLowering.codegen",
-        "torch._inductor.output_code.log_cudagraph_skip_and_bump_counter",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
-        "torch._inductor.memory.get_freeable_input_buf",
-        "torch._inductor.fx_utils.FakeTensorUpdater.__init__",
+    ),
+}
+#: Values that the library sets, by for how long.
+SET = {
+    "while a thread plans, to what says for that thread alone something else": (
+        "torch.random.default_generator",
+        "torch._dynamo.eval_frame._stance",
+    ),
+    "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
+        "torch._inductor.config.post_grad_custom_post_pass",
+    ),
+    "on each graph of Inductor's that moves something": (
+        "torch._inductor.graph.GraphLowering.codegen",
+        "torch._inductor.graph.GraphLowering.get_dep_size_hint",
     ),
 }
 OTHER_VERSIONS = {
@@ -266,9 +217,12 @@ OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
 IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
-#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``plan/numbers.py``.
+#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
+#: Compiles the CUDA C++ of a source, and returns its function of a name: called with a grid, a block, arguments, bytes
+#: of shared memory and a stream.
+compile_cuda: Callable[[str, str], Any] | None = getattr(torch.cuda, "_compile_kernel", None)
 
 
 def require_torch(version: str = torch.__version__) -> None:
@@ -337,12 +291,6 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
-def run_backward(loss: Tensor) -> None:
-    """As ``loss.backward()``, which would turn off the function modes of the caller for what backward calls."""
-    run: Any = torch.autograd.graph._engine_run_backward
-    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The tensors that the backward of ``loss`` gives a gradient."""
     todo, seen = [loss.grad_fn], set[Any]()
@@ -373,14 +321,6 @@ def _engine_asks() -> bool:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
     return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def asking_node() -> str:
-    """The name of torch's own node that asks for a saved tensor, as ``MulBackward0``; empty where anything else does:
-    code in Python, of a checkpoint that recomputes or a custom function, or a program that looks at a node.
-    """
-    node: Any = current_autograd_node()
-    return str(node.name()) if node is not None and _engine_asks() else ""
 
 
 #: Names the backward that this thread is running, -1 outside.
@@ -446,8 +386,7 @@ def module_reference() -> Callable[[], torch.nn.Module | None]:
         if frame is None:
             break
         if frame.f_code is _CALL:
-            module = module_called_in(frame)
-            return no_module if module is None else weakref.ref(module)
+            return weakref.ref(frame.f_locals["self"])
         frame = frame.f_back
     return no_module
 
@@ -459,8 +398,7 @@ def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], No
 
 _hooks: Any = torch._C._autograd
 _top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
-_push_hooks: Callable[..., None] = _hooks._push_saved_tensors_default_hooks
-_pop_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_hooks
+_put_on_hooks = saved_tensors_hooks.__enter__
 
 
 def top_pack_hook() -> object | None:
@@ -477,12 +415,12 @@ def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
     hooks: list[HookFunctions] = []
     try:
         while (pair := _top_hooks(True)) is not None:
-            _pop_hooks()
+            saved_tensors_hooks(*pair).__exit__()  # which takes the innermost off, whosever it is
             hooks.insert(0, pair)
         change(hooks)
     finally:
         for pair in hooks:
-            _push_hooks(*pair)
+            _put_on_hooks(saved_tensors_hooks(*pair))
 
 
 def allow_hooks_again() -> None:
@@ -491,9 +429,9 @@ def allow_hooks_again() -> None:
     Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
     a compiler that traces the same lines does not.
     """
-    disabled = getattr(_hooks, "_saved_tensors_hooks_get_disabled_error_message", None)
-    if disabled is not None and disabled() is not None:
-        _hooks._saved_tensors_hooks_enable()
+    enable: Callable[[], None] | None = getattr(_hooks, "_saved_tensors_hooks_enable", None)
+    if enable is not None:
+        enable()
 
 
 # -- modes that the caller is in --------------------------------------------------------------------------------------
@@ -501,18 +439,20 @@ def allow_hooks_again() -> None:
 #: Runs operators out of sight of the dispatch modes that the caller has active.
 without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 
-_without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+_without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunctionSubclass
 
 #: Takes operators past the caller's function modes, and past what subclasses make of them.
-without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunction
 
 #: How many dispatch modes, and how many function modes, the calling thread is in.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 _mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
-_mode_of_kind: Callable[[Any], object | None] = torch._C._get_dispatch_mode
-_TRACERS: tuple[object, ...] = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
+_enter_mode: Callable[[TorchDispatchMode], Any] = cast(Any, TorchDispatchMode.__enter__)
+_leave_mode: Callable[..., None] = cast(Any, TorchDispatchMode.__exit__)
 
 
 def is_tracing() -> bool:
@@ -520,7 +460,7 @@ def is_tracing() -> bool:
 
     Tracers know values by the very tensors that operators gave, and find no other alias of them.
     """
-    return not all(_mode_of_kind(kind) is None for kind in _TRACERS)
+    return any(_mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
 
 
 _cloning_mode: type | None = getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None)
@@ -570,14 +510,11 @@ def set_over(
 
 @contextmanager
 def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
-    with without_torch_function(), _disable_current_modes():
-        try:
-            for mode in seeing:
-                _push_mode(mode)
-            yield
-        finally:
-            for _ in seeing:
-                _pop_mode()
+    with without_torch_function(), _disable_current_modes(), ExitStack() as stack:
+        for mode in seeing:  # as their own class may enter them it would begin another count, or the like
+            _enter_mode(mode)
+            stack.callback(_leave_mode, mode, None, None, None)
+        yield
 
 
 # -- tensors and storages ---------------------------------------------------------------------------------------------
@@ -619,8 +556,8 @@ def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 #: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
 #: this module has made sure of it.
 weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
-#: A number that no other storage has while this one lives: the address of what torch keeps in C++.
-storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+#: A number that no other storage has while this one lives, by what keeps its identity.
+storage_key: Callable[[torch.UntypedStorage], int] = id
 
 #: What autograd takes a view to be of.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
@@ -649,10 +586,6 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-#: Whether autograd takes a tensor to be a view of another one.
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
 
 #: The attribute of a storage that holds what it owns.
@@ -732,12 +665,10 @@ _require_storage_identity()
 
 # -- checkpointing ----------------------------------------------------------------------------------------------------
 
-#: The hooks that non-reentrant checkpointing installs inside others, by design.
-checkpoint_hooks: tuple[type, ...] = tuple(
-    cast(type, kind)
-    for name in ("_checkpoint_hook", "_recomputation_hook")
-    if (kind := getattr(torch.utils.checkpoint, name, None)) is not None
-)
+
+def are_of_checkpoint(hooks: saved_tensors_hooks) -> bool:
+    """Whether non-reentrant checkpointing has made ``hooks``, which it installs inside others by design."""
+    return type(hooks).__module__ == torch.utils.checkpoint.__name__
 
 
 def sharing_versions() -> AbstractContextManager[object]:
@@ -756,7 +687,7 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
         cached: is called likewise with the mode in which the forward runs again, which gives out what is in the store.
     """
     module, names = torch.utils.checkpoint, ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if not all(hasattr(module, name) for name in (*names, "_is_compiling")):
+    if not all(hasattr(module, name) for name in names):
         return []
     kinds = [getattr(module, name) for name in names]
     takes = list(inspect.signature(kinds[0]).parameters)
@@ -776,10 +707,10 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
     ]
 
 
-def checkpoint_is_traced(func: object, args: object, kwargs: object) -> bool:
-    """Whether a compiler is tracing what runs under selective checkpointing."""
-    module: Any = torch.utils.checkpoint
-    return bool(module._is_compiling(func, args, kwargs))
+def is_proxied() -> bool:
+    """Whether what the calling thread runs is being traced into a graph of operators."""
+    tracer = _if_imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+    return tracer is not None and tracer() is not None
 
 
 def checkpoint_store_key(func: object, args: object) -> object:
@@ -788,13 +719,9 @@ def checkpoint_store_key(func: object, args: object) -> object:
     return func if key is None else key(func, args)
 
 
-#: Of operators that return before what they return is filled, unless they are the one that waits for that.
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-
-
 def returns_before_it_is_done(func: object) -> bool:
     """Whether an operator is a functional collective, whose result is filled once ``wait_tensor`` has waited for it."""
-    return getattr(func, "namespace", "") in _COLLECTIVES and "wait_tensor" not in str(func)
+    return "c10d_functional" in getattr(func, "namespace", "") and "wait_tensor" not in str(func)
 
 
 # -- devices, streams, captured graphs --------------------------------------------------------------------------------
@@ -975,10 +902,6 @@ def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
 unflatten = tree_unflatten
 
 
-#: Has operators run by what lies below autograd.
-below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
-
-
 def schema_of(target: object) -> Any:
     """What an operator takes, gives and writes to; ``None`` of what is no operator."""
     return getattr(target, "_schema", None)
@@ -1014,16 +937,12 @@ library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 class EmptyGraphModule(GraphModule):
     """A graph module without anything in it, for code that looks through all modules; ``graph`` is up to subclasses."""
 
-    training = False
-    _parameters = _buffers = _modules = cast(Any, {})  # for all of them one, which stays empty
-    _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = cast(Any, {})
-
     def __new__(cls, *_: object) -> Self:
         return object.__new__(cls)  # torch would make a class, with code of its own, for each
 
 
-#: Gives a node a name, or one like it that no other node of its graph has.
-rename_node: Callable[[Node, str], None] = Node._rename
+for _name, _value in vars(nn.Module().eval()).items():  # one of each for all of them, which stays empty
+    setattr(EmptyGraphModule, _name, _value)
 
 
 def share_calling_convention(graph: Graph, other: Graph) -> None:
@@ -1059,14 +978,8 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
 
 def hooks_of_all_modules() -> list[Callable[..., Any]]:
     """What is called with each call of any module."""
-    module = torch.nn.modules.module
-    names = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
-    return [hook for name in names for hook in getattr(module, name, {}).values()]
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of ``module`` itself, where it keeps them."""
-    return module._buffers
+    kept = (value for value in vars(torch.nn.modules.module).values() if isinstance(value, OrderedDict))
+    return [hook for hooks in kept for hook in hooks.values() if callable(hook)]
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
@@ -1095,7 +1008,8 @@ def module_called_by(call: object) -> nn.Module | None:
 
 def module_inside(compiled: OptimizedModule) -> nn.Module:
     """The module that ``torch.compile`` has made ``compiled`` of."""
-    return compiled._orig_mod
+    (inside,) = compiled.children()
+    return inside
 
 
 def offloaded_modules(model: nn.Module) -> list[str]:
@@ -1125,7 +1039,6 @@ _LATER = {
 }
 #: What the library calls some of them.
 _OWN_NAMES = {
-    "channels_last_strides": "make_channels_last_strides_for",
     "inductor_config": "config",
     "inductor_ir": "ir",
 }
@@ -1188,22 +1101,18 @@ def order_recomputed_kernels(is_ours: Callable[[], bool]) -> None:
     node.recompute_size_and_body = recompute_size_and_body
 
 
-def leave_out_of_peak(
-    is_elsewhere: Callable[[Any], bool], read_elsewhere: Callable[[Any], str | None], is_ours: Callable[[], bool]
-) -> None:
+def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], is_ours: Callable[[], bool]) -> None:
     """Has Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers, leave buffers out.
 
     It takes all that a graph hands over, whatever device it is on, for memory that the graph takes itself.
 
     Args:
         is_elsewhere: whether the buffer that an IR node makes takes no memory of the device.
-        read_elsewhere: which input an IR node reads that takes none.
         is_ours: whether the graph that is being compiled has such buffers.
     """
     memory: Any = importlib.import_module("torch._inductor.memory")
     sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
-    freeable = getattr(memory, "get_freeable_input_buf", None)
-    if sizes is None or freeable is None:
+    if sizes is None:
         return  # what the table says
 
     @functools.wraps(sizes)
@@ -1213,93 +1122,46 @@ def leave_out_of_peak(
             return found
         return {name: (0, 0) if is_elsewhere(buffers[name].node) else size for name, size in found.items()}
 
-    @functools.wraps(freeable)
-    def get_freeable_input_buf(nodes: Any, inputs: Any, *args: Any, **named: Any) -> Any:
-        if is_ours():
-            inputs = inputs - {read_elsewhere(node.node) for node in nodes}
-        return freeable(nodes, inputs, *args, **named)
-
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
-    memory.get_freeable_input_buf = get_freeable_input_buf
 
 
-def leave_out_of_cuda_graphs(reason: str, is_ours: Callable[[Any], bool], tell: Callable[[], None]) -> None:
-    """Has Inductor compile graphs as without cudagraphs, whatever its options say; see :func:`refuse_cuda_graphs`.
+def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
+    """Has that estimate of one graph, as Inductor lowers it, take the inputs ``names`` for nothing."""
+    kind, graph = type(lowered), weakref.ref(lowered)
+    if not hasattr(kind, "get_dep_size_hint"):
+        return  # what the table says
 
-    Options are read once more where code is generated: with cudagraphs a graph is split there at each operator that
-    none may hold, and nodes are reordered for fewer parts.
+    def get_dep_size_hint(dep: Any, *args: Any, **named: Any) -> int:
+        return 0 if dep.name in names else kind.get_dep_size_hint(graph(), dep, *args, **named)
+
+    lowered.get_dep_size_hint = get_dep_size_hint
+
+
+def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]) -> None:
+    """Has a graph, as Inductor lowers it, compiled and run as without cudagraphs, whatever its options say.
+
+    So are its backward, and what Inductor's caches keep of both: they go by the reason. Options are read once more
+    where code is generated: with cudagraphs a graph is split there at each operator that none may hold, and nodes are
+    reordered for fewer parts.
 
     Args:
-        reason: what ``refuse_cuda_graphs`` was given for those graphs.
-        is_ours: whether a graph, as Inductor has lowered it, is one of those.
-        tell: called when such a graph is compiled, or found in a cache, for which cudagraphs were asked for.
+        reason: that Inductor keeps with what it has compiled, and logs.
+        tell: called when the graph is compiled, where cudagraphs were asked for.
     """
-    lowered: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    lowered.disable_cudagraphs_reason = reason
     config = importlib.import_module("torch._inductor.config")
-    original = lowered.codegen
+    kind, graph = type(lowered), weakref.ref(lowered)
 
-    @functools.wraps(original)
-    def codegen(self: Any, *args: Any, **named: Any) -> Any:
-        if not (is_ours(self) and config.triton.cudagraphs):
-            return original(self, *args, **named)
+    def codegen(*args: Any, **named: Any) -> Any:
+        one: Any = graph()
+        if not config.triton.cudagraphs:
+            return kind.codegen(one, *args, **named)
+        if "cuda" in one.device_types:  # there are none elsewhere
+            tell()
         with config.patch({"triton.cudagraphs": False}):
-            return original(self, *args, **named)
+            return kind.codegen(one, *args, **named)
 
     lowered.codegen = codegen
-
-    output: Any = importlib.import_module("torch._inductor.output_code")
-    log = getattr(output, "log_cudagraph_skip_and_bump_counter", None)
-    if log is None:
-        return  # what the table says
-
-    @functools.wraps(log)
-    def log_cudagraph_skip_and_bump_counter(message: str, *args: Any, **named: Any) -> Any:
-        if reason in message:
-            tell()
-        return log(message, *args, **named)
-
-    output.log_cudagraph_skip_and_bump_counter = log_cudagraph_skip_and_bump_counter
-
-
-def refuse_cuda_graphs(lowered: Any, reason: str) -> None:
-    """Has a graph that Inductor lowers, its backward, and what its caches keep of both, run without cudagraphs."""
-    lowered.disable_cudagraphs_reason = reason
-
-
-#: What Inductor recomputes the values of a graph with. It holds the graph, so nothing here holds either.
-_updaters: weakref.WeakKeyDictionary[Graph, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def remember_updaters() -> None:
-    """Has :func:`same_values` find what recomputes the values of a graph from now on."""
-    updater: Any = getattr(importlib.import_module("torch._inductor.fx_utils"), "FakeTensorUpdater", None)
-    if updater is None:
-        return  # what the table says
-    original = updater.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, given: Any) -> None:  # a graph in 2.11, its module later
-        original(self, given)
-        _updaters[getattr(given, "graph", given)] = weakref.ref(self)
-
-    updater.__init__ = __init__
-
-
-@contextmanager
-def same_values(graph: Graph) -> Iterator[None]:
-    """For a pass of Inductor's that changes no value: those that the nodes of ``graph`` have then are not recomputed.
-
-    Inductor does that for each node with other arguments, and for what depends on it as far as memory may be shared.
-    """
-    known = _updaters.get(graph)
-    updater = None if known is None else known()
-    if updater is None:
-        yield
-        return
-    hashes = updater.processed_hashes
-    stale = {node.name for node in graph.nodes if updater.hash_node(node) not in hashes}  # by passes before
-    yield
-    hashes.update(updater.hash_node(node) for node in graph.nodes if node.name not in stale)
 
 
 def inductor_options() -> frozenset[str]:
@@ -1309,11 +1171,6 @@ def inductor_options() -> frozenset[str]:
 
 #: Where AOTAutograd has a forward and a backward, and would trace hooks that are graph modules into them.
 _HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
-
-
-def compiler_inlines_hooks() -> bool:
-    """Whether AOTAutograd puts saved-tensor hooks into its graphs."""
-    return _inlining_module() is not None
 
 
 def _inlining_module() -> Any:
@@ -1402,7 +1259,6 @@ def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
-        call_hook = importlib.import_module("torch._dynamo.external_utils").call_hook
         original = kind.end_capture
     except (ImportError, AttributeError):
         return  # what the table says
@@ -1410,11 +1266,10 @@ def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
     @functools.wraps(original)
     def end_capture(self: Any, *args: Any) -> tuple[Callable[..., Any], Any]:
         run, compiled = original(self, *args)
-        calls = self.fx_tracer.graph.find_nodes(op="call_function", target=call_hook)
         unpacks = [
             (hook.args[1], data.args[1])
-            for call in calls
-            if call.kwargs.get("hook_type") == "unpack_hook"
+            for call in self.fx_tracer.graph.nodes
+            if call.op == "call_function" and call.kwargs.get("hook_type") == "unpack_hook"
             for hook, data in [call.args]
         ]
 
@@ -1436,12 +1291,6 @@ def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
 
 def _as_it_is(unpacked: Tensor) -> Tensor:
     return unpacked
-
-
-def has_compiled() -> bool:
-    """Whether anything in this process has been compiled: autograd then has nodes of which no saved tensor is seen."""
-    counters = _if_imported("torch._dynamo.utils", "counters")
-    return counters is not None and counters["stats"]["unique_graphs"] > 0
 
 
 def on_first_compile(prepare: Callable[[], None]) -> Patch:

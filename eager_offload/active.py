@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eager_offload._torch import (
     HookFunctions,
+    Patch,
     autograd_sequence,
     dispatch_modes,
     function_modes,
@@ -119,6 +120,8 @@ class _Maker:
 
 
 maker = _Maker()
+#: Set once a compiler has asked for the graph of a hook: autograd then has nodes of which no saved tensor is seen.
+compiled = threading.Event()
 #: Of the calling thread; changed by `entered` and `left` alone.
 thread = _Thread()
 #: By the text of their configuration, which of them was entered last in any thread.
@@ -140,6 +143,51 @@ def left(context: Context) -> None:
     """The calling thread is out of a ``with`` again; may be called again."""
     if context in thread.contexts:
         thread.contexts.remove(context)
+
+
+#: What is in torch while any context is entered, on whichever thread.
+_patches: list[Patch] = []
+_patched_lock = ForkSafeLock()
+_patched_by = 0
+
+
+def add_patches(patches: Iterable[Patch]) -> None:
+    """They too are to be there from now on, while any context is."""
+    if any(patch not in _patches for patch in patches):
+        with _patched_lock.lock:
+            for patch in patches:
+                if patch not in _patches:
+                    _patches.append(patch)
+                    if _patched_by:
+                        patch.put_on()
+
+
+class patched:
+    """While one is entered, on whichever thread, what the library puts into torch for contexts is there."""
+
+    def __init__(self) -> None:
+        self._counted = False
+
+    def __enter__(self) -> None:
+        global _patched_by
+        with _patched_lock.lock:
+            _patched_by += 1
+            self._counted = True
+            if _patched_by == 1:
+                for patch in _patches:
+                    patch.put_on()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it, as far as it had begun; may be called again."""
+        global _patched_by
+        with _patched_lock.lock:
+            if not self._counted:
+                return
+            self._counted = False
+            _patched_by -= 1
+            if _patched_by == 0:
+                for patch in _patches:
+                    patch.take_off()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
-from eager_offload.codecs.policy import CODEC_NAMES, CodecPolicy, named_if_any
+from eager_offload.codecs.names import CODEC_NAMES, CodecRules
 from eager_offload.errors import ConfigError
 from eager_offload.names import check_names, checks_names, unknown_name
 from eager_offload.pydantic_schema import schema_of
@@ -28,8 +28,8 @@ Size: TypeAlias = str | int  # in this order: of a command line the text is kept
 Auto: TypeAlias = Literal["auto"]
 if TYPE_CHECKING:
     PathLike: TypeAlias = str | os.PathLike[str]
-    CodecLike: TypeAlias = str | CodecPolicy
-else:  # What reads annotations to parse a command line knows this class without its parameter, and a policy as JSON.
+    CodecLike: TypeAlias = str | Mapping[str, str]
+else:  # What reads annotations to parse a command line knows this class without its parameter, a mapping as JSON.
     PathLike = str | os.PathLike
     CodecLike = str
 
@@ -242,9 +242,12 @@ class OffloadConfig(_AsWritten):
     codec: CodecLike = "identity"
     """What packs saved tensors before they travel. ``"identity"``: nothing does. ``"lossless"``: what fits into fewer
     bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks. ``"bf16"``, ``"int8"``
-    and ``"fp8"`` round, too, what some consumers read in backward, each within a bound; a
-    :class:`~eager_offload.CodecPolicy` says which codec for which consumer. See the page on codecs. In compiled code
-    what changes no bit is ``bool`` alone."""
+    and ``"fp8"`` do so too, and round to nearest the floating-point tensors that require grad, are not parameters and
+    have ``min_bytes`` or more. Or names of codecs by patterns of the names of modules, such as
+    ``{"*": "lossless", "*.mlp": "fp8"}``: of the patterns that match a module, or one around it, the last one counts,
+    and ``"*"`` matches what is saved outside of modules, too. Patterns are resolved as those of ``skip``.
+    ``with eager_offload.codec("bf16"):`` comes before all of that. See the page on codecs. In compiled code what
+    changes no bit is ``bool`` alone."""
 
     skip: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
@@ -356,8 +359,8 @@ class OffloadConfig(_AsWritten):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """A config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas; a policy of codecs is JSON.
-        An unset or empty variable leaves the default.
+        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas; a mapping of codecs is
+        JSON. An unset or empty variable leaves the default.
 
         Raises:
             ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
@@ -399,12 +402,13 @@ class OffloadConfig(_AsWritten):
         quotes and without escapes.
         """
         given = self.changed()
-        return json.dumps(given, default=_json, sort_keys=True).translate(_TO_LITERAL) if given else ""
+        # In the order of names, but for what is in a field: of patterns the last one counts.
+        return json.dumps(dict(sorted(given.items())), default=_json).translate(_TO_LITERAL) if given else ""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
         hints = get_type_hints(cls)
-        annotations = {name: hints[name] for name in FIELDS} | {"codec": str | CodecPolicy}
+        annotations = {name: hints[name] for name in FIELDS} | {"codec": str | dict[str, str]}
         return schema_of(cls, annotations, _DEFAULTS.to_dict(), handler.generate_schema)
 
     @classmethod
@@ -460,9 +464,9 @@ class OffloadConfig(_AsWritten):
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
 
     @property
-    def codec_policy(self) -> CodecPolicy:
-        """``codec`` as a policy."""
-        return self.codec if isinstance(self.codec, CodecPolicy) else CodecPolicy.named(self.codec)
+    def codec_rules(self) -> CodecRules:
+        """``codec`` as rules: a name holds everywhere."""
+        return self.codec if isinstance(self.codec, CodecRules) else CodecRules({"*": cast(str, self.codec)})
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:
@@ -552,21 +556,28 @@ def _paths(value: object) -> tuple[Path, ...] | None:
     return tuple(Path(p) for p in listed)
 
 
-def _codec(value: object) -> str | CodecPolicy:
+def _codec(value: object) -> str | CodecRules:
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _codec_from_text(value)
+    if isinstance(value, CodecRules):
+        return value
     if isinstance(value, Mapping):
-        value = CodecPolicy.from_dict(value)
-    if isinstance(value, CodecPolicy):
-        return named_if_any(value)
+        if any(one in ("lossless", "rules") or str(one).endswith("Backward0") for one in value):
+            raise ConfigError(
+                f"codec={value!r} is not accepted: rules for the nodes that read in backward are gone. Name the "
+                'modules in which may be rounded, codec={"*": "lossless", "*.mlp": "fp8"}, or write '
+                '`with eager_offload.codec("fp8"):` around code'
+            )
+        return CodecRules(value)
     if not isinstance(value, str) or value not in CODEC_NAMES:
-        raise _refuse("codec", value, ", ".join(f'"{one}"' for one in CODEC_NAMES) + " or a CodecPolicy")
+        accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
+        raise _refuse("codec", value, f"{accepted}, or a mapping from patterns of module names to these")
     return value
 
 
 def _json(value: Any) -> object:
     """What JSON has in place of a value that it does not know."""
-    return value.to_dict() if isinstance(value, CodecPolicy) else os.fspath(value)
+    return dict(value) if isinstance(value, CodecRules) else os.fspath(value)
 
 
 def _patterns(value: object) -> tuple[str, ...]:
@@ -577,11 +588,11 @@ def _patterns(value: object) -> tuple[str, ...]:
 
 
 def _codec_from_text(text: str) -> object:
-    """A policy that is written as ``OffloadConfig.to_dict`` has it, in JSON."""
+    """A mapping that is written in JSON."""
     try:
         return json.loads(text)
     except ValueError:
-        raise _refuse("codec", text, "the text of a CodecPolicy in JSON, or a name") from None
+        raise _refuse("codec", text, "a name, or a mapping from patterns of module names to names in JSON") from None
 
 
 def field_from_text(field: str, text: str) -> object:

@@ -13,7 +13,6 @@ from eager_offload._torch import (
     accelerator_in_use,
     allow_hooks_again,
     autograd_sequence,
-    has_compiled,
     without_caller_modes,
 )
 from eager_offload.eager import foreign
@@ -63,7 +62,7 @@ class _Entered(active.Owner, Protocol):
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None: ...
 
-    def warn_of_skip_in_vain(self) -> None: ...
+    def warn_of_patterns_in_vain(self) -> None: ...
 
 
 class EnteredContext:
@@ -77,7 +76,7 @@ class EnteredContext:
         pair = offload._hook_pair if self._thread.step is None else (offload.pack, active.unpack)
         self._hooks = foreign.ours(*pair)
         self.pack_hook: object = self._hooks.pack_hook
-        self._watch = foreign.watch()
+        self._patched = active.patched()
         #: Whether the hooks are on, or may be: an interrupt can come between any two lines.
         self._is_on = False
         self._nodes_before = 0
@@ -110,13 +109,13 @@ class EnteredContext:
         except RuntimeError as error:
             self._is_on = False
             raise _explained(error) from error
-        self._watch.__enter__()
+        self._patched.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         offload = self.offload
-        self._watch.__exit__()
+        self._patched.__exit__()
         contexts = active.thread.contexts
         position = contexts.index(self)
         earlier, later = contexts[:position], contexts[position + 1 :]
@@ -160,9 +159,9 @@ class EnteredContext:
                 offload._forwards += 1
                 if offload._forwards == _LOOKED_AT:
                     offload.warn_if_nothing_moved()
-                    if not has_compiled():  # what a compiler has traced may have called them
-                        offload.warn_of_skip_in_vain()
-        elif has_compiled():
+                    if not active.compiled.is_set():  # what a compiler has traced may have called them
+                        offload.warn_of_patterns_in_vain()
+        elif active.compiled.is_set():
             return
         elif autograd_sequence() > self._nodes_before:
             offload._accounts.counters.empty_forwards += 1
@@ -184,7 +183,7 @@ class EnteredContext:
 
     def give_up(self) -> None:
         """Undoes what is still to be undone, if an error or an interrupt came before that."""
-        self._watch.__exit__()
+        self._patched.__exit__()
         active.left(self)
         if self._is_on:
             self._is_on = False

@@ -69,13 +69,6 @@ class SavedTensorModifiedError(OffloadError):
     """
 
 
-class PrecisionError(OffloadError):
-    """A saved tensor was rounded for a consumer that may be given rounded numbers, and another one asks for it.
-
-    The text names both. What is saved alike stays exact from then on.
-    """
-
-
 class GraphError(OffloadError):
     """The base of the errors of ``eager_offload.graphs``, and of a capture in whose way something is."""
 

@@ -12,7 +12,6 @@ with "auto", those that are decided anew, and those of which no plan can be made
     spreads what is to stay over the forward, where a limit of the slowdown says how many bytes
         (``LearnedForwards.keep``)
     has a storage that is saved again wait for its last save, and a forward that fits into the newest bytes stay
-    knows which nodes ask for what may be rounded, so that a codec may
     counts forwards that are alike: after how many of them "auto" has one recorded
 
 and what a recorder writes down is what these have led to. A forward that follows a plan logs nothing.
@@ -46,15 +45,6 @@ _MOST_LEARNED = 8
 _LOOK_AGAIN = 16
 #: Saves of one forward: a context that is never left, with a graph that is never whole, would fill the memory.
 _MOST_SAVES = 1 << 16
-
-
-class SaveKind(NamedTuple):
-    """What a save is known by that may be rounded."""
-
-    nbytes: int
-    dtype: str
-    maker: str
-    """The node of the operator that made the tensor; empty for none."""
 
 
 class Decision(Enum):
@@ -91,9 +81,6 @@ class SaveLog:
     #: Those that took a storage whose original was alive when it was asked for, or would have: for how many forwards
     #: it was not looked at.
     alive: dict[int, int] = field(default_factory=dict)
-    #: What may be rounded, and of that the names of the nodes that asked for it, empty for anything else that did.
-    kinds: dict[int, SaveKind] = field(default_factory=dict)
-    readers: dict[int, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +107,6 @@ class LearnedForward:
         #: The last save before backward of each storage that is saved more than once, by the first one.
         owners = log.owners[: log.before_backward]
         self.last_saves = {owner: number for number, owner in enumerate(owners) if owner != number}
-        #: By the first save of a storage, its readers; no entry where they are not known of all of its saves.
-        self.readers = readers_of(log)
         #: The saves that are to be asked for, in that order.
         self.order = [number for number in log.asked_at if log.owners[number] not in log.alive]
 
@@ -134,17 +119,6 @@ class LearnedForward:
     def fits(self, number: int, nbytes: int, owner: int) -> bool:
         """Whether save ``number`` of a forward is as it was in the one that this was learnt from."""
         return number < len(self.sizes) and self.sizes[number] == nbytes and self.owners[number] == owner
-
-
-def readers_of(log: SaveLog) -> dict[int, frozenset[str]]:
-    """Who has asked for each storage, by its first save; without those of which that is not known of every save."""
-    found: dict[int, set[str]] = {}
-    if log.kinds:
-        for number, owner in enumerate(log.owners):
-            readers = log.readers.get(number) if number in log.kinds else None
-            is_alike = number in log.kinds and log.kinds[number].dtype == log.kinds.get(owner, ("", ""))[1]
-            found.setdefault(owner, set()).update(readers if readers and is_alike else {""})
-    return {owner: frozenset(names) for owner, names in found.items() if "" not in names}
 
 
 def _taken_saves(log: SaveLog) -> list[int]:
@@ -214,9 +188,6 @@ class LearnedForwards:
         alike = [old for old in self._learned if old.sizes == log.sizes and old.owners == log.owners]
         others = [old for old in self._learned if old not in alike]
         times = 1 + sum(old.times for old in alike)
-        for old in alike:  # an operator that has asked once may ask again
-            for number, names in old.log.readers.items():
-                log.readers.setdefault(number, set()).update(names)
         learned = LearnedForward(log, link, self.room, times)
         if self._keep is not None:
             learned.keep(*self._keep)
@@ -339,25 +310,6 @@ class Forward:
         self.learned = learned = self._fitting[0] if self._fitting else None
         if learned is not None:
             self._expected = islice(zip(learned.sizes, learned.owners, strict=True), number + 1, None)
-
-    def readers(self, number: int, first: int, kind: SaveKind) -> frozenset[str]:
-        """Readers of the storage that save ``number``, of this ``kind``, takes, as far as is known; none: it is not.
-
-        Args:
-            first: the first save of that storage.
-        """
-        nbytes = self.log.sizes[number]
-        self._fitting = [learned for learned in self._fitting if learned.fits(number, nbytes, first)]
-        if any(learned.log.kinds.get(number) != kind or first not in learned.readers for learned in self._fitting):
-            return frozenset()
-        return frozenset().union(*(learned.readers[first] for learned in self._fitting))
-
-    def expects(self, owner: int, kind: SaveKind | None) -> bool:
-        """Whether the next save is to be one of the storage that save ``owner`` has taken, of this ``kind``."""
-        number = len(self.log.sizes)
-        return bool(self._fitting) and all(
-            one.owners[number : number + 1] == [owner] and one.log.kinds.get(number) == kind for one in self._fitting
-        )
 
     def taken(self, number: int) -> None:
         """Save ``number`` has taken its storage against the decision: whether that lives will be seen."""

@@ -1,4 +1,4 @@
-"""What a user says about tensors: regions in which nothing moves, and marks on single storages.
+"""What a user says about tensors: regions in which nothing moves, or a codec packs, and marks on single storages.
 
 [Note: traced marks]
 What a compiler traces has no bytes, but it has storages, and the values of a graph that share memory share one. So a
@@ -27,6 +27,7 @@ from torch.fx.traceback import annotate
 from torch.library import register_fake
 
 from eager_offload._torch import is_wrapper, library, storage_key
+from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -50,14 +51,23 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
     mark: Mark
 
 
-class _Region(threading.local):
-    depth = 0
+class _Inside(threading.local):
+    """What the calling thread is inside of."""
+
+    def __init__(self) -> None:
+        #: An empty name for each region in which nothing moves.
+        self.keeps: list[str] = []
+        #: The names of the codecs of regions, the innermost one last.
+        self.codecs: list[str] = []
+        #: The patterns of ``codec=...`` that name the modules which are called.
+        self.modules: list[str] = []
 
 
-#: Under this name nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region.
-REGION_NOTE = "eager_offload_keeps"
+#: Under these names nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region: of
+#: ``no_offload()``, of ``codec(...)``, whose name this is, and, with the pattern behind, of a module that it matches.
+REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_codec", "eager_offload_in "
 
-_region = _Region()
+_inside = _Inside()
 # Without a lock: each is changed by single operations, which no other thread comes between.
 #: By address: the marks, among them those of storages that have gone since ``any_marks`` was called last.
 standing: dict[int, _Marked] = {}
@@ -65,33 +75,49 @@ _gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
-    """What :func:`no_offload` gives to eager code."""
+    """A region of eager code: what is saved by the calling thread while it is open.
+
+    Args:
+        kind: ``"keeps"``, ``"codecs"`` or ``"modules"``, the list of ``_Inside`` that it adds to.
+        names: what it adds.
+    """
+
+    def __init__(self, kind: str = "keeps", names: tuple[str, ...] = ("",)) -> None:
+        self._kind, self._names = kind, names
+        #: As a user writes it.
+        self._written = "eager_offload.no_offload()" if kind == "keeps" else f'eager_offload.codec("{names[-1]}")'
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
-            raise OffloadError(
-                "a region of compiled code has to be made there: write `with eager_offload.no_offload():`"
-            )
-        _region.depth += 1
+            raise OffloadError(f"a region of compiled code has to be made there: write `with {self._written}:`")
+        getattr(_inside, self._kind).extend(self._names)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _region.depth:
+        found = [_take_last(getattr(_inside, self._kind), name) for name in self._names]
+        if not all(found):
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
-        _region.depth -= 1
 
     def __call__(self, func: F) -> F:
         if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
             raise OffloadError(
-                "no_offload() decorates functions that have run when they return, and "
-                f"{getattr(func, '__name__', func)} is none: write `with eager_offload.no_offload():` inside of it"
+                f"{self._written} decorates functions that have run when they return, and "
+                f"{getattr(func, '__name__', func)} is none: write `with {self._written}:` inside of it"
             )
         return super().__call__(func)
 
     def _recreate_cm(self) -> Region:
         # For each call of a decorated function, which may be one that is being compiled.
-        return no_offload()
+        return no_offload() if self._kind == "keeps" else codec(self._names[-1])
+
+
+def _take_last(names: list[str], name: str) -> bool:
+    """Takes the last ``name`` out of ``names``; whether there was one. Regions of generators need not nest."""
+    if name not in names:
+        return False
+    del names[len(names) - 1 - names[::-1].index(name)]
+    return True
 
 
 def no_offload() -> Region:
@@ -105,13 +131,67 @@ def no_offload() -> Region:
             x = block(x)
     """
     if torch.compiler.is_compiling():
-        return _traced_region()  # type: ignore[return-value]  # no decorator while it is traced
+        return _traced_region({REGION_NOTE: True}, "")  # type: ignore[return-value]  # no decorator while it is traced
     return Region()
+
+
+def codec(name: str) -> Region:
+    """Packs what is saved inside with the codec ``name``, whatever ``codec=...`` says of it; the innermost one counts.
+
+    A context manager and a decorator, as :func:`no_offload` is, for the thread that enters it and inside of compiled
+    code. ``"bf16"``, ``"int8"`` and ``"fp8"`` round the floating-point tensors that are saved inside, require grad, are
+    not parameters and have ``min_bytes`` or more. What is saved outside as well, of the same storage, is exact.
+
+        with eager_offload.codec("bf16"):
+            x = block(x)
+
+    Args:
+        name: ``"identity"``, ``"lossless"``, ``"bf16"``, ``"int8"`` or ``"fp8"``.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    check_name(name, f"eager_offload.codec({name!r})")
+    if torch.compiler.is_compiling():
+        return _traced_region({CODEC_NOTE: name}, name)  # type: ignore[return-value]  # as above
+    return Region("codecs", (name,))
+
+
+def in_modules(patterns: tuple[str, ...]) -> Region:
+    """A region around the call of a module that ``patterns`` of ``codec=...`` name."""
+    if torch.compiler.is_compiling():
+        notes = {MODULE_NOTE + pattern: True for pattern in patterns}
+        return _traced_region(notes, ", ".join(patterns))  # type: ignore[return-value]  # as above
+    return Region("modules", patterns)
+
+
+def region_here() -> str:
+    """What the calling thread is inside of, as a user writes it; empty for nothing."""
+    if _inside.keeps:
+        return "no_offload()"
+    if _inside.codecs:
+        return f'codec("{_inside.codecs[-1]}")'
+    return f"codec={{{_inside.modules[-1]!r}: ...}}" if _inside.modules else ""
 
 
 def in_no_offload_region() -> bool:
     """Whether the calling thread is inside :func:`no_offload`."""
-    return _region.depth > 0
+    return bool(_inside.keeps)
+
+
+def codec_here(rules: CodecRules) -> str:
+    """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
+    if _inside.codecs:
+        return _inside.codecs[-1]
+    return rules.name_in(_inside.modules) if _inside.modules else rules.elsewhere
+
+
+def codec_noted(notes: object, rules: CodecRules) -> str:
+    """Returns the same for an operator of a graph with these ``notes`` in ``meta["custom"]``."""
+    if not isinstance(notes, dict):
+        return rules.name_in(())
+    inside = [name.removeprefix(MODULE_NOTE) for name in notes if str(name).startswith(MODULE_NOTE)]
+    return str(notes[CODEC_NOTE]) if CODEC_NOTE in notes else rules.name_in(inside)
 
 
 def keep(tensor: T) -> T:
@@ -153,7 +233,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return _region.depth > 0 or (bool(standing) and any_marks())
+    return bool(_inside.keeps) or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:
@@ -214,22 +294,22 @@ mark_operator = torch.ops.eager_offload.mark.default
 torch.fx.has_side_effect(mark_operator)
 
 
-_library.define("region(str border) -> ()")
+_library.define("region(str border, str what) -> ()")
 region_operator = torch.ops.eager_offload.region.default
 torch.fx.has_side_effect(region_operator)
 
 
 @contextmanager
-def _traced_region() -> Iterator[None]:
-    region_operator("begins")
+def _traced_region(notes: dict[str, Any], what: str) -> Iterator[None]:
+    region_operator("begins", what)
     try:
-        with annotate({REGION_NOTE: True}):
+        with annotate(notes):
             yield
     finally:
-        region_operator("ends")
+        region_operator("ends", what)
 
 
 # What an operator of this kind does is what tracers see in its place.
-_library.impl("region", lambda border: None, "CompositeImplicitAutograd")
+_library.impl("region", lambda border, what: None, "CompositeImplicitAutograd")
 _library.impl("mark", lambda tensor, mark: None, "CompositeExplicitAutograd")
 register_fake("eager_offload::mark", lambda tensor, mark: _mark_storage(tensor, Mark(mark)), lib=_library)

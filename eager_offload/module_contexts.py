@@ -29,7 +29,7 @@ def offload_modules(offload: Offload) -> Iterator[None]:
                 return inner(self, *arguments, **named)
             if top_pack_hook() is not None or current_autograd_node() is not None:
                 return inner(self, *arguments, **named)
-            if offload.config.skip and next(self.parameters(), None) is not None:
+            if offload.patterns and next(self.parameters(), None) is not None:
                 offload.skip_in(self)
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured

@@ -22,29 +22,29 @@ from eager_offload._torch import (
     on_first_compile,
     without_caller_modes,
 )
+from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.context import EnteredContext
-from eager_offload.eager import checkpointing, foreign
+from eager_offload.eager import checkpointing
 from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.coding import check_codecs
 from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
 from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
-from eager_offload.nothing_moved import why
+from eager_offload.matched_modules import MatchedModules, patterns_of
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
-from eager_offload.skipping import SkippedModules
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
+from eager_offload.step_memory import why
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
@@ -87,10 +87,9 @@ class Offload:
             forward follows it from the first one on. Or what the first forward follows, as :meth:`step_plan` has
             returned it for a like one. Where it does not fit, a warning says so, once, and the forward is decided as
             any first one. A copy of this object has none.
-        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For proof and planning with
-            ``eager_offload.simulation.simulated``; training leaves it out.
-        around_tier: stands something in front of each tier that is opened, such as the token bucket of
-            ``benchmarks.throttle``. For benchmarks and tests; training leaves it out.
+        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
+            plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
+        around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
         **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
 
     Raises:
@@ -130,12 +129,14 @@ class Offload:
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
-        self._serves_compiled_code = self._has_passes = False
+        self._serves_compiled_code = self._has_pass = False
         #: The codecs by which it may round.
-        self._rounding = frozenset(self.config.codec_policy.rules.values())
+        self._rounding = frozenset(ROUNDING[one] for one in self.config.codec_rules.values() if one in ROUNDING)
         #: What was warned of.
         self._warned: set[str] = set()
-        self._skipped = SkippedModules()
+        self._matched = MatchedModules()
+        #: Those that need the names of a model's modules.
+        self.patterns = patterns_of(self.config)
         _alive.add(self)
         #: Outermost contexts in which something was saved, or hidden.
         self._forwards = 0
@@ -171,37 +172,46 @@ class Offload:
             (given,) = plan.step_plans
         assert isinstance(given, StepPlan)
         given.check()
-        check_codecs(given, self.config.codec_policy)
+        self._check_codecs(given)
         if not given.slots:
             self._warned.add("nothing")  # moves, as it is to be
         self._hooks.given = given
+
+    def _check_codecs(self, plan: StepPlan) -> None:
+        """Raises ``ConfigError`` where ``plan`` packs with a codec that there is not."""
+        for number, save in enumerate(plan.saves):
+            if save.coded is not None and self.config.codec_rules.codec(save.coded.codec) is None:
+                raise ConfigError(
+                    f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which there is not: "
+                    "give another plan, or none"
+                )
 
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
     def __copy__(self) -> Self:
         copied = self._another()
-        copied._skipped = copy.copy(self._skipped)
+        copied._matched = copy.copy(self._matched)
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._another()
-        copied._skipped = copy.deepcopy(self._skipped, memo)
+        copied._matched = copy.deepcopy(self._matched, memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
         return copied
 
-    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, SkippedModules, _Added]:
+    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]:
         if self._offloaders.given_runtime is not None:
             raise OffloadError(
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
-        return self.config, self._offloaders.around_tier, self._skipped, self._added(self._another())
+        return self.config, self._offloaders.around_tier, self._matched, self._added(self._another())
 
-    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, SkippedModules, _Added]) -> None:
-        config, around_tier, skipped, added = state
+    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]) -> None:
+        config, around_tier, matched, added = state
         self._begin(config, None, around_tier)
-        self._skipped = skipped
+        self._matched = matched
         self._add(added)
 
     def _another(self) -> Self:
@@ -227,10 +237,11 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
-        if self.config.skip and not self._skipped.begin():
+        if self.patterns and not self._matched.begin():
+            given = f"skip={list(self.config.skip)}" if self.config.skip else f"codec={self.config.codec}"
             raise ConfigError(
-                f"skip={list(self.config.skip)} needs the names of a model's modules: call offload.skip_in(model) "
-                "once, before the first `with offload:`"
+                f"{given} needs the names of a model's modules: call offload.skip_in(model) once, before the first "
+                "`with offload:`"
             )
         self.refuse_reentry()
         if self._hooks.thread.step is None and self._offloaders.is_capturing():
@@ -243,7 +254,7 @@ class Offload:
             else:
                 _unprepared.add(self)
                 _first_compile.put_on()
-        foreign.add_patches(checkpointing.patches())
+        active.add_patches(checkpointing.patches())
         watch.put_on()
         context = EnteredContext(self)
         try:
@@ -299,16 +310,21 @@ class Offload:
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
             is_saving = written is not None and bool(written.rows)
-            return Held(counters.live.without_offload, stays, leaving, returning, is_saving, small)
+            return Held(
+                counters.live.without_offload, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
+            )
 
     def skip_in(self, model: torch.nn.Module) -> None:
-        """From now on nothing moves that modules of ``model`` save whose names match ``skip``; kept as ``region``.
+        """Tells the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
+
+        From now on what is saved in calls of those of ``skip`` stays, kept as ``region``, and what is saved in calls of
+        those of ``codec`` is packed by the codec that is named for them.
 
         The integrations and :meth:`compile` call it by themselves. A second call for the same model changes nothing.
         :meth:`close` puts the modules back.
 
         A copy or a pickle of the model has a part in it where this object is copied or pickled with it: its copy does
-        the same there. A copy of this object alone skips the same modules; unpickled alone, it is to be told anew.
+        the same there. A copy of this object alone has the same modules; unpickled alone, it is to be told anew.
 
         It is the call of a module, ``module(x)``, that counts: ``module.forward(x)``, or another method, is not seen. A
         pattern of which no module has been called after three forwards is warned of, once, in a process that has
@@ -317,8 +333,8 @@ class Offload:
         Raises:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
         """
-        if self.config.enabled and self.config.skip:
-            self._skipped.add(model, self.config.skip)
+        if self.config.enabled and self.patterns:
+            self._matched.add(model, self.patterns)
 
     @contextmanager
     def in_step(self, step: WarmUp | CapturedRun) -> Iterator[None]:
@@ -400,12 +416,12 @@ class Offload:
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
         if self.config.enabled:
-            from eager_offload.compile.inductor import install, with_passes
+            from eager_offload.compile.inductor import install, with_pass
 
-            self._has_passes = True
+            self._has_pass = True
             install(self)
             if options := torch_compile_kwargs.get("options"):
-                torch_compile_kwargs["options"] = with_passes(options)
+                torch_compile_kwargs["options"] = with_pass(options)
         if isinstance(model, torch.nn.Module):
             self.skip_in(model)
         compiled = torch.compile(model, **torch_compile_kwargs)
@@ -523,7 +539,7 @@ class Offload:
         A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
         pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
         against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken.
-        ``python -m eager_offload.doctor`` says how long pinning takes.
+        ``python -m eager_offload doctor`` says how long pinning takes.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"20GiB"``.
@@ -555,14 +571,14 @@ class Offload:
         """
         self.refuse_reentry()
         self._offloaders.close(self._hooks.restart)
-        self._skipped.end()
+        self._matched.end()
         if self._innermost() is None:
             _unprepared.discard(self)
-        if self._has_passes and self._innermost() is None:
+        if self._has_pass and self._innermost() is None:
             from eager_offload.compile.inductor import uninstall
 
             uninstall(self)
-            self._serves_compiled_code = self._has_passes = False
+            self._serves_compiled_code = self._has_pass = False
         if self._forwards and self._innermost() is None:
             self.warn_if_nothing_moved()
         tell()
@@ -607,8 +623,8 @@ class Offload:
             patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # names of torch that are private, and gone
             patches = ()
-        foreign.add_patches(patches)
-        self._has_passes |= bool(patches)
+        active.add_patches(patches)
+        self._has_pass |= bool(patches)
         if not patches:
             # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
             self._hook_pair = self.pack, active.unpack
@@ -646,15 +662,17 @@ class Offload:
         if stats.offloaded_bytes == moved_before and not reported:
             self._warn_once("nothing", f"nothing moved, because {why(stats, self.config)}")
 
-    def warn_of_skip_in_vain(self) -> None:
-        """Warns, once, of patterns of ``skip`` of which no module has been called."""
-        if patterns := self._skipped.without_calls():
-            self._warn_once(
-                "skip",
-                f"skip={patterns} has had no effect so far: no module that it names has been called. What a module "
-                "saves stays where it is called, as module(x), and not where module.forward(x) is, or a method of its "
-                "own: name a module around it, or write `with eager_offload.no_offload():` there",
-            )
+    def warn_of_patterns_in_vain(self) -> None:
+        """Warns, once a field, of patterns of which no module has been called."""
+        found = self._matched.without_calls()
+        for field, instead in (("skip", "no_offload()"), ("codec", "codec(...)")):
+            if patterns := [one.text for one in found if one.field == field]:
+                self._warn_once(
+                    field,
+                    f"{field}={patterns} has had no effect so far: no module that it names has been called. It counts "
+                    "for what is saved where a module is called, as module(x), and not where module.forward(x) is, or "
+                    f"a method of its own: name a module around it, or write `with eager_offload.{instead}:` there",
+                )
 
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:

@@ -15,19 +15,12 @@ from eager_offload._torch import Patch, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason, SavedRow
+from eager_offload.step_memory import reason_text
 
 #: How many modules a note names of each reason.
 _MOST_NAMES = 3
 #: What each note begins with.
 _PREFIX = "eager_offload: "
-_WHY = {
-    KeepReason.NEWEST: "stay as the newest bytes, which backward asks for first",
-    KeepReason.ALIVE: "stay since something else keeps them alive",
-    KeepReason.BUDGET: "stay since no tier has room",
-    KeepReason.FAILED: "stay since their copy failed",
-    KeepReason.MARKED: "stay as they are marked to",
-    KeepReason.REGION: "stay in a region where nothing may move",
-}
 
 
 class Held(NamedTuple):
@@ -43,6 +36,8 @@ class Held(NamedTuple):
     """What was brought back, or is on its way."""
     is_saving: bool
     """Whether the calling thread is in its ``with``, and has saved."""
+    prefetch_bytes: int
+    """The window of what comes back, as it is in force."""
     small: tuple[SavedRow, ...]
     """What a step saves of tensors smaller than ``min_bytes``."""
 
@@ -67,7 +62,8 @@ def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator
     for reason, nbytes in reasons.most_common():
         if nbytes:
             whose = Counter({module: own for (why, module), own in held.stays.items() if why is reason and own})
-            yield f"{size_text(nbytes)} {_WHY.get(reason, f'stay as {reason.value}')}{_whose(whose, names)}"
+            text = reason_text(reason, config, held.prefetch_bytes)
+            yield f"{size_text(nbytes)}{_whose(whose, names)} {text}"
     if held.leaving:
         yield f"{size_text(held.leaving)} are on their way out"
     if held.returning:
@@ -84,7 +80,7 @@ def _whose(whose: Counter[torch.nn.Module | None], names: dict[int, str]) -> str
         return ""
     said = [f"{_name(module, names)} {size_text(nbytes)}" for module, nbytes in known[:_MOST_NAMES]]
     others = len(whose) - len(said)
-    return f": {', '.join(said)}{f' and {others} more' if others else ''}"
+    return f" ({', '.join(said)}{f' and {others} more' if others else ''})"
 
 
 def _name(module: torch.nn.Module, names: dict[int, str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import attributes_of, base_of, has_own_memory, hint, is_fake, is_view, is_wrapper
+from eager_offload._torch import attributes_of, base_of, has_own_memory, hint, is_fake, is_wrapper
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
@@ -119,7 +119,7 @@ def is_parameter(tensor: Tensor) -> bool:
     requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
-    root = root_of(tensor) if is_view(tensor) else tensor
+    root = root_of(tensor)
     if (type(root) is not Tensor and _is_made_one(root)) or (type(tensor) is not Tensor and _is_made_one(tensor)):
         return True  # what is inside of one of a subclass may be a view of a plain tensor
     if not root.requires_grad:

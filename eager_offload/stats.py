@@ -34,8 +34,6 @@ class KeepReason(StrEnum):
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
-#: To ask the class for its member takes longer than to compare.
-_SMALL = KeepReason.SMALL
 #: So many steps are written down, and then one in so many: of those that follow no plan.
 _WRITTEN, _WRITTEN_AGAIN = 3, 16
 
@@ -93,10 +91,8 @@ class Relief(NamedTuple):
 class Planned(Protocol):
     """The plan that is followed."""
 
-    @property
-    def policy(self) -> str:
-        """``"least"``, ``"free"`` or ``"max"``."""
-        ...
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
 
     @property
     def peak_bytes(self) -> int:
@@ -143,8 +139,6 @@ class OffloadStats:
     """Bytes of saves whose storage an earlier one has offloaded already."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that stay on the device, by reason."""
-    small_bytes_largest: int = 0
-    """Bytes of the largest saved tensor that stayed as ``small``."""
     coded_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that a codec packed before they left, as they were on the device; by codec."""
     packed_bytes: dict[str, int] = field(default_factory=dict)
@@ -207,10 +201,10 @@ class OffloadStats:
     """How many forwards followed a step plan."""
     plan_misses: dict[str, int] = field(default_factory=dict)
     """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
-    ``fewer``, ``more`` and others. And how often one could not begin: ``room`` (the tiers have none for all that it
-    moves). ``decided`` is counted once: steps of some kind follow none, since more than an eighth of what may leave is
-    decided anew in each (views that are gathered, tensors made of tensors, parts of storages). So is ``twice``: a save
-    is asked for more than four times, by one backward of its graph after the other."""
+    ``codec``, ``fewer``, ``more`` and others. And how often one could not begin: ``room`` (the tiers have none for all
+    that it moves). ``decided`` is counted once: steps of some kind follow none, since more than an eighth of what may
+    leave is decided anew in each (views that are gathered, tensors made of tensors, parts of storages). So is
+    ``twice``: a save is asked for more than four times, by one backward of its graph after the other."""
     plan: PlanOutcome | None = None
     """What the plan of :func:`eager_offload.plan` that was given has predicted, beside what was measured."""
     device_budget: int = 0
@@ -304,7 +298,7 @@ class Counters:
         self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
         self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
         self.failed_forwards = 0
-        self.saved_bytes = self.offloaded_bytes = self.shared_bytes = self.small_bytes_largest = 0
+        self.saved_bytes = self.offloaded_bytes = self.shared_bytes = 0
         self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = self.failed_bytes = 0
         self.bytes_out = self.bytes_in = self.disk_bytes_written = 0
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
@@ -348,10 +342,8 @@ class Counters:
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
-        if nbytes > self.small_bytes_largest and reason is _SMALL:  # the cheaper question first
-            self.small_bytes_largest = nbytes
 
-    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int, largest_small: int) -> None:
+    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int) -> None:
         """Several saves that stay, together; or none."""
         if self.step_begins and tensors:
             self._begin_step()
@@ -359,7 +351,6 @@ class Counters:
         self.saved_bytes += parameter_bytes + small_bytes
         self.kept_bytes[KeepReason.PARAMETER] += parameter_bytes
         self.kept_bytes[KeepReason.SMALL] += small_bytes
-        self.small_bytes_largest = max(self.small_bytes_largest, largest_small)
 
     def expect(self, planned: Planned) -> None:
         """What forwards follow from here on is of ``planned``."""
@@ -462,10 +453,7 @@ class OnDevice(Protocol):
 class GraphBytes(Protocol):
     """Bytes that a graph offloads."""
 
-    slot: Slot | None
     record: Any
-    #: What the observer attaches: it goes when the bytes do.
-    observed: object
 
 
 class Observer(Protocol):
@@ -477,17 +465,8 @@ class Observer(Protocol):
     def waits(self, offloader: OnDevice, stream: Stream | None) -> Waiting:
         """A wait of ``stream`` begins, or where that is ``None`` of the host."""
 
-    def stays(self, key: int) -> None:
-        """The saved storage ``key`` was to leave, and stays."""
-
     def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
         """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""
-
-    def graph_keeps(self, host: GraphBytes) -> None:
-        """The bytes of ``host`` did not arrive."""
-
-    def graph_reloads(self, offloader: OnDevice) -> None:
-        """A graph asks for bytes that it offloaded."""
 
 
 class Accounts(ForkSafeLock):

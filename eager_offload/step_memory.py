@@ -1,6 +1,6 @@
-"""How many bytes of saved tensors a step holds on the device at most, and how many it would with other settings.
+"""How many bytes of saved tensors a step holds on the device at most, why, and with which settings it would hold less.
 
-Numbers only, like ``schedule.py``: a step is the rows of what it has saved, and its peak is arithmetic over them.
+A step is the rows of what it has saved, and its peak is arithmetic over them, with these settings or with others.
 Nothing runs and nothing is timed, so what is said of a setting does not depend on how fast a machine was.
 
 [Note: the most that a step holds]
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eager_offload.config import MIB, OffloadConfig
+from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.schedule import auto_window, largest_of
 from eager_offload.stats import KeepReason, OffloadStats, SavedRow
 
@@ -31,6 +31,24 @@ _WORTH_OTHER, _WORTH_SECOND = 0.1, 0.25
 _PARTS_OF_MIN_BYTES = (4, 16, 64, 256)
 #: The times of it that are tried for less to move; and the shares of what moves between which that is less, and most.
 _TIMES_MIN_BYTES, _MOST_OF_IT, _LESS = (4, 16, 64), 0.5, 0.9
+#: What goes on behind the bytes that stay for a reason.
+REASONS = {
+    KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}",
+    KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
+    KeepReason.DEVICE: "are on a device that nothing can be moved from here: in a process with an accelerator, tensors "
+    "of the CPU move only where a disk_path or a tier is given",
+    KeepReason.LAYOUT: "have no plain memory that could move: for their layout, or since they are of a subclass of "
+    "Tensor with a __torch_dispatch__ and no __tensor_flatten__, which would say what tensors they are made of",
+    KeepReason.MARKED: "were marked to stay, by eo.keep or eo.no_offload",
+    KeepReason.REGION: "were saved where nothing may move: in a region that is marked, in a graph that calls a "
+    "nested_compile_region, or in a capture",
+    KeepReason.NEWEST: "are the newest ones, which stay since backward asks for them at once, and that is up to "
+    "{newest}",
+    KeepReason.ALIVE: "are of tensors that something else keeps alive until backward, as outputs in a list, attributes "
+    "of modules and names in the loop do: let go of them before it",
+    KeepReason.BUDGET: "found no room in any tier: raise host_budget or disk_budget, or name another disk_path",
+    KeepReason.FAILED: "could not be copied: an earlier warning says why",
+}
 
 
 class StepPeak(NamedTuple):
@@ -173,3 +191,114 @@ def _candidates(rows: Sequence[SavedRow], config: OffloadConfig, *, waits: bool)
         yield dict.fromkeys(given, "auto")
     if config.keep_last_bytes not in ("auto", 0):
         yield {"keep_last_bytes": "auto"}
+
+
+# -- for a reader ------------------------------------------------------------------------------------------------------
+
+
+def why(stats: OffloadStats, config: OffloadConfig) -> str:
+    """What follows "nothing moved, because": the reason, and the settings that would change it.
+
+    Args:
+        stats: of a run of which nothing was offloaded.
+        config: that it ran with.
+    """
+    if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
+        return (
+            "other saved-tensor hooks inside the context hide what is saved there: enter `with offload:` inside "
+            "theirs, or leave one of the two out"
+        )
+    if not stats.saved_tensors:
+        return "no saved tensor was seen: put `with offload:` around the forward, under grad mode"
+    if not stats.kept_bytes:
+        return f"the {stats.saved_tensors:,} tensors that were saved have no bytes"
+    _, cause = main_reason(stats, config)
+    step = StepMemory(stats, config)
+    return cause + (settings_text(step, step.peak.without_offload, config) if step.rows else "")
+
+
+def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) -> tuple[KeepReason | None, str]:
+    """Returns the reason for which most of a step's bytes stay, and a clause that says so; of parameters at last.
+
+    Args:
+        share: of what a step saves; ``None`` and no clause where less stays for each reason.
+    """
+    others = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason != KeepReason.PARAMETER}
+    kept = others or stats.kept_bytes
+    steps = max(stats.steps, 1)
+    whole = stats.saved_bytes - stats.kept_bytes.get(KeepReason.PARAMETER, 0) if others else sum(kept.values())
+    reason = max(kept, key=lambda reason: kept[reason], default=None)
+    if reason is None or kept[reason] < share * whole:
+        return None, ""
+    whole = max(whole, sum(kept.values()))
+    saved, stays = size_text(whole // steps), size_text(kept[reason] // steps)
+    return KeepReason(reason), _clause(KeepReason(reason), saved, stays, stats, config, is_all=kept[reason] == whole)
+
+
+def _clause(
+    reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
+) -> str:
+    is_bounded = config.device_budget is not None or config.slowdown is not None
+    if reason is KeepReason.NEWEST and stats.plan is not None:
+        return f"of the {saved} that a step saves, {stays} stay as the plan says"
+    if reason is KeepReason.NEWEST:
+        if config.newest_bytes(1) == 0:
+            return f"{stays} a step were asked for, or closed upon, before they left"
+        if 0 < stats.device_memory_peak <= stats.device_budget:
+            return f"the {saved} that a step saves fit into device_budget beside all else"
+        if is_bounded and not (stats.device_budget or stats.keep_last_bytes):
+            return (
+                f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
+                "since the link hides no more, or since less than a window frees nothing"
+            )
+        if config.slowdown is not None:
+            return (
+                f"of the {saved} that a step saves, {stays} stay, as long as {config.says_slowdown} has not found "
+                "that they move in time: that takes some steps"
+            )
+    sentence = reason_text(reason, config, stats.prefetch_bytes)
+    return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"
+
+
+def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) -> str:
+    """Returns what goes on behind the bytes that stay for ``reason``; ``prefetch_bytes``: the window in force."""
+    setting = "prefetch_bytes" if config.keep_last_bytes == "auto" else "keep_last_bytes"
+    return REASONS[reason].format(
+        min_bytes=config.written("min_bytes") or size_text(config.size("min_bytes")),
+        newest=config.written(setting) or size_text(config.newest_bytes(prefetch_bytes)),
+    )
+
+
+def settings_text(
+    step: StepMemory, held: int, config: OffloadConfig, *, waits: bool = False, says_none: bool = True
+) -> str:
+    """Returns a sentence about the settings with which ``step`` holds least, to follow another one.
+
+    Args:
+        held, waits: as for ``StepMemory.best_trial``.
+        says_none: whether there is a sentence where no setting is worth its while.
+    """
+    best = step.best_trial(held, waits=waits)
+    if best is None:
+        if not says_none:
+            return ""
+        share = f"{WORTH:.0%}".replace("%", " %")
+        return f". None of the settings that were tried lowers that by {share} and by {size_text(WORTH_BYTES)}"
+    fields = best.fields.items()
+    set_to = [f"{name}={_literal(value)}" for name, value in fields if value not in (None, ())]
+    left_out = [name for name, value in fields if value in (None, ())]
+    parts = ([f"with {' and '.join(set_to)}"] if set_to else []) + [f"without {name}" for name in left_out]
+    given = {**vars(config), **best.fields}
+    known = "" if "auto" not in (given["max_inflight_bytes"], given["prefetch_bytes"]) else ", once one like it has run"
+    text, alive = " and ".join(parts), step.forwards
+    who, whose = (
+        ("a step holds", "its") if alive == 1 else (f"the {alive} forwards that are alive at once hold", "their")
+    )
+    return (
+        f". {text[0].upper()}{text[1:]} {who} at most {size_text(best.peak.held)} of {whose} "
+        f"{size_text(best.peak.without_offload)}{known}"
+    )
+
+
+def _literal(value: object) -> str:
+    return f'"{size_literal(value)}"' if isinstance(value, int) and value else repr(value).replace("'", '"')

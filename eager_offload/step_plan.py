@@ -24,7 +24,7 @@ from eager_offload.schedule import largest_of
 from eager_offload.stats import KeepReason
 
 #: The form of the file that ``StepPlan.save`` writes.
-_FORMAT = 1
+_FORMAT = 2
 #: Numbers in files of plans are below it, and of these fields -1 stands for none.
 _MOST = 1 << 62
 _OR_NONE = ("owner", "slot", "start", "release")
@@ -54,8 +54,6 @@ class Coded(NamedTuple):
 
     codec: str
     dtype: str
-    maker: str
-    """The node of the operator that made the tensor; empty for none."""
     nbytes: int
     """Bytes that travel."""
 
@@ -88,7 +86,9 @@ class Save:
     codec packs, whose source goes then, it is what was packed that goes here.
     """
     coded: Coded | None = None
-    """How it travels; ``None``: as it is. Of one that shares a storage which is rounded: its own maker."""
+    """How it travels; ``None``: as it is."""
+    codec: str = "identity"
+    """The name of the codec that is in force where it is saved."""
 
     @property
     def slot_nbytes(self) -> int:

@@ -28,7 +28,7 @@ class _Recorded:
     #: See ``Save``. Of a first save: 0 where its storage is decided anew each time.
     storage_nbytes: int = 0
     autograd_bytes: int = 0
-    maker: str | None = None
+    codec: str = "identity"
 
 
 class _Started(NamedTuple):
@@ -75,11 +75,6 @@ class StepRecorder:
         """How many there were."""
         return len(self._saves)
 
-    @property
-    def names(self) -> list[int]:
-        """What the engine calls each save; -1 for one that it does not follow."""
-        return [one.name for one in self._saves]
-
     def keep(self, nbytes: int, requires_grad: bool, reason: KeepReason | None, storage_nbytes: int = 0) -> None:
         """A save that stays for ``reason``; ``None``, and what a user has said: it is to be decided anew each time."""
         self._saves.append(_Recorded(nbytes, requires_grad, reason, storage_nbytes=storage_nbytes))
@@ -92,16 +87,16 @@ class StepRecorder:
         requires_grad: bool,
         storage_nbytes: int,
         autograd_bytes: int,
-        maker: str | None = None,
+        codec: str = "identity",
     ) -> None:
         """A save of a storage that is to leave.
 
         Args:
             owner: the name of the storage, -1 for one of another forward.
             storage_nbytes, autograd_bytes: of the storage, where this is its first save.
-            maker: of what shares a storage that is rounded, as in ``Coded``.
+            codec: as in ``Save``.
         """
-        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, maker))
+        self._saves.append(_Recorded(nbytes, requires_grad, None, name, owner, storage_nbytes, autograd_bytes, codec))
 
     def left_in_parts(self, owner: int) -> None:
         """A part of a storage is to leave by itself: it is decided anew each time, and so is the storage."""
@@ -176,17 +171,17 @@ class StepRecorder:
             return Save(Fate.KEEP, KeepReason.ALIVE, nbytes, whole, requires_grad=grad)
         elif one.owner != one.name:
             if (owner := numbers.get(one.owner)) is not None:
-                coded = saves[owner].coded
-                coded = None if coded is None or one.maker is None else coded._replace(maker=one.maker)
-                return Save(Fate.SHARE, saves[owner].reason, nbytes, requires_grad=grad, owner=owner, coded=coded)
+                reason = saves[owner].reason
+                return Save(Fate.SHARE, reason, nbytes, requires_grad=grad, owner=owner, codec=one.codec)
         elif not whole or one.name in self._parts or one.name not in self._needed:
             pass
         elif start is not None and kept in (None, KeepReason.NEWEST):
             # Where it is kept, backward has come to it before its stream had: it may be otherwise next time.
             release = self._released.get(one.name, -1)
-            return Save(Fate.OFFLOAD, None, nbytes, whole, held, grad, number, slots, start.saves, release, start.coded)
+            leaves = Save(Fate.OFFLOAD, None, nbytes, whole, held, grad, number, slots, start.saves, release)
+            return replace(leaves, coded=start.coded, codec=one.codec)
         elif kept is KeepReason.NEWEST:
-            return Save(Fate.KEEP, kept, nbytes, whole, held, grad, number)
+            return Save(Fate.KEEP, kept, nbytes, whole, held, grad, number, codec=one.codec)
         reason = one.reason or self._kept.get(one.owner)
         return Save(Fate.DECIDE, reason if reason in SAID else None, nbytes, requires_grad=grad)
 

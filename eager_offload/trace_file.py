@@ -1,53 +1,44 @@
 """A trace: what ran when, what was resident, and what saved it. Its file, and the objects that the file stands for.
 
-The file is Chrome trace JSON, which https://ui.perfetto.dev and ``chrome://tracing`` open::
+The file is Chrome trace JSON, which https://ui.perfetto.dev and ``chrome://tracing`` open, beside a profile of
+``torch.profiler`` if there is one::
 
     {"traceEvents": [...], "displayTimeUnit": "ms", "eager_offload": {...}}
 
 **Times** are microseconds since the trace began. On an accelerator those of slices are the device's own, by timing
-events; on a CPU device they are the host's; on a simulated one they are of its virtual clock.
+events; on a CPU device they are the host's.
 
-**traceEvents**
+**traceEvents** holds slices (``"ph": "X"``) and counters (``"ph": "C"``). Of a slice ``pid`` is a device and ``tid`` a
+track of it; ``cat`` is a :class:`SliceKind`. Tracks:
 
-- ``"ph": "X"``: a slice. ``pid`` is a device and ``tid`` a track of it; both have names, by the usual ``"M"`` events.
-  ``cat`` says what it is:
+======================== =============================================================================================
+``compute forward``      a module's forward; those of its children lie inside
+``compute backward``     a whole backward, and inside it one slice after the other: from where an operation asks for
+                         what it saved to where the next one does
+``offload``, ``reload``  bytes on their way off the device and back; ``prefetch``: back before they were asked for
+``stall``                compute waits for a transfer, which the name says; ``stall host``: the host of an accelerator
+                         waits for one, which compute may not notice
+``demotion``             what could not be done as planned; the name is the kind that the stats count
+======================== =============================================================================================
 
-  ============== ======================= ==============================================================================
-  ``cat``        track                   what it stands for
-  ============== ======================= ==============================================================================
-  ``compute``    ``compute forward``     a module's forward; those of its children lie inside
-  ``compute``    ``compute backward``    a whole backward, and inside it one slice after the other: from where an
-                                         operation asks for what it saved to where the next one does
-  ``offload``    ``offload``             bytes on their way off the device
-  ``reload``     ``reload``              bytes on their way back that were asked for
-  ``prefetch``   ``prefetch``            bytes on their way back before they were asked for
-  ``stall``      ``stall``               compute waits for a transfer; the name says for which
-  ``stall``      ``stall host``          the host of an accelerator waits for one, which compute may not notice
-  ``demotion``   ``demotion``            what could not be done as planned; the name is the kind that the stats count
-  ============== ======================= ==============================================================================
+A second thread has tracks of its own, ``compute forward 2`` and so on. Where an accelerator reaches a disk through host
+memory, the way between that and the disk is on ``offload disk`` and ``reload disk``. Counters are ``device``, ``host``,
+``disk`` and ``without offload``, each with ``{"bytes": n}``; their times are the host's, which hands memory out.
 
-  A second thread has tracks of its own, ``compute forward 2`` and so on. Where an accelerator reaches a disk through
-  host memory, the part of the way between that and the disk is on tracks ``offload disk`` and ``reload disk``. ``args``
-  holds, where they are known, ``bytes``, ``module``, ``operation``, ``tier`` and, of what did not arrive, ``error``.
-- ``"ph": "C"``: a counter, by its name: ``device``, ``host``, ``disk`` and ``without offload``, each with
-  ``{"bytes": n}`` in ``args``. Their times are the host's, which hands memory out and takes it back, also where slices
-  have a device's.
-
-**eager_offload** is what ``read_trace`` gives back as a :class:`Trace`; its fields say what they are.
+**eager_offload** holds the other fields of a :class:`Trace`, which ``read_trace`` gives back.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from eager_offload.errors import ConfigError, OffloadError
 
@@ -107,14 +98,13 @@ class MemorySample(NamedTuple):
     """Since the trace began."""
     device: int
     """On the device: kept there, newest, on their way out, brought back and not handed over. Parameters, which are
-    there anyway, do not count."""
+    there anyway, and tensors below ``min_bytes`` do not count, as in the peaks of ``OffloadStats``."""
     host: int
     """In host memory (on a CPU device: of the host tier)."""
     disk: int
     """On disk."""
     without_offload: int
-    """What autograd would hold on the device at this moment if nothing was moved. Counts what was saved inside the
-    trace."""
+    """What autograd would hold on the device at this moment if nothing was moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,26 +167,21 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """
     path = Path(os.path.realpath(path))
     own = {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}}
-    own["saved"] = [dataclasses.asdict(group) for group in trace.saved]
+    own["saved"] = [asdict(group) for group in trace.saved]
     content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": own}
+    text = json.dumps(content, separators=(",", ":"))
     if path.exists() and not path.is_file():
-        with open(path, "w", encoding="utf-8") as file:
-            _dump(content, file)
+        path.write_text(text, "utf-8")
         return
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            _dump(content, file)
+        temporary.write_text(text, "utf-8")
         if path.exists():
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _dump(content: dict[str, Any], file: TextIO) -> None:
-    json.dump(content, file, separators=(",", ":"), default=os.fspath)  # directories, as texts
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -233,8 +218,8 @@ _COUNTERS = {"device": "device", "host": "host", "disk": "disk", "without_offloa
 #: The order of the tracks of a device, from the top.
 _TRACKS = {kind: place for place, kind in enumerate(SliceKind)}
 _MEMORY_PID = 1
-#: Fields of a slice that are texts and may be empty, and those of a trace that JSON holds as they are.
-_ARGUMENTS = ("module", "operation", "tier", "error")
+#: Fields of a slice that are left out where they are empty, and those of a trace that JSON holds as they are.
+_ARGUMENTS = {"nbytes": "bytes", "module": "module", "operation": "operation", "tier": "tier", "error": "error"}
 _PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped")
 
 
@@ -249,29 +234,19 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
                 at = {"pid": _MEMORY_PID, "name": name, "ts": _microseconds(sample.seconds)}
                 yield {"ph": "C", **at, "args": {"bytes": nbytes}}
         last = sample
-    processes: dict[str, int] = {}
+    processes = {device: _MEMORY_PID + 1 + place for place, device in enumerate(trace.devices)}
     threads: dict[tuple[str, str], int] = {}
+    for device, pid in processes.items():
+        yield _metadata("process_name", pid, 0, name=device)
     for one in trace.slices:
-        pid = processes.get(one.device)
-        if pid is None:
-            pid = processes[one.device] = _MEMORY_PID + 1 + len(processes)
-            yield _metadata("process_name", pid, 0, name=one.device)
-        tid = threads.get((one.device, one.track))
-        if tid is None:
-            tid = threads[one.device, one.track] = 1 + len(threads)
+        pid, track = processes[one.device], (one.device, one.track)
+        if track not in threads:
+            tid = threads[track] = 1 + len(threads)
             yield _metadata("thread_name", pid, tid, name=one.track)
             yield _metadata("thread_sort_index", pid, tid, sort_index=100 * _TRACKS[one.kind] + tid)
-        known = {"bytes": one.nbytes, **{name: getattr(one, name) for name in _ARGUMENTS}}
-        yield {
-            "ph": "X",
-            "pid": pid,
-            "tid": tid,
-            "cat": one.kind.value,
-            "name": one.name,
-            "ts": _microseconds(one.start),
-            "dur": _microseconds(one.seconds),
-            "args": {name: value for name, value in known.items() if value},
-        }
+        place = {"pid": pid, "tid": threads[track], "ts": _microseconds(one.start), "dur": _microseconds(one.seconds)}
+        known = {key: value for name, key in _ARGUMENTS.items() if (value := getattr(one, name))}
+        yield {"ph": "X", **place, "cat": one.kind.value, "name": one.name, "args": known}
 
 
 def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str, Any]:
@@ -285,36 +260,23 @@ def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
     }
     slices: list[Slice] = []
     memory: list[MemorySample] = []
-    now = dict.fromkeys(_COUNTERS, 0)
     fields = {name: field for field, name in _COUNTERS.items()}
     for event in events:
+        given = event["args"]
         if event["ph"] == "X":
-            given = event["args"]
-            slices.append(
-                Slice(
-                    kind=SliceKind(event["cat"]),
-                    name=event["name"],
-                    device=names["process_name", event["pid"], 0],
-                    track=names["thread_name", event["pid"], event["tid"]],
-                    start=event["ts"] / 1e6,
-                    seconds=event["dur"] / 1e6,
-                    nbytes=given.get("bytes", 0),
-                    **{name: given.get(name, "") for name in _ARGUMENTS},
-                )
-            )
+            device = names["process_name", event["pid"], 0]
+            track = names["thread_name", event["pid"], event["tid"]]
+            known = {name: given[key] for name, key in _ARGUMENTS.items() if key in given}
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            slices.append(Slice(SliceKind(event["cat"]), event["name"], device, track, start, seconds, **known))
         elif event["ph"] == "C":
-            now[fields[event["name"]]] = event["args"]["bytes"]
-            sample = MemorySample(event["ts"] / 1e6, **now)
-            if memory and memory[-1].seconds == sample.seconds:
-                memory[-1] = sample
-            else:
-                memory.append(sample)
-    return Trace(
-        **{**{name: own[name] for name in _PLAIN}, "advice": tuple(own["advice"])},
-        saved=tuple(SavedGroup(**group) for group in own["saved"]),
-        slices=tuple(slices),
-        memory=tuple(memory),
-    )
+            last, seconds = memory[-1] if memory else MemorySample(-1.0, 0, 0, 0, 0), event["ts"] / 1e6
+            if last.seconds == seconds:
+                memory.pop()
+            memory.append(last._replace(seconds=seconds, **{fields[event["name"]]: given["bytes"]}))
+    plain = {name: own[name] for name in _PLAIN} | {"advice": tuple(own["advice"])}
+    saved = tuple(SavedGroup(**group) for group in own["saved"])
+    return Trace(**plain, saved=saved, slices=tuple(slices), memory=tuple(memory))
 
 
 def _microseconds(seconds: float) -> float:

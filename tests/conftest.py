@@ -40,11 +40,11 @@ pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
+from eager_offload import active  # noqa: E402
 from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
-from tests.doubles.recorded_backend import RecordedBackend  # noqa: E402
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
@@ -54,10 +54,9 @@ logging.getLogger("torch.__trace").propagate = False
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
     "simulated": SimulatedBackend,
-    "recorded": RecordedBackend,
 }
 #: All of them, but where the virtual device is the accelerator, which is for good.
-_PARAMS: list[Any] = ["disk", "simulated", pytest.param("recorded", marks=pytest.mark.long)]
+_PARAMS = ["disk", "simulated"]
 if "tests.virtual_device.plugin" in sys.modules:
     from tests.virtual_device.backend import VirtualBackend
 
@@ -140,6 +139,7 @@ def _the_environment_says_nothing() -> Iterator[None]:
 def _nothing_was_compiled() -> Iterator[None]:
     """An ``Offload`` tells of forwards in which it saw nothing only in processes that have compiled nothing."""
     yield
+    active.compiled.clear()
     if compiler := sys.modules.get("torch._dynamo.utils"):
         compiler.counters.clear()
 
@@ -168,8 +168,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=_PARAMS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Where a hazard is run: on the host runtime with the disk tier, simulated under the happens-before checker, and on
-    the accelerator runtime over its recording double, under the checker too.
+    """Where a hazard is run: on the host runtime with the disk tier, and simulated under the happens-before checker.
 
     Afterwards nothing may be held: no storage, no slot, no hook, no thread.
     """

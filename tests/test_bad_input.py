@@ -79,33 +79,6 @@ def offload(tmp_path: Path) -> Iterator[eo.Offload]:
 # -- models ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("min_bytes", [0, "1MiB"])
-def test_a_model_on_meta_goes_as_without_offload_and_trains_once_it_is_materialized(
-    min_bytes: int | str, model: Model, tmp_path: Path
-) -> None:
-    ghost = copy.deepcopy(model).to("meta")
-    tool = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=min_bytes)
-    with tool:
-        ghost(BATCH.to("meta")).sum().backward()
-    assert all(parameter.grad.is_meta for parameter in ghost.parameters())
-    assert tool.stats(synchronize=True).bytes_out == 0
-    ghost.to_empty(device="cpu").load_state_dict(model.state_dict())
-    ghost.zero_grad()
-    assert_identical(step(copy.deepcopy(model)), step(ghost, tool), "the same model, materialized")
-    tool.close()
-
-
-def test_other_tensors_on_meta_stay_where_they_are(offload: eo.Offload) -> None:
-    x = torch.ones(8, 8, requires_grad=True)
-    with offload:
-        shape_only = (x.detach().to("meta").requires_grad_() * 2).exp().sum()
-        real = (x * 2).exp().sum()
-    shape_only.backward()
-    real.backward()
-    assert offload.stats().kept_bytes["layout"] > 0
-    assert torch.equal(x.grad, 2 * (torch.ones(8, 8) * 2).exp())
-
-
 # -- where bytes should go ------------------------------------------------------------------------------------------
 
 
@@ -217,31 +190,6 @@ def test_h31_where_torch_forbids_hooks_its_error_is_ours_with_the_way_out(
 def test_h31_transforms_that_torch_allows_are_exact(place: Callable[..., Any], name: str, offload: eo.Offload) -> None:
     transform = ALLOWED[name]
     assert_identical(transform(function), place(transform, offload))
-
-
-def test_h31_an_error_that_the_user_handles_inside_does_no_harm(offload: eo.Offload) -> None:
-    x = X.clone().requires_grad_()
-    with offload:
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            grad(function)(X)
-        loss = function(x)
-    loss.backward()
-    assert_identical(grad(function)(X), x.grad)
-    assert_moved(offload.stats(synchronize=True))
-
-
-def test_h31_where_hooks_are_switched_off_entering_is_the_error_and_nothing_is_left(
-    offload: eo.Offload, model: Model
-) -> None:
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("no saved tensor hooks today"),
-        pytest.raises(eo.OffloadError, match="no saved tensor hooks today") as raised,
-        offload,
-    ):
-        step(model)
-    assert type(raised.value.__cause__) is RuntimeError
-    with pytest.raises(eo.OffloadError, match="did not enter"):
-        offload.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])

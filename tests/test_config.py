@@ -137,18 +137,6 @@ def test_what_is_neither_a_size_nor_a_text_is_refused(value: object) -> None:
         parse_size(value)
 
 
-@pytest.mark.parametrize("field", ["tier", "policy", "pin_memory", "step_plans", "keep_last_bytes", "device_budget"])
-def test_an_array_is_refused_by_the_name_of_its_field(field: str) -> None:
-    with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
-        eo.OffloadConfig(**{field: torch.arange(2)})
-
-
-@pytest.mark.parametrize("text", ["1\u212aB", "1\u212aiB", "1K\u0130B", "\u0663MiB", "9" * 5000, "9" * 5000 + "GiB"])
-def test_letters_and_digits_that_only_look_right_and_absurd_numbers_are_refused(text: str) -> None:
-    with pytest.raises(eo.ConfigError, match="whole number of bytes"):
-        parse_size(text)
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -173,7 +161,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("device_budget", "0B", "a whole number of bytes, more than 0"),
     *(("policy", bad, '"max" or "free"') for bad in ("least", None, True, ["free"])),
     *(
-        ("codec", bad, '"identity", "lossless", "bf16", "int8", "fp8" or a CodecPolicy')
+        ("codec", bad, '"identity", "lossless", "bf16", "int8", "fp8", or a mapping from patterns')
         for bad in ("int4", None, True, ["lossless"])
     ),
     *(("max_slowdown", bad, "a number, 0 or more") for bad in (-0.1, "5 %", True, float("nan"), float("inf"), [0.1])),
@@ -282,11 +270,9 @@ def test_an_unknown_field_is_an_error_with_the_nearest_that_there_is_and_then_al
     assert str(raised.value) == f"unknown field {name!r}{question}{', '.join(DEFAULTS)}"
 
 
-@pytest.mark.parametrize("cls", [eo.CodecPolicy, eo.Machine])
-def test_other_classes_that_a_file_gives_fields_of_refuse_a_wrong_name_alike(cls: type[Any]) -> None:
-    names = [field.name for field in dataclasses.fields(cls)]
-    with pytest.raises(eo.ConfigError, match=f"unknown field '{names[0]}s': did you mean {names[0]}\\?"):
-        cls(**{names[0] + "s": 1})
+def test_a_machine_of_a_file_refuses_a_wrong_name_alike() -> None:
+    with pytest.raises(eo.ConfigError, match=r"unknown field 'names': did you mean name\?"):
+        eo.Machine(names=1)  # type: ignore[call-arg]  # which is to raise
 
 
 SPELLED = {field: f"{number}000000 B" for number, field in enumerate(SIZES + SIZES_OR_AUTO, 1)}

@@ -20,12 +20,10 @@ from tests.hazards.backends import (
     Backend,
     DiskBackend,
     assert_balanced,
-    assert_settled,
     hooks_are_gone,
-    transfer_threads,
 )
 from tests.hazards.programs import assert_moved, leaf
-from tests.threads import collect, on_a_thread
+from tests.threads import collect
 
 N = 1 << 14
 NBYTES = 4 * N
@@ -112,54 +110,6 @@ def test_a_context_gives_the_object_and_can_be_entered_again(users_backend: Back
     assert stats.saved_bytes == 3 * 4 * NBYTES
 
 
-def test_nested_and_several_at_once(users_backend: Backend) -> None:
-    first, second, x = users_backend.offload(), users_backend.offload(), leaf(N)
-    with first:
-        a = chain(x, 1)
-        with first:
-            b = chain(x, 2)
-            with second:
-                c = chain(x, 3)
-            d = chain(x, 4)
-        e = chain(x, 5)
-    (a + b + c + d + e).backward()
-    expected = leaf(N)
-    sum(chain(expected, depth) for depth in range(1, 6)).backward()
-    assert torch.equal(x.grad, expected.grad)
-    assert first.stats(synchronize=True).saved_bytes == (1 + 2 + 4 + 5) * NBYTES
-    assert second.stats(synchronize=True).saved_bytes == 3 * NBYTES
-    del a, b, c, d, e
-    for offload in (first, second):
-        assert_moved(assert_settled(offload), 1.0)
-
-
-def test_leaving_in_a_thread_that_did_not_enter_is_an_error_and_harms_nothing(users_backend: Backend) -> None:
-    offload, x = users_backend.offload(), leaf(N)
-    with offload:
-        with pytest.raises(eo.OffloadError, match="in a thread that did not enter it"):
-            on_a_thread(lambda: offload.__exit__(None, None, None))
-        loss = chain(x)
-    exact_backward(loss, x)
-    with pytest.raises(eo.OffloadError, match="did not enter"):
-        offload.__exit__(None, None, None)
-    del loss
-    assert_moved(assert_settled(offload), 1.0)
-
-
-def test_backward_runs_inside_the_context_outside_it_and_in_another_thread(users_backend: Backend) -> None:
-    offload, x = users_backend.offload(step_plans=False), leaf(N)
-    with offload:
-        chain(x).backward()
-    inside, x.grad = x.grad, None
-    with offload:
-        loss = chain(x)
-    users_backend.in_thread(loss.backward)
-    assert torch.equal(inside, gradient(x))
-    assert torch.equal(x.grad, gradient(x))
-    del loss
-    assert_moved(assert_settled(offload), 0.8)  # what is saved last before a backward in the context stays
-
-
 # -- closing --------------------------------------------------------------------------------------------------------
 
 
@@ -244,19 +194,6 @@ def test_graphs_that_are_alive_across_a_close_are_still_right(disk: DiskBackend)
     del again
     offload.close()
     assert spill_files() == before
-
-
-def test_closing_again_ends_the_threads_that_a_graph_has_needed_since(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        loss = chain(x)
-    assert_moved(offload.stats(synchronize=True), 1.0)
-    offload.close()
-    assert transfer_threads() == []
-    exact_backward(loss, x)
-    assert transfer_threads() != [], "the reloads have started one"
-    offload.close()
-    assert transfer_threads() == []
 
 
 def test_closing_while_a_forward_runs_keeps_its_gradients(users_backend: Backend) -> None:

@@ -133,17 +133,6 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 0
 
 
-def test_steps_in_one_context_are_counted(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        for _ in range(3):
-            chain(x).backward()
-    with offload, torch.no_grad():
-        chain(x)
-    stats = offload.stats(synchronize=True)
-    assert (stats.steps, stats.saved_bytes) == (3, 3 * ALL)
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_peaks_of_tiers_are_of_the_bytes_of_this_object(tier: str, disk: DiskBackend) -> None:
@@ -177,23 +166,6 @@ def test_the_time_that_bytes_travel_is_counted_and_what_a_disk_is_written(disk: 
     offload.close()
     del loss
     assert offload.stats().disk_bytes_written == forward.disk_bytes_written, "of tiers that are closed, too"
-
-
-def test_what_is_asked_for_while_it_is_still_resident_is_forwarded(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with disk.gate() as gate:
-        with offload:
-            loss = chain(x)
-        before = offload.stats()
-        assert before.offloaded_bytes == before.inflight_bytes_peak == ALL, "on its way"
-        loss.backward()
-        gate.open()
-    assert torch.equal(x.grad, gradient(x))
-    del loss
-    stats = offload.stats(synchronize=True)
-    assert (stats.forwarded_bytes, stats.reloaded_bytes, stats.released_bytes) == (ALL, 0, 0)
-    assert stats.bytes_in == 0
-    assert stats.bytes_out == ALL
 
 
 def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
@@ -251,18 +223,6 @@ def test_bytes_are_of_tensors_as_saved_and_the_link_carries_a_storage_once(disk:
     assert_settled(offload)
 
 
-def test_a_broadcast_counts_as_large_as_it_looks_and_moves_as_small_as_it_is(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    factor = torch.linspace(0, 1, 8).reshape(8, 1)
-    with offload:
-        loss = (x.view(8, -1) * factor.expand(8, N // 8)).sum()
-    stats = offload.stats(synchronize=True)
-    assert stats.saved_bytes == stats.offloaded_bytes == NBYTES
-    assert stats.bytes_out == 8 * 4
-    loss.backward()
-    assert torch.equal(x.grad, factor.expand(8, N // 8).reshape(-1))
-
-
 def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
     offload, x = disk.offload(keep_last_bytes=2 * NBYTES), leaf(N)
     with disk.gate() as gate:
@@ -297,25 +257,6 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
     assert_settled(offload)
 
 
-def test_synchronizing_waits_for_what_is_on_its_way_and_looking_does_not(disk: DiskBackend) -> None:
-    offload, x, final = disk.offload(), leaf(N), list[eo.OffloadStats]()
-    with disk.gate() as gate:
-        with offload:
-            loss = chain(x, 3)
-        assert offloader_of(offload).inflight_bytes == 3 * NBYTES
-        stalled = offload.stats().stall_seconds  # while the file grew
-        assert offload.stats().stall_seconds == stalled
-        gate.wait_until_reached()
-        waiting = threading.Thread(target=lambda: final.append(offload.stats(synchronize=True)))
-        waiting.start()
-        assert not final
-        gate.open()
-        waiting.join()
-    assert offloader_of(offload).inflight_bytes == 0
-    assert final[0].offloaded_bytes == final[0].bytes_out == 3 * NBYTES
-    loss.backward()
-
-
 # -- bounds ---------------------------------------------------------------------------------------------------------
 
 
@@ -336,22 +277,6 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     assert stats.host_wait_seconds == stats.stall_seconds, "a CPU device computes on the host"
     exact_backward(loss, x)
     assert stats.offloaded_bytes == ALL
-
-
-def test_time_goes_on_where_a_reset_comes_in_the_middle_of_a_step(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        offload.reset_stats()
-        assert offload.stats().seconds > 0
-        loss = chain(x)
-    offload.stats(synchronize=True)  # everything is away by then
-    offload.reset_stats()
-    assert offload.stats().seconds > 0
-    loss.backward()
-    del loss
-    assert offload.stats(synchronize=True).bytes_in > 0
-    offload.reset_stats()
-    assert offload.stats().seconds == 0
 
 
 def open_when_the_host_waits(gate: Gate, offload: eo.Offload) -> None:

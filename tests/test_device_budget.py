@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import eager_offload as eo
 from eager_offload.eager.device_budget import Allowance
-from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.processes import printed_by
+from tests.simulation.simulated import SimulatedRuntime
 from tests.test_exposure import exact_in_threads
 
 MIB = 1 << 20

@@ -20,8 +20,7 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.eager.exposure import LeastKept
 from eager_offload.learning import _spread
-from eager_offload.simulation.simulated import SimulatedRuntime
-from tests.doubles.training_accelerator import TrainingAccelerator
+from tests.simulation.simulated import SimulatedRuntime
 
 #: Bytes that stay at first, and that are enough for nothing to be exposed, in parts of all; and how steep it is there.
 DEVICES = {
@@ -104,19 +103,6 @@ def test_a_link_that_becomes_slower_is_noticed_and_one_that_becomes_faster_is_in
     after = train(rule, iter(lambda: slow.exposed(rule.keep), None), 100, most)
     assert slow.exposed(after[-1]) <= 0.01
     assert min(train(rule, iter(lambda: fast.exposed(rule.keep), None), 1000, most)) < 0.4 * most
-
-
-def test_more_is_not_tried_than_the_last_two_tries_make_likely() -> None:
-    most, rule = 1 << 20, LeastKept(0, 0)
-    device = Device(most, 0.55, 2.0)
-    assert max(train(rule, iter(lambda: device.exposed(rule.keep), None), 400, most)) <= 0.62 * most
-
-
-def test_one_long_step_does_not_make_up_for_what_is_exposed() -> None:
-    rule = LeastKept(0.1, 0)
-    for step in range(60):
-        rule.adapt(rule.keep, 0.2, 100.0 if step % 4 == 0 else 1.2, 1000)
-    assert rule.keep == 1000
 
 
 def test_another_amount_is_learnt_anew_and_no_more_stays_than_there_is() -> None:
@@ -334,35 +320,3 @@ def test_compiled_code_moves_no_more_than_without_it_and_all_where_a_step_may_ta
     long_bytes, long_gradient = moved(max_slowdown=1e9)
     assert long_bytes == plain_bytes > 0
     assert torch.equal(long_gradient, plain_gradient)
-
-
-# -- on an accelerator ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fields", [{"policy": "free"}, {"max_slowdown": 0.05}])
-def test_a_device_whose_events_do_not_tell_the_time_is_an_error(fields: dict[str, object]) -> None:
-    machine = TrainingAccelerator()
-    machine.can_time = False
-    offload, x = eo.Offload(runtime=machine.runtime, tier="host", min_bytes=0, **fields), torch.ones(64)
-    for _ in range(2):
-        with pytest.raises(eo.ConfigError, match="is not accepted for cpu, whose events do not tell the time"), offload:
-            x.requires_grad_().exp()
-    offload.close()
-
-
-def test_on_an_accelerator_what_times_the_waits_orders_nothing(expected: list[Tensor]) -> None:
-    machine, parameters = TrainingAccelerator(haste=0.3), weights()
-    windows = {"max_inflight_bytes": 3 * NBYTES, "prefetch_bytes": 3 * NBYTES}
-    offload = eo.Offload(runtime=machine.runtime, tier="host", min_bytes=NBYTES, policy="free", **windows)
-    with machine.checked() as checker:
-        for _ in range(20):
-            for parameter in parameters:
-                parameter.grad = None
-            with offload:
-                loss = layers(torch.ones(SIDE, SIDE), parameters)
-            loss.backward()
-    checker.assert_clean()
-    stats = offload.stats(synchronize=True)
-    offload.close()
-    assert all(torch.equal(one.grad, other) for one, other in zip(parameters, expected, strict=True))
-    assert stats.bytes_out > 0

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.eager import foreign
 from tests.hazards.backends import DiskBackend
 from tests.threads import on_a_thread
 
@@ -129,18 +128,6 @@ def test_a_context_without_a_forward_is_not_an_empty_one(disk: DiskBackend) -> N
     assert offload.stats().empty_forwards == 0
 
 
-def test_closing_inside_the_context_does_not_make_it_an_empty_one(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf()
-    with warnings.catch_warnings(action="error"), offload:
-        loss = forward(x)
-        offload.close()
-    assert offload.stats().empty_forwards == 0
-    loss.backward()
-    x.grad, actual = None, x.grad
-    forward(x).backward()
-    assert torch.equal(actual, x.grad)
-
-
 def checkpointed(
     function: Callable[[Tensor], Tensor], around: AbstractContextManager[Any], *, use_reentrant: bool = False
 ) -> Tensor:
@@ -162,18 +149,6 @@ def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: boo
     stats = offload.stats(synchronize=True)
     assert stats.foreign_hooks == stats.empty_forwards == 0
     assert stats.bytes_out > 0
-
-
-def test_the_innermost_of_ours_is_told_and_the_outer_one_again_after_it(disk: DiskBackend) -> None:
-    outer, inner = disk.offload(), disk.offload()
-    with warnings.catch_warnings(action="ignore"), outer:
-        gradient(inner, theirs())
-        gradient(theirs())
-        with theirs():
-            gradient(nullcontext())
-            gradient(nullcontext(), theirs())
-    assert inner.stats().foreign_hooks == 1
-    assert outer.stats().foreign_hooks == 2, "what is inside theirs hides nothing that they do not"
 
 
 # -- hooks that hide nothing: see [Note: which hooks hide] in foreign.py ----------------------------------------------
@@ -250,16 +225,6 @@ def test_h24_hooks_that_hand_on_to_ours_hide_nothing(
     assert stats.foreign_hooks == 0
     assert stats.bytes_out > 0
     assert "hooks" not in str(stats)
-
-
-def test_h24_others_are_told_of_beside_those_that_hand_on(disk: DiskBackend) -> None:
-    offload = disk.offload()
-    with warnings.catch_warnings(record=True, action="always") as warned, offload:
-        gradient(handing_on_by_a_closure())
-        gradient(theirs())
-        gradient(handing_on_by_a_closure(), theirs())
-    assert ["hide from it" in str(one.message) for one in warned] == [True]
-    assert offload.stats(synchronize=True).foreign_hooks == 1
 
 
 def test_h24_hooks_inside_of_a_checkpoint_hide_nothing_from_ours(disk: DiskBackend) -> None:
@@ -389,11 +354,3 @@ def test_what_others_have_put_around_ours_stays_and_works(disk: DiskBackend) -> 
         assert offload.stats().foreign_hooks == 2, "each is counted once"
     finally:
         saved_tensors_hooks.__enter__ = ORIGINAL  # type: ignore[method-assign]
-
-
-def test_where_torch_forbids_hooks_the_class_is_left_as_it_was(disk: DiskBackend) -> None:
-    offload = disk.offload()
-    with disable_saved_tensors_hooks("saved tensor hooks are off"), pytest.raises(eo.OffloadError), offload:
-        pass
-    assert foreign._watchers == 0
-    assert torch.equal(gradient(offload), gradient(nullcontext()))

@@ -72,7 +72,7 @@ def test_what_is_worth_most_fits_into_one_run_and_the_rest_into_another() -> Non
     assert len(set(names)) == len(names)
     assert not any(";" in name for name in names)
     assert all(0 < one.expected < one.limit for one in STAGES)
-    most, first = options_of([]).seconds - DRAWING, names.index("overlap")
+    most, first = options_of([]).seconds - DRAWING, names.index("sanitizer")
     assert sum(one.expected for one in STAGES[:first]) <= most
     assert sum(one.expected for one in STAGES[first:]) <= most
 

@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
-from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread, host_runtime
+from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread
 from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
-from tests.hazards.backends import Gate
-from tests.threads import on_threads
 
 CPU = torch.device("cpu")
 
@@ -95,21 +92,6 @@ def test_operations_of_a_stream_run_in_order_and_an_event_stands_for_all_before_
         assert runtime.query(event)
 
 
-def test_compute_is_over_when_it_returns(runtime: HostRuntime) -> None:
-    compute = runtime.current_stream(CPU)
-    assert compute == runtime.current_stream(torch.device("cpu", 0))
-    event = runtime.record(compute)
-    assert runtime.query(event)
-    runtime.wait(compute, event)
-    runtime.synchronize(event)
-
-
-def test_transfer_streams_are_one_for_each_direction_and_made_once(runtime: HostRuntime) -> None:
-    made = on_threads(8, lambda _: [runtime.transfer_stream(CPU, direction) for direction in Direction])
-    assert len({stream for streams in made for stream in streams}) == 2
-    assert host_runtime() is host_runtime()
-
-
 def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(runtime: HostRuntime) -> None:
     out, back = stream(runtime), stream(runtime, Direction.IN)
     opened = threading.Event()
@@ -125,47 +107,6 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
     runtime.wait(runtime.current_stream(CPU), read)
     assert runtime.query(written)
     assert torch.equal(target, source)
-
-
-def test_compute_goes_on_while_a_copy_is_under_way(runtime: HostRuntime) -> None:
-    out = stream(runtime)
-    gate, slot, source = Gate(), Memory(4096), noise(4096)
-    slot.before = gate.pass_through
-    event = runtime.copy(slot, source, out)
-    gate.wait_until_reached()
-    product = torch.ones(64, 64) @ torch.ones(64, 64)  # in the middle of the copy
-    assert product.sum() == 64**3
-    assert not runtime.query(event)
-    assert not slot.content.any()
-    gate.open()
-    runtime.synchronize(event)
-    assert torch.equal(slot.content, source)
-
-
-def test_both_directions_move_at_the_same_time(runtime: HostRuntime) -> None:
-    meet = threading.Barrier(2, timeout=60)  # each copy waits for the other to be under way
-    slot = Memory(100)
-    slot.before = meet.wait
-    copies = [
-        runtime.copy(slot, noise(100), stream(runtime)),
-        runtime.copy(noise(100), slot, stream(runtime, Direction.IN)),
-    ]
-    for copy in copies:
-        runtime.synchronize(copy)
-
-
-def test_several_threads_wait_for_one_event(runtime: HostRuntime) -> None:
-    out, opened = stream(runtime), threading.Event()
-    out.submit(opened.wait)
-    event = out.record()
-    with ThreadPoolExecutor(4) as pool:
-        waits = [pool.submit(event.wait) for _ in range(4)]
-        while out.waiters < 4:
-            pass
-        assert not any(wait.done() for wait in waits)
-        opened.set()
-    assert [wait.result() for wait in waits] == [None] * 4
-    assert out.waiters == 0
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
@@ -204,17 +145,6 @@ def test_a_copy_comes_after_the_events_that_it_is_told_to_wait_for(runtime: Host
     assert not early
     runtime.synchronize(copied)
     assert target.eq(7).all()
-
-
-def test_a_stream_that_waits_for_a_failed_event_goes_on_and_its_own_events_do_not_fail(runtime: HostRuntime) -> None:
-    out, back = stream(runtime), stream(runtime, Direction.IN)
-    opened = threading.Event()
-    out.submit(opened.wait)
-    failed = out.submit(raising(OSError(errno.EIO, "broken")))
-    runtime.wait(back, failed)
-    after = back.record()
-    opened.set()
-    runtime.synchronize(after)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), MemoryError("none"), AssertionError("a bug")])
@@ -284,31 +214,3 @@ def test_targets_have_their_size_and_alignment_offset(runtime: HostRuntime, nbyt
         assert (target.dtype, target.shape, target.is_contiguous()) == (torch.uint8, (nbytes,), True)
         targets.append(target.fill_(alignment_offset))
     assert all(target.eq(offset).all() for offset, target in zip(offsets, targets, strict=True)), "no byte is shared"
-
-
-def test_a_target_goes_back_with_its_last_view(runtime: HostRuntime) -> None:
-    compute = runtime.current_stream(CPU)
-    before = runtime.arena.used_bytes
-    target = runtime.allocate(Layout(5000, 17), CPU, compute)
-    assert runtime.arena.used_bytes - before == 5017
-    view = target[3:9]
-    del target
-    runtime.poll()
-    assert runtime.arena.used_bytes - before == 5017
-    del view
-    runtime.poll()
-    assert runtime.arena.used_bytes == before
-
-
-def test_a_host_buffer_is_page_aligned_and_empty(runtime: HostRuntime) -> None:
-    buffer = runtime.host_buffer(12345)
-    assert buffer.data_ptr() % 4096 == 0
-    assert (buffer.dtype, buffer.shape) == (torch.uint8, (12345,))
-    assert not buffer.any()
-
-
-def test_bandwidth_is_measured_once(runtime: HostRuntime) -> None:
-    measured = runtime.bandwidth(CPU, Direction.OUT)
-    assert measured > 0
-    assert runtime.bandwidth(CPU, Direction.OUT) == measured
-    assert runtime.bandwidth(CPU, Direction.IN) > 0

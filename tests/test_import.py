@@ -14,7 +14,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.__main__ import COMMANDS
-from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES
+from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES, PUBLIC_NAMES, SET
 from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
@@ -67,7 +67,7 @@ with offload:
     loss = x.exp().sum()
 loss.backward()
 assert offload.stats(synchronize=True).bytes_out > 0
-proof = sorted(name for name in sys.modules if name.startswith("eager_offload.simulation"))
+proof = sorted({"eager_offload.planning.rehearse", "eager_offload.planning.simulated"} & set(sys.modules))
 brought = {name for name in set(sys.modules) - before if not name.startswith("eager_offload")}
 print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}) + proof)
 """
@@ -79,31 +79,33 @@ def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the
     assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"
 
 
-#: Runs a module as ``python -m`` does, and says on its last line whether that has imported torch.
+#: Runs the package as ``python -m`` does, and says on its last line whether that has imported torch.
 COMMAND = """
 import runpy, sys
-module = sys.argv.pop(1)
 try:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module("eager_offload", run_name="__main__", alter_sys=True)
 except SystemExit as end:
     print(end.code, "torch" in sys.modules)
 """
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("is_module", [True, False])
-def test_a_command_says_what_it_takes_without_torch(command: str, is_module: bool) -> None:
-    arguments = [f"eager_offload.{command}"] if is_module else ["eager_offload", command]
-    *said, end = printed_by("-c", COMMAND, *arguments, "--help").splitlines()
-    assert said[0].startswith(f"usage: python -m eager_offload.{command} ")
+def test_a_command_says_what_it_takes_without_torch(command: str) -> None:
+    *said, end = printed_by("-c", COMMAND, command, "--help").splitlines()
+    assert said[0].startswith(f"usage: python -m eager_offload {command} ")
     assert end == "0 False"
+
+
+def test_no_module_of_the_package_has_the_name_of_a_command_or_a_function() -> None:
+    functions = {name for name in eo.__all__ if callable(getattr(eo, name))}
+    assert not {source.stem for source in PACKAGE.glob("*")} & (functions | COMMANDS.keys())
 
 
 def test_the_commands_are_listed_without_torch() -> None:
-    *said, end = printed_by("-c", COMMAND, "eager_offload").splitlines()
+    *said, end = printed_by("-c", COMMAND).splitlines()
     assert end == "0 False"
     assert all(any(line.startswith(f"  {command} ") for line in said) for command in COMMANDS)
-    assert printed_by("-c", COMMAND, "eager_offload", "--version").splitlines() == [eo.__version__, "0 False"]
+    assert printed_by("-c", COMMAND, "--version").splitlines() == [eo.__version__, "0 False"]
     unknown = python("-m", "eager_offload", "docter")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert "'docter' is not a command" in unknown.stderr
@@ -113,13 +115,13 @@ def test_the_commands_are_listed_without_torch() -> None:
 NAMES = """
 import sys
 import eager_offload as eo
-import eager_offload.plan
+import eager_offload.planning
 assert eo.__version__ and set(eo.__all__) < set(dir(eo)) and not hasattr(eo, "offlod")
 assert "torch" not in sys.modules
 plan = eo.plan
-assert plan.__module__ == "eager_offload.plan.planner"
+assert plan.__module__ == "eager_offload.planning.planner"
 assert hasattr(sys.modules["torch"].ops.eager_offload, "offload")
-import eager_offload.plan.files
+import eager_offload.planning.files
 from eager_offload import *
 from eager_offload import plan as again
 assert eo.plan is again is plan
@@ -160,7 +162,7 @@ def test_importing_brings_in_nothing_but_the_package_and_the_standard_library(im
 
 def test_what_the_package_asks_for_is_torch_with_what_that_brings_and_psutil() -> None:
     roots = {name.partition(".")[0] for source in {*SOURCES} - {*INTEGRATIONS} for name, _ in imports_of(source)}
-    assert roots - sys.stdlib_module_names == {"torch", "psutil", "jinja2", "eager_offload"}  # torch brings jinja2
+    assert roots - sys.stdlib_module_names == {"torch", "psutil", "plotly", "eager_offload"}  # figures ask for plotly
 
 
 @pytest.mark.parametrize("source", INTEGRATIONS, ids=lambda source: source.stem)
@@ -201,7 +203,15 @@ def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
 def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_long() -> None:
     found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
     assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
-    assert {name for names in PATCHED.values() for name in names} <= LISTED
+    assert named_in(PATCHED) | named_in(SET) <= LISTED
+    assert not named_in(PATCHED) & named_in(SET)
+
+
+def test_the_library_uses_few_private_names_of_torch_and_replaces_very_few() -> None:
+    """A name is used once it is listed, a value that it sets as well as a function in whose place it puts its own."""
+    assert all(map(private, named_in(PRIVATE_NAMES)))
+    assert len(named_in(PRIVATE_NAMES)) <= 75
+    assert len(named_in(PATCHED) & named_in(PRIVATE_NAMES)) <= 8
 
 
 def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
@@ -219,7 +229,11 @@ def private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
-LISTED = {name for names in PRIVATE_NAMES.values() for name in names}
+def named_in(table: dict[str, tuple[str, ...]]) -> set[str]:
+    return {name for names in table.values() for name in names}
+
+
+LISTED = named_in(PRIVATE_NAMES) | named_in(PUBLIC_NAMES)
 #: Attributes that torch's objects have under such a name; of what every subclass has, those that it may set alone.
 OF_OBJECTS = {
     last: name

@@ -8,9 +8,9 @@ from graphlib import TopologicalSorter
 from tests.test_import import PACKAGE, imports_of
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
-SOLVER = {f"eager_offload.plan.{name}" for name in ("predict", "program", "recompute", "solve")}
+SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those of no row of its own are `solver`, and `examination`, which trains a step where all else that observes is told.
+#: Those inside of a folder are `solver`, and `doctor`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
@@ -20,28 +20,26 @@ ROOMS: dict[str, set[str]] = {
     "version": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
-    "codecs": {"errors", "names", "pydantic_schema"},
+    "codecs": {"errors"},
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
-    "machine": {"config", "errors", "names"},
+    "machine": {"_torch", "config", "errors", "names"},
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors"},
     "live_bytes": {"_torch", "tiers"},
     "runtime": {"_torch", "config", "errors", "tiers"},
-    "simulation": {"_torch", "errors", "runtime", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
-    "nothing_moved": {"config", "stats", "step_memory"},
-    "out_of_memory": {"_torch", "active", "config", "kernels", "stats"},
+    "out_of_memory": {"_torch", "active", "config", "kernels", "stats", "step_memory"},
     "selection": {"_torch", "config", "stats"},
-    "marks": {"_torch", "errors", "selection", "tiers"},
-    "skipping": {"_torch", "errors", "marks", "module_calls"},
+    "marks": {"_torch", "codecs", "errors", "selection", "tiers"},
+    "matched_modules": {"config", "errors", "marks", "module_calls"},
     "active": {"_torch", "config", "tiers"},
     "step_plan": {"config", "errors", "schedule", "stats"},
     "step_recorder": {"stats", "step_plan"},
     "computed_plan": {"config", "machine", "stats", "step_plan"},
     "plan_settings": {"computed_plan", "config", "errors"},
     "learning": {"step_recorder", "tiers"},
-    "kernels": {"_torch", "codecs", "config", "errors", "trace_file", "version"},
+    "kernels": {"_torch", "codecs", "config", "errors"},
     "solver": {"machine", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
@@ -52,44 +50,42 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "active", "codecs", "computed_plan", "config", "engine", "errors", "machine", "marks", "names"),
-        *("runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
+        *("matched_modules", "runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
     },
     "context": {"_torch", "active", "eager", "engine", "errors", "kernels", "stats"},
     "observe": {
-        *("_torch", "config", "eager", "engine", "errors", "nothing_moved", "runtime", "selection", "stats"),
+        *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats"),
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
-        *("_torch", "active", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
+        *("_torch", "active", "codecs", "compile", "computed_plan", "config", "context", "eager", "engine", "errors"),
         *(
-            "nothing_moved",
+            "matched_modules",
             "observe",
             "out_of_memory",
             "plan_settings",
             "runtime",
-            "skipping",
             "stats",
+            "step_memory",
             "step_plan",
             "tiers",
         ),
     },
-    "graphs": {"_torch", "codecs", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
-    "plan": {
+    "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats", "step_plan"},
+    "planning": {
         *("_torch", "active", "codecs", "compile", "computed_plan", "config", "eager", "errors", "learning", "machine"),
-        *("marks", "module_calls", "observe", "offload", "runtime", "schedule", "selection", "simulation", "skipping"),
+        *("marks", "matched_modules", "module_calls", "observe", "offload", "runtime", "schedule", "selection"),
         *("solver", "stats", "step_plan", "step_recorder", "tiers"),
     },
     "eager_offload": {
-        *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "plan", "stats", "step_plan"),
+        *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_plan"),
         "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "examination": {"_torch", "config", "errors", "offload", "runtime", "tiers", "version"},
-    "doctor": {"examination"},
-    "report": {"config", "errors", "observe", "trace_file"},
+    "doctor": {"_torch", "config", "errors", "machine", "offload", "runtime", "tiers", "version"},
     "module_contexts": {"_torch", "errors", "offload"},
-    "run": {"config", "errors", "module_contexts", "nothing_moved", "offload", "tiers"},
-    "__main__": {"version"},
+    "running": {"config", "errors", "module_contexts", "offload", "step_memory", "tiers"},
+    "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
 
 
@@ -113,8 +109,8 @@ def room_of(module: str) -> str:
     """The first name below the package: a folder, or a module of its own."""
     if module in SOLVER:
         return "solver"
-    if module.startswith("eager_offload.observe.doctor"):
-        return "examination"
+    if module == "eager_offload.observe.doctor":
+        return "doctor"
     return module.split(".")[1] if "." in module else module
 
 

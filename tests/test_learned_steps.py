@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.simulation.timeline import Timeline
 from tests.hazards.backends import assert_settled, saves_of
+from tests.simulation.simulated import SimulatedRuntime
+from tests.simulation.timeline import Timeline
 
 N = 64
 NBYTES = N * N * 4
@@ -126,11 +126,6 @@ def test_what_is_asked_for_too_soon_stays_and_the_rest_leaves_at_once() -> None:
         assert 0 < step.stats.kept_bytes["newest"] <= 3 * NBYTES
         assert step.exposed <= first.exposed
         assert step.stats.resident_bytes_peak <= first.stats.resident_bytes_peak
-
-
-def test_a_size_that_was_given_is_no_matter_of_learning() -> None:
-    found = steps(one_tower, SimulatedRuntime(), prefetch_bytes=6 * NBYTES, keep_last_bytes=4 * NBYTES)
-    assert [step.stats.kept_bytes["newest"] for step in found] == [4 * NBYTES] * 3
 
 
 def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eager_offload.learning import Decision, Forward, ForwardRecord, LearnedForwards, Link
-from eager_offload.schedule import Rate
 
 LINK = Link(out=10.0, back=5.0)  # ten bytes are away and back after three seconds
 
@@ -79,15 +77,6 @@ def test_what_is_asked_for_within_a_round_trip_stays_and_the_rest_leaves(
     assert learner.step([10, 20], asked, at=at) == decisions
 
 
-def test_bytes_that_leave_before_it_make_the_round_trip_longer() -> None:
-    learner = Learner()
-    for expected in (Decision.UNKNOWN, Decision.STAY):
-        forward = learner.forward()
-        assert forward.save(10, None, 0.0, 40) is expected
-        forward.asked(0, 6.9)  # 4 seconds in the queue, 1 out, 2 back
-        del forward
-
-
 def test_a_storage_that_several_saves_share_is_asked_for_with_the_first_of_them() -> None:
     learner = Learner()
     for expected in (Decision.UNKNOWN, Decision.STAY):
@@ -97,12 +86,6 @@ def test_a_storage_that_several_saves_share_is_asked_for_with_the_first_of_them(
         forward.asked(1, 2.0)
         forward.asked(0, 90.0)
         del forward
-
-
-def test_nothing_is_said_of_times_where_no_link_is_known() -> None:
-    learner = Learner(link=None)
-    learner.step([10, 20], [1, 0], alive=[1])
-    assert learner.step([10, 20], [1, 0]) == [Decision.UNKNOWN, Decision.ALIVE]
 
 
 def test_what_someone_else_keeps_alive_is_not_taken_again_but_now_and_then_to_see() -> None:
@@ -116,34 +99,11 @@ def test_what_someone_else_keeps_alive_is_not_taken_again_but_now_and_then_to_se
     assert last[1] is Decision.LEAVE
 
 
-def test_what_was_alive_once_is_looked_at_again_though_nothing_else_is_ever_asked_for() -> None:
-    learner = Learner()
-    first = learner.step([10, 10], [1, 0], alive=[0, 1])
-    later = [learner.step([10, 10], [1, 0]) for _ in range(40)]
-    assert first == [Decision.UNKNOWN] * 2
-    assert later[:15] == [[Decision.ALIVE] * 2] * 15
-    assert later[15] == [Decision.UNKNOWN] * 2, "a look"
-    assert later[16:] == [[Decision.LEAVE] * 2] * 24
-
-
 def test_h21_what_was_alive_once_is_looked_at_again_though_every_step_ends_otherwise() -> None:
     learner = Learner()
     decisions = [learner.step([10, 20 + number], [1, 0], alive=[0] if number == 0 else [])[0] for number in range(40)]
     assert decisions[1:16] == [Decision.ALIVE] * 15
     assert Decision.ALIVE not in decisions[16:]
-
-
-def test_a_storage_that_was_taken_against_the_decision_is_looked_at() -> None:
-    learner = Learner()
-    learner.step([10, 20], [1, 0], alive=[0])
-    forward = learner.forward()
-    assert forward.save(10, None, 0.0, 0) is Decision.ALIVE
-    forward.taken(0)
-    forward.save(20, None, 1.0, 0)
-    forward.asked(1, 100.0)
-    forward.asked(0, 101.0)
-    del forward
-    assert learner.step([10, 20], [1, 0])[0] is Decision.LEAVE
 
 
 def test_two_models_that_begin_with_the_same_batch_are_told_apart() -> None:
@@ -165,16 +125,6 @@ def test_h21_from_the_first_save_that_differs_nothing_is_known() -> None:
     assert learner.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Decision.LEAVE] * 2 + [Decision.UNKNOWN] * 2
     assert learner.step([11, 20, 31, 40], [3, 2, 1, 0]) == [Decision.UNKNOWN] * 4
     assert learner.step([10, 20, 31, 40], [3, 2, 1, 0]) == [Decision.LEAVE] * 4, "the others do not disturb it"
-
-
-def test_a_longer_step_follows_as_far_as_it_goes_and_a_storage_shared_otherwise_differs() -> None:
-    learner = Learner()
-    learner.step([10, 20], [1, 0])
-    assert learner.step([10, 20, 30], [2, 1, 0]) == [Decision.LEAVE, Decision.LEAVE, Decision.UNKNOWN]
-    forward = learner.forward()
-    assert forward.save(10, None, 0.0, 0) is Decision.LEAVE
-    forward.save(20, 0, 1.0, 0)
-    assert forward.save(30, None, 2.0, 0) is Decision.UNKNOWN
 
 
 def test_h22_a_graph_that_was_dropped_or_saved_nothing_teaches_nothing() -> None:
@@ -234,29 +184,6 @@ def test_an_order_leaves_out_what_is_alive_and_is_followed_whether_that_is_asked
     assert forward.asked(1, 101.0) is None
 
 
-def test_saves_that_come_after_backward_has_begun_leave_the_order_as_it_is() -> None:
-    learner = Learner()
-    learner.step([10, 20, 30], [0, 2, 1])
-    forward = begun_like(learner, [10, 20, 30])
-    assert forward.asked(0, 100.0) == [1001, 1003, 1002]
-    forward.save(99, None, 101.0, 0)  # in a backward that makes a graph of its own
-    forward.positions[3] = 1004
-    assert forward.asked(3, 102.0) is None
-    assert forward.asked(2, 103.0) is None
-    assert forward.asked(1, 104.0) is None
-
-
-def test_a_forward_is_over_when_all_that_has_a_handle_was_asked_for() -> None:
-    learner = Learner()
-    forward = begun_like(learner, [10, 20])
-    forward.save(30, None, 2.0, 0)  # which stays
-    assert not forward.is_over
-    forward.asked(0, 100.0)
-    assert not forward.is_over
-    forward.asked(1, 101.0)
-    assert forward.is_over
-
-
 @settings(max_examples=200)
 @given(data=st.data(), steps=st.integers(1, 6))
 def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_nothing_else(
@@ -285,28 +212,3 @@ def test_whatever_has_been_learnt_an_order_names_each_save_at_most_once_and_noth
 
 
 # -- logs and rates ---------------------------------------------------------------------------------------------------
-
-
-def test_a_forward_leaves_its_log_once_its_last_holder_lets_go() -> None:
-    learner = Learner()
-    gc.disable()
-    try:
-        forward = begun_like(learner, [10])
-        handle = forward
-        del forward
-        assert not learner.left
-        del handle
-        assert [left.log.sizes for left in learner.left] == [[10]]
-    finally:
-        gc.enable()
-
-
-def test_a_rate_is_of_what_could_be_timed() -> None:
-    rate = Rate()
-    assert rate.value is None
-    rate.add(50, None)
-    assert rate.value is None
-    rate.add(30, 2.0)
-    rate.add(10, 2.0)
-    assert rate.value == 10.0
-    assert rate.nbytes == 90

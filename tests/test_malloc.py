@@ -90,11 +90,6 @@ def test_the_advice_on_a_cpu_names_it_where_it_would_change_something(forks: lis
     assert by_the_environment == ["False False"]
 
 
-def test_a_bad_threshold_is_refused_before_anything_is_changed() -> None:
-    with pytest.raises(eo.ConfigError, match="threshold=-1 is not accepted"):
-        eo.release_freed_memory(-1)
-
-
 @pytest.mark.parametrize("missing", [OSError, TypeError, AttributeError])
 def test_a_c_library_without_the_setting_is_no_error(missing: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> Any:

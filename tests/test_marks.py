@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import marks
-from eager_offload._torch import top_pack_hook
 from tests.hazards.backends import DiskBackend, offloader_of
 from tests.hazards.programs import assert_identical
 from tests.threads import on_a_thread
@@ -54,20 +52,6 @@ def test_nothing_that_is_saved_in_a_region_moves(disk: DiskBackend) -> None:
     assert torch.equal(x.grad, 16 * x.detach())
 
 
-def test_regions_can_be_nested_and_one_object_can_be_used_again(disk: DiskBackend) -> None:
-    x, tool, region = leaf(), disk.offload(), eo.no_offload()
-    with tool:
-        with region:
-            with region, eo.no_offload():
-                squared(x)
-            squared(x)
-        with region:
-            squared(x)
-    assert kept(tool.stats(synchronize=True)) == {"region": 3 * 2 * 4 * BIG}
-    assert tool.stats().bytes_out == 0
-    assert not marks.in_no_offload_region()
-
-
 def test_a_region_is_a_decorator_too(disk: DiskBackend) -> None:
     @eo.no_offload()
     def stay(x: Tensor, *, factor: int) -> Tensor:
@@ -82,21 +66,6 @@ def test_a_region_is_a_decorator_too(disk: DiskBackend) -> None:
     assert torch.equal(x.grad, 24 * x.detach())
     assert kept(tool.stats(synchronize=True)) == {"region": 2 * 4 * BIG}
     assert tool.stats().bytes_out == 0
-
-
-def test_an_error_leaves_the_region(disk: DiskBackend) -> None:
-    @eo.no_offload()
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert not marks.in_no_offload_region()
-    x, tool = leaf(), disk.offload()
-    with tool:
-        loss = squared(x)
-    assert tool.stats(synchronize=True).bytes_out == 4 * BIG
-    assert loss.requires_grad
 
 
 def test_a_region_is_of_the_thread_that_entered_it(disk: DiskBackend) -> None:
@@ -114,24 +83,6 @@ def test_a_region_is_of_the_thread_that_entered_it(disk: DiskBackend) -> None:
     stats = tool.stats(synchronize=True)
     assert kept(stats) == {}
     assert stats.bytes_out == 4 * BIG
-
-
-def test_a_region_may_outlive_the_with_that_it_was_entered_in(disk: DiskBackend) -> None:
-    x, tool, region = leaf(), disk.offload(), eo.no_offload()
-    with tool:
-        region.__enter__()
-        inside = squared(x)
-    with tool:
-        still_inside = squared(x)
-        region.__exit__(None, None, None)
-        outside = squared(x)
-    assert not marks.in_no_offload_region()
-    assert top_pack_hook() is None
-    (inside + still_inside + outside).backward()
-    stats = tool.stats(synchronize=True)
-    assert kept(stats) == {"region": 2 * 2 * 4 * BIG}
-    assert stats.bytes_out == 4 * BIG
-    assert torch.equal(x.grad, 24 * x.detach())
 
 
 def test_a_region_that_was_not_entered_cannot_be_left() -> None:
@@ -153,20 +104,7 @@ def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: An
         eo.no_offload()(function)
 
 
-def test_a_region_without_an_offload_does_nothing() -> None:
-    x = leaf()
-    with eo.no_offload():
-        squared(x).backward()
-    assert torch.equal(x.grad, 8 * x.detach())
-
-
 # -- marks ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_mark_returns_the_tensor_itself() -> None:
-    for tensor in (leaf(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.int8)):
-        assert eo.keep(tensor) is tensor
-        assert eo.prefer_offload(tensor) is tensor
 
 
 @pytest.mark.parametrize("what", [3, None, [torch.ones(2)]], ids=str)
@@ -315,24 +253,3 @@ def test_what_has_no_storage_of_its_own_cannot_be_marked(
         mark(tensor)
     assert "mark the plain tensors" in str(raised.value)
     assert raised.value.__cause__ is not None
-
-
-def test_marks_come_and_go_in_several_threads_at_once() -> None:
-    caught: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(300):
-                tensor = eo.keep(torch.ones(4))
-                assert marks.mark_of(tensor.untyped_storage()) is marks.Mark.KEEP
-                marks.clear_mark(eo.prefer_offload(tensor).untyped_storage())
-                assert marks.mark_of(tensor.untyped_storage()) is None
-        except BaseException as error:
-            caught.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not caught

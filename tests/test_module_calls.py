@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import eager_offload as eo
 from eager_offload.integrations.calls import OffloadedCalls
-from eager_offload.plan.apply import checkpointed
-
-T = TypeVar("T")
+from eager_offload.planning.apply import checkpointed
+from tests.copies import pickled, saved
 
 
 class Halves(nn.Module):
@@ -83,18 +80,6 @@ def offload(tmp_path: Any) -> Iterator[eo.Offload]:
     made = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     yield made
     made.close()
-
-
-def pickled(value: T) -> T:
-    found: T = pickle.loads(pickle.dumps(value))
-    return found
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def averaged(value: Halves) -> Any:
@@ -171,21 +156,6 @@ def test_h61_a_shallow_copy_calls_its_own(
     assert other(x).equal(torch.ones(8, 32))
     del model
     assert other(x).equal(torch.ones(8, 32))
-
-
-def test_h61_a_shallow_copy_may_be_offloaded_by_itself(offload: eo.Offload) -> None:
-    layer = Scale()
-    calls = OffloadedCalls(layer, offload)
-    other = replica(layer)
-    others = OffloadedCalls(other, offload)
-    calls.remove()
-    other(torch.ones(64, 32, requires_grad=True)).sum().backward()
-    assert offload.stats(synchronize=True).bytes_out > 0
-    others.remove()
-    offload.reset_stats()
-    for module in layer, other:
-        module(torch.ones(64, 32, requires_grad=True)).sum().backward()
-    assert offload.stats(synchronize=True).saved_tensors == 0
 
 
 @AROUND

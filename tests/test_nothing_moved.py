@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.nothing_moved import why
 from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.step_memory import why
 
 MOVED_NOTHING = "eager_offload: nothing moved, because "
 
@@ -149,25 +149,6 @@ def test_an_outer_offload_says_once_that_the_inner_one_took_what_was_saved() -> 
     assert told(inner.close) == told(outer.close) == []
 
 
-def test_an_outer_offload_that_has_saves_of_its_own_says_nothing(tmp_path: Path) -> None:
-    outer, inner = (eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0) for _ in range(2))
-    x = torch.ones(1 << 16, requires_grad=True)
-
-    def steps() -> None:
-        for _ in range(4):
-            with outer:
-                h = (x * 2).exp()
-                with inner:
-                    h = h.exp().sin()
-                loss = h.exp().sum()
-            loss.backward()
-
-    assert told(steps) == []
-    assert outer.stats(synchronize=True).bytes_out > 0
-    inner.close()
-    outer.close()
-
-
 def test_a_context_around_backward_alone_says_so_once() -> None:
     offload, x = eo.Offload(), torch.ones(8, requires_grad=True)
 
@@ -179,21 +160,6 @@ def test_a_context_around_backward_alone_says_so_once() -> None:
 
     (said,) = told(steps)
     assert "this context is around backward alone" in said
-
-
-def test_a_second_context_around_backward_says_nothing() -> None:
-    offload, x = eo.Offload(min_bytes=0, tier="disk", keep_last_bytes=0), torch.ones(8, requires_grad=True)
-
-    def steps() -> None:
-        for _ in range(4):
-            with offload:
-                loss = forward(x)
-            with offload:
-                loss.backward()
-
-    assert told(steps) == []
-    assert offload.stats(synchronize=True).bytes_out > 0
-    offload.close()
 
 
 def test_contexts_that_saw_no_save_say_so_after_the_third() -> None:

@@ -86,7 +86,10 @@ def test_an_error_of_forward_names_modules_reasons_and_a_setting() -> None:
     (note,) = notes(offload, model(FullInForward()))
     head, newest, advice = note.split("\n")
     assert head == "eager_offload: 32.0 KiB are saved for backward, of which 0 B have left the device"
-    assert newest.startswith("  32.0 KiB stay as the newest bytes, which backward asks for first: ")
+    assert newest.startswith("  32.0 KiB (")
+    assert newest.endswith(
+        ") are the newest ones, which stay since backward asks for them at once, and that is up to 1MiB"
+    )
     assert "0 (Linear) 16.0 KiB" in newest
     assert "1 (GELU) 16.0 KiB" in newest
     assert advice == "  keep_last_bytes=0 would have freed up to 32.0 KiB"
@@ -97,7 +100,7 @@ def test_an_error_of_forward_names_modules_reasons_and_a_setting() -> None:
 def test_an_error_of_backward_has_one_too(inside: bool) -> None:
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes="1MiB")
     (note,) = notes(offload, model(FullInBackward()), inside=inside)
-    assert "stay as the newest bytes" in note
+    assert "are the newest ones, which stay" in note
     assert "GELU" in note
     offload.close()
 
@@ -105,7 +108,7 @@ def test_an_error_of_backward_has_one_too(inside: bool) -> None:
 def test_what_is_on_its_way_is_told_apart_from_what_stays(disk: DiskBackend) -> None:
     with disk.gate():
         (note,) = notes(disk.offload(), model(FullInForward()))
-    assert "16.0 KiB stay as the newest bytes" in note, "its operator may still write to it"
+    assert "are the newest ones, which stay" in note, "its operator may still write to it"
     assert "16.0 KiB are on their way out" in note
     assert 'max_inflight_bytes="4KiB" would have freed up to 12.0 KiB' in note
     collect()  # the error that pytest has held, with the frames of the step
@@ -115,7 +118,7 @@ def test_where_no_tier_has_room_that_is_what_would_have_helped() -> None:
     offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, disk_budget=1)
     with pytest.warns(RuntimeWarning, match="no room for"):
         (note,) = notes(offload, model(FullInForward()))
-    assert "stay since no tier has room" in note
+    assert "found no room in any tier" in note
     assert "a larger host_budget or disk_budget, or a disk_path would have freed up to" in note
     offload.close()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -136,18 +135,6 @@ def test_what_forwards_that_follow_a_plan_have_promised_takes_the_same_room(foll
     assert larger.unpacked(2).bring == ([] if followed else [0]), "it is promised alone of all"
 
 
-def test_what_a_plan_had_promised_is_promised_still_and_the_walk_begins_where_it_is_asked_for() -> None:
-    order = PrefetchOrder(4)
-    packed(order, [(0, 2), (1, 2), (2, 2), (1, 2)])
-    for position in (2, 3, 4):
-        order.promise(position)
-    assert order.promised_bytes == 4, "a storage weighs once"
-    plan = order.unpacked(3)
-    assert (plan.drop, plan.bring) == ([2], [0])
-    assert order.unpacked(4).drop == []
-    assert order.unpacked(2).drop == [1]
-
-
 @settings(max_examples=200)
 @given(
     weights=st.lists(SIZE, min_size=1, max_size=8),
@@ -173,15 +160,6 @@ def test_backward_in_reverse_finds_everything_that_fits_promised_and_nothing_fur
     assert len(order._uses) == order.promised_bytes == 0
 
 
-def test_forwards_do_not_mix_although_they_were_packed_in_turns() -> None:
-    order = PrefetchOrder(100)
-    for position in range(1, 9):
-        order.add(position, 10 + position, 1, sequence=position % 2)
-    assert order.unpacked(8) == Prefetch(bring=[16, 14, 12])
-    assert order.unpacked(7) == Prefetch(bring=[15, 13, 11])
-    assert order.unpacked(6) == Prefetch(drop=[16])
-
-
 def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
     order = PrefetchOrder(2)
     packed(order, [(storage, 1) for storage in range(1, 10)])
@@ -205,16 +183,6 @@ def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_a
     following = newest - patience - 1
     assert order.unpacked(following) == Prefetch(drop=[2, 1], bring=[following + 89, following + 88])
     assert order.promised_bytes == 2
-
-
-def test_promises_along_the_order_are_not_overdue_as_long_as_it_is_followed() -> None:
-    order = PrefetchOrder(64)
-    packed(order, [(storage, 1) for storage in range(1, 1000)])
-    order.unpacked(999)
-    for position in range(998, 64, -1):
-        plan = order.unpacked(position)
-        order.remove(position)
-        assert plan == Prefetch(drop=[position], bring=[position - 64])
 
 
 @pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
@@ -248,50 +216,6 @@ def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
         if plan.drop:
             break
     assert plan.bring == [position - 1, position - 2]
-
-
-class Counting(dict[Any, Any]):
-    """Counts how often something is looked up."""
-
-    steps = 0
-
-    def __getitem__(self, key: Any) -> Any:
-        self.steps += 1
-        return super().__getitem__(key)
-
-    def items(self) -> Any:
-        self.steps += len(self)
-        return super().items()
-
-
-def counted(limit: float, saves: int) -> tuple[PrefetchOrder, Counting]:
-    order = PrefetchOrder(limit)  # type: ignore[arg-type]
-    order._uses = uses = Counting()
-    packed(order, [(storage, 1) for storage in range(saves)])
-    uses.steps = 0
-    return order, uses
-
-
-@pytest.mark.parametrize("limit", [0, 1, 50, 1000, math.inf])
-def test_the_walk_costs_the_same_for_each_unpack_however_far_it_looks_ahead(limit: float) -> None:
-    saves = 4000
-    order, uses = counted(limit, saves)
-    for position in range(saves, 0, -1):
-        order.unpacked(position)
-        order.remove(position)
-    assert uses.steps <= 10 * saves
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1, 7, 40]))
-def test_an_order_that_jumps_costs_each_unpack_no_more_than_the_look_ahead(seed: int, limit: int) -> None:
-    saves = 300
-    order, uses = counted(limit, saves)
-    for position in shuffled(saves, seed):
-        before = uses.steps
-        order.unpacked(position)
-        order.remove(position)
-        assert uses.steps - before <= 10 + 4 * limit
 
 
 def shuffled(count: int, seed: int) -> Iterator[int]:
@@ -335,19 +259,6 @@ def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
     for position in (1, 2, 3, 4):
         order.remove(position)
     assert is_empty(order)
-
-
-def test_a_storage_weighs_what_it_did_when_it_was_promised() -> None:
-    """What is rounded weighs less than what comes back as it is, which one that shares it may have it do."""
-    order = PrefetchOrder(100)
-    for position, nbytes in enumerate((10, 40, 1)):
-        order.add(position, 7 if position < 2 else 8, nbytes, 1)
-    assert order.unpacked(2).bring == [7]
-    assert order.promised_bytes == 40
-    for position in (1, 0):
-        order.unpacked(position)
-    assert order.promised_bytes == 0
-    assert not order.holds(7)
 
 
 def test_what_follows_a_plan_has_the_room_of_promises_that_are_overdue() -> None:

@@ -1,4 +1,4 @@
-"""``python -m eager_offload.run``: a script that says nothing of offloading trains to the same bits and moves bytes."""
+"""``python -m eager_offload run``: a script that says nothing of offloading trains to the same bits and moves bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload._torch import top_pack_hook
 from eager_offload.module_contexts import offload_modules
-from eager_offload.run import main
+from eager_offload.running import main
 from tests.processes import python
 
 SCRIPT = """
@@ -54,9 +54,9 @@ def script(tmp_path: Path) -> Path:
 def test_a_script_prints_the_same_and_it_says_what_it_did(script: Path, tmp_path: Path) -> None:
     plain = python("train.py", "--lr", "3", cwd=tmp_path)
     assert plain.stdout.endswith("__main__ ['--lr', '3']\n"), plain.stderr
-    offloaded = python("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3", cwd=tmp_path)
+    offloaded = python("-m", "eager_offload", "run", *SETTINGS, "train.py", "--lr", "3", cwd=tmp_path)
     assert offloaded.stdout == plain.stdout, offloaded.stderr
-    assert "eager_offload.run: peak saved-tensor memory" in offloaded.stderr
+    assert "eager_offload run: peak saved-tensor memory" in offloaded.stderr
     assert offloaded.returncode == 0
 
 
@@ -68,22 +68,22 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_a_file_and_the
     file.write_text(json.dumps({"min_bytes": "1TiB"}))
     later.write_text("min_bytes = '1KiB'\n")
     ended = python(
-        *("-m", "eager_offload.run", "--settings", file, f"--settings={later}", "-m", "train", "--fail"),
+        *("-m", "eager_offload", "run", "--settings", file, f"--settings={later}", "-m", "train", "--fail"),
         cwd=script.parent,
         EAGER_OFFLOAD_KEEP_LAST_BYTES="0",
     )
     assert ended.returncode == 7
     assert ended.stdout.endswith("__main__ ['--fail']\n"), ended.stderr
-    assert "eager_offload.run: peak saved-tensor memory" in ended.stderr
+    assert "eager_offload run: peak saved-tensor memory" in ended.stderr
 
 
 @pytest.mark.sampled(2, quick=True)
 @pytest.mark.parametrize(
     ("environ", "said"),
-    [({}, "nothing moved, because of the"), ({"EAGER_OFFLOAD": "0"}, "eager_offload.run: switched off")],
+    [({}, "nothing moved, because of the"), ({"EAGER_OFFLOAD": "0"}, "eager_offload run: switched off")],
 )
 def test_a_run_that_moves_nothing_says_why(environ: dict[str, str], said: str, script: Path, tmp_path: Path) -> None:
-    ended = python("-m", "eager_offload.run", "train.py", cwd=tmp_path, **environ)
+    ended = python("-m", "eager_offload", "run", "train.py", cwd=tmp_path, **environ)
     assert ended.returncode == 0
     assert said in ended.stderr
 
@@ -93,19 +93,19 @@ def test_accelerate_launches_it(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
     # Where HF_HOME is another one, no configuration of the user's is read.
-    run = ("-m", "eager_offload.run", *SETTINGS, "train.py", "--lr", "3")
+    run = ("-m", "eager_offload", "run", *SETTINGS, "train.py", "--lr", "3")
     ended = python(*launcher, *run, cwd=tmp_path, HF_HOME=str(tmp_path))
     assert ended.stdout.endswith("__main__ ['--lr', '3']\n"), ended.stderr
-    assert "eager_offload.run: peak saved-tensor memory" in ended.stderr
+    assert "eager_offload run: peak saved-tensor memory" in ended.stderr
     assert ended.returncode == 0
 
 
 @pytest.mark.long
 def test_two_ranks_of_torchrun_each_offload_and_one_speaks(script: Path, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = python(*launcher, "-m", "eager_offload.run", *SETTINGS, "train.py", cwd=tmp_path)
+    ended = python(*launcher, "-m", "eager_offload", "run", *SETTINGS, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("eager_offload.run: peak saved-tensor memory") == 1
+    assert ended.stderr.count("eager_offload run: peak saved-tensor memory") == 1
     lines = [line for line in ended.stdout.splitlines() if line.startswith("0x")]
     assert len(lines) == 8
     assert len(set(lines)) == 4
@@ -197,6 +197,7 @@ def test_modules_are_skipped_by_the_names_of_the_model(offload: eo.Offload) -> N
     [
         ([], "usage: "),
         (["--other", "train.py"], "usage: "),
+        (["--settings-file", "offload.json", "train.py"], "usage: "),
         (["--settings", "min_byte=4", "train.py"], "unknown field 'min_byte'"),
         (["--settings", "min_bytes=lots", "train.py"], "min_bytes='lots' is not accepted"),
         (["--settings", "nowhere.json", "train.py"], "--settings='nowhere.json' is not accepted"),

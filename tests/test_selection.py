@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from eager_offload.codecs.base import compact
-from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes, reason_to_stay, root_of
+from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
 MIB = 1 << 20
@@ -36,68 +36,6 @@ class Odd(Tensor):
     """A subclass that operators take as they take any tensor."""
 
 
-class Dispatching(Tensor):
-    """A subclass of which the library cannot know what its storage means."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
-
-
-def nested() -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(1000, 300), torch.ones(1000, 200)])
-
-
-REASONS: list[tuple[Callable[[], Tensor], KeepReason | None]] = [
-    (lambda: activation(512, 512), None),
-    (lambda: activation(512, 511), KeepReason.SMALL),
-    (lambda: activation(0, 512), KeepReason.SMALL),
-    (lambda: activation(), KeepReason.SMALL),
-    (lambda: activation(1024, 1024).t(), None),
-    (lambda: activation(1024, 1024)[:512, ::2], None),
-    (lambda: activation(1024, 1024)[:, ::8], KeepReason.SMALL),
-    (lambda: activation(512, 1).expand(512, 512), KeepReason.SMALL),
-    (lambda: activation(512, 512, 1).expand(512, 512, 4), None),
-    (lambda: torch.ones(512, 512), None),
-    (lambda: torch.ones(512, 256, dtype=torch.complex64).conj(), None),
-    (lambda: torch.ones(MIB, dtype=torch.bool), None),
-    (lambda: torch.ones(MIB, dtype=torch.float8_e4m3fn), None),
-    (lambda: nn.Parameter(torch.ones(512, 512)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(2)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512), requires_grad=False), KeepReason.PARAMETER),
-    (lambda: nn.Linear(512, 512).weight.t(), KeepReason.PARAMETER),
-    (lambda: leaf(512, 512), KeepReason.PARAMETER),
-    (lambda: activation(512, 512).to_sparse(), KeepReason.LAYOUT),
-    (lambda: activation(512, 512).to_sparse_csr(), KeepReason.LAYOUT),
-    (lambda: torch.ones(512, 512).to_mkldnn(), KeepReason.LAYOUT),
-    (lambda: torch.quantize_per_tensor(torch.ones(1024, 1024), 0.1, 0, torch.qint8), KeepReason.LAYOUT),
-    (nested, KeepReason.LAYOUT),
-    (lambda: activation(512, 512).as_subclass(Odd), None),
-    (lambda: torch.ones(512, 512).as_subclass(Odd), None),
-    (lambda: leaf(512, 512).as_subclass(Odd), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd)).t(), KeepReason.PARAMETER),
-    (lambda: nn.Parameter(torch.ones(512, 512).as_subclass(Odd), requires_grad=False), KeepReason.PARAMETER),
-    (lambda: torch.Tensor._make_subclass(Dispatching, torch.ones(512, 512)), KeepReason.LAYOUT),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*")  # torch's own, of layouts in beta and quantization on its way out
-@pytest.mark.parametrize(("make", "reason"), REASONS)
-def test_each_kind_of_tensor_moves_or_stays_for_its_reason(
-    make: Callable[[], Tensor], reason: KeepReason | None
-) -> None:
-    assert reason_to_stay(make(), MIB) is reason
-
-
-@pytest.mark.parametrize("min_bytes", [0, 1, 4095, 4096])
-def test_the_smallest_that_moves_has_exactly_the_bytes_that_were_asked_for(min_bytes: int) -> None:
-    assert reason_to_stay(activation(1024), min_bytes) is None
-    assert reason_to_stay(activation(1024), 4097) is KeepReason.SMALL
-    assert reason_to_stay(activation(1024).expand(4, 1024), 4096) is None
-    assert reason_to_stay(activation(1024).expand(4, 1024), 4097) is KeepReason.SMALL
-
-
 def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_in_a_layout_that_cannot() -> None:
     assert reason_to_stay(activation(1), MIB, preferred=True) is None
     assert reason_to_stay(activation(1).expand(512, 512), MIB, preferred=True) is None
@@ -106,12 +44,6 @@ def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_i
     assert reason_to_stay(leaf(512, 512), MIB, preferred=True) is KeepReason.PARAMETER
     assert reason_to_stay(nn.Parameter(torch.ones(1)), MIB, preferred=True) is KeepReason.PARAMETER
     assert reason_to_stay(activation(8, 8).to_sparse(), 0, preferred=True) is KeepReason.LAYOUT
-
-
-def test_a_decision_keeps_no_reference_and_reads_no_element() -> None:
-    meta = torch.empty(1 << 40, device="meta") * 2
-    assert reason_to_stay(meta, MIB) is None
-    assert footprint(meta, meta.untyped_storage().nbytes()) == Footprint(True, 0, 1 << 42, 1 << 42, False)
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------
@@ -177,13 +109,6 @@ NO_PARAMETERS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("name", [*PARAMETERS, *NO_PARAMETERS])
 def test_h06_a_parameter_is_told_by_what_it_is_a_view_or_a_cast_of_and_nothing_else_is_one(name: str) -> None:
     assert is_parameter((PARAMETERS | NO_PARAMETERS)[name]()) == (name in PARAMETERS)
-
-
-def test_views_have_one_root_and_a_root_is_its_own() -> None:
-    base = activation(8, 8)
-    assert root_of(base) is base
-    assert root_of(base.t()[1:].unsqueeze(0)) is base
-    assert root_of(base.clone()) is not base
 
 
 # -- footprints -----------------------------------------------------------------------------------------------------
@@ -277,16 +202,3 @@ def test_h05_what_travels_is_enough_to_build_the_view_again(view: Strided) -> No
         again.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, area.start, (area.nbytes,), (1,)))
     rebuilt = torch.empty(0, dtype=view.dtype).set_(again.untyped_storage(), first, view.size, view.stride)
     assert torch.equal(bits(rebuilt), bits(tensor))
-
-
-def test_h04_the_thirds_of_a_fused_projection_travel_as_one_storage() -> None:
-    fused = activation(4, 16, 96)
-    whole = Footprint(True, 0, fused.nbytes, fused.nbytes, False)
-    assert {footprint(part, fused.nbytes) for part in fused.split(32, dim=-1)} == {whole}
-
-
-def test_h05_a_slice_of_a_big_base_moves_its_own_bytes() -> None:
-    base = activation(64, 1024)
-    assert footprint(base[3], base.nbytes) == Footprint(False, 3 * 4096, 4096, 4096, False)
-    assert footprint(base[:, 5], base.nbytes) == Footprint(False, 20, 63 * 4096 + 4, 64 * 4, True)
-    assert footprint(base[5, :1].expand(1024, 1024), base.nbytes) == Footprint(False, 5 * 4096, 4, 4, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 import weakref
@@ -16,6 +15,7 @@ from torch import nn
 
 import eager_offload as eo
 from eager_offload._torch import module_call
+from tests.copies import pickled, saved
 from tests.threads import collect
 
 NBYTES = 256 * 64 * 4
@@ -125,13 +125,6 @@ def test_names_are_those_without_wrappers_and_copies_are_of_the_model_alone(fiel
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def assert_skips(offload: eo.Offload, model: nn.Module, called: Any = None) -> None:
     """It leaves the head's input where it is and moves others, with the same gradients; and it can be taken back."""
     expected = gradients(model, None)
@@ -143,7 +136,7 @@ def assert_skips(offload: eo.Offload, model: nn.Module, called: Any = None) -> N
     assert module_call(model.lm_head) is None
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), saved])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("together", ["one", "model first", "offload first"])
 def test_h48_what_is_copied_with_its_model_skips_in_the_copied_one(make: Any, together: str, fields: Any) -> None:
     model, offload = Model(), eo.Offload(skip="lm_head", **fields)
@@ -193,31 +186,6 @@ def test_h48_a_pickled_offload_alone_is_given_a_model_like_a_new_one(fields: dic
         pass
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
-def test_h48_a_copied_compiled_model_skips_too(make: Any, fields: dict[str, Any]) -> None:
-    offload = eo.Offload(skip="lm_head", **fields)
-    copied = make(offload.compile(Model(), backend="aot_eager", fullgraph=True))
-    with copied.eager_offload:
-        loss = copied(torch.ones(256, 64))
-    loss.backward()
-    stats = copied.eager_offload.stats(synchronize=True)
-    assert stats.compiled_regions == 1
-    assert stats.kept_bytes["region"] > 0
-    offload.close()
-    torch.compiler.reset()
-
-
-def test_h48_a_part_of_a_model_that_outlives_it_can_be_copied(fields: dict[str, Any]) -> None:
-    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
-    offload.skip_in(model)
-    head = copy.copy(model.lm_head)
-    del model
-    collect()
-    for other in copy.deepcopy(head), saved(head):
-        assert module_call(other) is None
-        assert other(torch.ones(1, 64)).shape == (1, 64)
-
-
 # -- what is not called -----------------------------------------------------------------------------------------------
 
 
@@ -239,15 +207,3 @@ def test_a_pattern_whose_module_is_never_called_is_warned_of_once(fields: dict[s
     assert r"skip=['*_head'] has had no effect" in str(warned[0].message)
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.close()
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy])
-def test_a_copied_offload_knows_what_is_called(make: Any, fields: dict[str, Any]) -> None:
-    model, offload = Direct(), eo.Offload(skip=["lm_head", "*.norm"], **fields)
-    offload.skip_in(model)
-    copied = make(offload)
-    with pytest.warns(RuntimeWarning, match=r"skip=\['lm_head'\] has had no effect") as warned:
-        _ = [gradients(model, copied) for _ in range(5)]
-    assert len(warned) == 1
-    for one in copied, offload:
-        one.close()

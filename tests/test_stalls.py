@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.simulation.simulated import SimulatedRuntime
-from eager_offload.simulation.timeline import Timeline
+from tests.simulation.simulated import SimulatedRuntime
+from tests.simulation.timeline import Timeline
 
 N = 64
 NBYTES = N * N * 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import textwrap
 import threading
 
@@ -16,9 +14,9 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers.forking import OwnThread, helped_by
 from tests import test_host_runtime
 from tests.hazards.backends import Gate
-from tests.processes import printed_by, python
+from tests.processes import python
 from tests.test_host_runtime import raising, stream
-from tests.threads import on_a_thread, on_threads
+from tests.threads import on_a_thread
 
 runtime = test_host_runtime.runtime
 
@@ -186,45 +184,6 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
     assert not runtime.ran_inline(later)
 
 
-def test_h47_a_thread_that_ends_goes_on_where_no_other_can_take_over(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran, gate = stream(runtime), [], Gate()
-    out.submit(gate.pass_through)
-    gate.wait_until_reached()
-    with monkeypatch.context() as patched:
-        refuse_threads(patched)
-        closing = threading.Thread(target=out.close)
-        closing.start()
-        out._items.append(None)
-        last = out.submit(lambda: ran.append(threading.current_thread().name))
-        gate.open()
-        runtime.synchronize(last)
-        closing.join()
-    assert ran == ["eager_offload-out"]
-    assert out._thread is None
-
-
-def test_h47_several_who_enqueue_without_a_thread_take_turns(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran, at_work = stream(runtime), [], threading.Lock()
-
-    def work(number: int) -> None:
-        assert at_work.acquire(blocking=False), "two are at the same queue"
-        ran.append(number)
-        at_work.release()
-
-    refuse_threads(monkeypatch)
-
-    def enqueue(_: int) -> None:
-        for number in range(200):
-            runtime.synchronize(out.submit(lambda: work(number)))  # noqa: B023
-
-    on_threads(4, enqueue)
-    assert len(ran) == 800
-
-
 def test_work_that_comes_in_the_moment_of_going_idle_is_done(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,175 +249,4 @@ def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     assert ran == ["first", 0, 1, 2, 3, 4]
 
 
-def test_h10_what_was_enqueued_when_an_interrupt_kept_a_thread_from_starting_is_done_for_a_thread_that_waits(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran = stream(runtime), []
-
-    def interrupted(thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        out.submit(lambda: ran.append("done"))
-    monkeypatch.undo()
-    event = out._items[0]
-    assert event is not None
-    event.wait()
-    assert ran == ["done"]
-
-
-def test_closing_waits_for_what_is_enqueued_and_later_work_starts_a_new_thread(runtime: HostRuntime) -> None:
-    out, ran = stream(runtime), []
-    out.close()
-    for number in range(20):
-        out.submit(lambda number=number: ran.append(number))
-    thread = out._thread
-    assert thread is not None
-    out.close()
-    assert ran == list(range(20))
-    assert not thread.is_alive()
-    out.close()
-    out.submit(lambda: ran.append(20))
-    runtime.synchronize(out.record())
-    assert ran[-1] == 20
-
-
-def test_a_failure_outlives_the_thread_that_it_happened_on(runtime: HostRuntime) -> None:
-    out = stream(runtime)
-    event = out.submit(raising(OSError(errno.EIO, "broken")))
-    out.close()
-    with pytest.raises(OSError, match="broken"):
-        runtime.synchronize(event)
-    runtime.synchronize(out.record())
-
-
-def test_closing_does_not_wait_for_the_work_of_a_thread_that_came_later(runtime: HostRuntime) -> None:
-    out, first, second = stream(runtime), Gate(), threading.Event()
-    out.submit(first.pass_through)
-    first.wait_until_reached()
-    closing = threading.Thread(target=out.close)
-    closing.start()
-    while None not in out._items:
-        pass  # until the other thread has asked for the end
-    out.submit(second.wait)
-    event = out.record()
-    first.open()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert not runtime.query(event)
-    second.set()
-    runtime.synchronize(event)
-
-
-def test_closing_waits_for_a_thread_that_ends_by_itself_at_that_moment(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
-    out, seen, stepped_down, go_on = stream(runtime), list[threading.Thread](), threading.Event(), threading.Event()
-    end_turn = out._end_turn
-
-    def end_turn_slowly() -> bool:
-        ended = end_turn()
-        stepped_down.set()
-        assert go_on.wait(60)
-        return ended
-
-    monkeypatch.setattr(out, "_end_turn", end_turn_slowly)
-    out.submit(lambda: seen.append(threading.current_thread()))
-    assert stepped_down.wait(60)
-    join = seen[0].join
-
-    def joined() -> None:
-        go_on.set()
-        join(60)
-
-    monkeypatch.setattr(seen[0], "join", joined)
-    out.close()
-    still_runs = seen[0].is_alive()
-    go_on.set()
-    assert not still_runs
-
-
-def test_a_thread_can_ask_for_its_own_end_without_waiting_for_itself(runtime: HostRuntime) -> None:
-    out = stream(runtime)
-    out.submit(out.close)
-    runtime.synchronize(out.record())
-
-
-def test_the_last_user_to_go_ends_the_threads(runtime: HostRuntime) -> None:
-    class User:
-        pass
-
-    first, second = User(), User()
-    runtime.attach_user(first)
-    runtime.attach_user(second)
-    runtime.synchronize(stream(runtime).record())
-    runtime.detach_user(first)
-    assert stream(runtime)._thread is not None
-    runtime.detach_user(second)
-    assert stream(runtime)._thread is None
-    runtime.detach_user(second)
-
-
 # -- forks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_h28_a_fork_in_the_middle_of_a_transfer_leaves_the_child_with_streams_that_work() -> None:
-    program = """
-        import os, threading
-        import torch; torch.set_num_threads(1)
-        from eager_offload import OffloadError
-        from eager_offload.runtime.base import Direction
-        from eager_offload.runtime.host import host_runtime
-
-        runtime, cpu = host_runtime(), torch.device("cpu")
-        streams = [runtime.transfer_stream(cpu, direction) for direction in Direction]
-        reached, opened = threading.Event(), threading.Event()
-        over = streams[0].record()
-        runtime.synchronize(over)
-        streams[0].submit(lambda: (reached.set(), opened.wait()))
-        pending = [stream.record() for stream in streams for _ in range(2)]
-        runtime.synchronize(pending[-1])
-        reached.wait()
-        held, let_go = threading.Event(), threading.Event()
-
-        def hold():
-            with streams[0]._lock.lock:
-                held.set()
-                let_go.wait()
-
-        holder = threading.Thread(target=hold)
-        holder.start(); held.wait()
-        child = os.fork()
-        if child == 0:
-            assert runtime.query(over), "what was over is over"
-            runtime.synchronize(over)
-            for event in pending[:2]:
-                assert runtime.query(event), "no thread is left that could finish it"
-                try:
-                    runtime.synchronize(event)
-                except OffloadError as error:
-                    assert "under way in the parent process when it forked" in str(error)
-                else:
-                    os._exit(3)
-            runtime.synchronize(pending[3])
-            assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
-            ran = []
-            for stream in streams:
-                assert stream is runtime.transfer_stream(cpu, Direction(stream.name.split("-")[1]))
-                stream.submit(lambda: ran.append(threading.current_thread().name))
-                runtime.synchronize(stream.record())
-            assert ran == ["eager_offload-out", "eager_offload-in"], ran
-            os._exit(0)
-        let_go.set(); holder.join()
-        assert os.waitpid(child, 0)[1] == 0
-        assert not pending[0].done
-        opened.set()
-        for event in pending:
-            runtime.synchronize(event)
-        print("parent goes on")
-        """
-    printed = printed_by("-W", "error::RuntimeWarning", "-c", textwrap.dedent(program))
-    assert printed == "parent goes on\n"

@@ -15,12 +15,11 @@ from torch import nn
 import eager_offload as eo
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
 from eager_offload.schedule import ResidentQueue, Windows, auto_window, first_window, largest_of
-from eager_offload.simulation.simulated import SimulatedRuntime
 from tests.compile.compiled import deep, fresh_compiler
 from tests.compile.split import config_of, split
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Around, assert_identical
-from tests.threads import on_a_thread
+from tests.simulation.simulated import SimulatedRuntime
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = st.integers(0, 1 << 45)
@@ -164,49 +163,12 @@ def test_what_backward_begins_with_makes_no_window_large(offloads: Any) -> None:
     assert windows_of(offload)[0] < 4 * MIB
 
 
-def test_what_saves_nothing_that_may_move_is_no_step(offloads: Any) -> None:
-    offload = offloads(min_bytes="2KiB")
-    chain(12, 64 * KIB, offload)
-    with torch.no_grad(), offload:  # an evaluation
-        torch.ones(1024).sigmoid()
-    chain(12, KIB, offload)
-    chain(12, 64 * KIB, offload)
-    assert windows_of(offload)[0] == auto_window(12 * 64 * KIB, 64 * KIB)
-
-
-def test_of_several_forwards_before_a_backward_each_is_a_step(offloads: Any) -> None:
-    offload, x, losses = offloads(), torch.ones(16 * KIB, requires_grad=True), []
-    for saves in (8, 32, 16):
-        with offload:
-            y = x * 1
-            for _ in range(saves):
-                y = y.sigmoid() * 2
-            losses.append(y.sum())
-    assert windows_of(offload)[0] == auto_window(32 * 64 * KIB, 64 * KIB)
-    for loss in losses:
-        loss.backward()
-    chain(1, KIB, offload)
-    assert windows_of(offload)[0] == auto_window(16 * 64 * KIB, 64 * KIB)
-
-
 def test_steps_inside_of_one_context_are_steps(offloads: Any) -> None:
     offload = offloads()
     with offload:
         for saves in (12, 24, 12):
             chain(saves, 64 * KIB)
     assert windows_of(offload)[0] == auto_window(24 * 64 * KIB, 64 * KIB)
-
-
-def test_threads_have_the_windows_of_the_step_that_was_last_over_on_any(offloads: Any) -> None:
-    offload = offloads()
-
-    def twice() -> None:
-        chain(12, 64 * KIB, offload)
-        chain(12, 64 * KIB, offload)
-
-    on_a_thread(twice)
-    chain(3, KIB, offload)
-    assert windows_of(offload)[0] == auto_window(12 * 64 * KIB, 64 * KIB)
 
 
 def test_a_plan_of_a_first_step_does_not_keep_what_later_windows_have_no_room_for(offloads: Any) -> None:
@@ -256,22 +218,6 @@ def test_no_more_is_on_its_way_than_the_windows_hold() -> None:
         assert_settled(offload)
         offload.close()
     checker.assert_clean()
-
-
-def test_a_model_that_saves_100_mib_has_most_of_it_moved_by_default() -> None:
-    """As it had not when the windows of 256 MiB held all of it."""
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())))
-    x, offload = torch.randn(4096, 512), eo.Offload()
-    for _ in range(3):
-        offload.reset_stats()
-        with offload:
-            loss = model(x).square().mean()
-        loss.backward()
-        stats = offload.stats(synchronize=True)
-    offload.close()
-    assert stats.without_offload_bytes_peak >= 96 * MIB
-    assert stats.bytes_out > 0.7 * stats.without_offload_bytes_peak
-    assert stats.device_bytes_peak < 0.5 * stats.without_offload_bytes_peak
 
 
 # -- compiled code and plans ------------------------------------------------------------------------------------------

@@ -127,14 +127,11 @@ class Program:
         options = self.options
         command = [sys.executable, "-m", "benchmarks.gpu", "--stage", name, "--output", str(self.folder)]
         command += ["--commit", options.commit] if options.commit else []
-        command += ["--small"] if options.small else []
-        return command + (["--no-cudnn-attention"] if options.no_cudnn_attention else [])
+        return command + (["--small"] if options.small else [])
 
 
 def work(options: argparse.Namespace) -> None:
     """Does what a stage does, in its process."""
-    if options.no_cudnn_attention:
-        torch.backends.cuda.enable_cudnn_sdp(False)
     stage = next(stage for stage in _stages(options) if stage.name == options.stage)
     assert not isinstance(stage.run, tuple)
     stage.run(Job(stage.name, options.output, options.small))
@@ -158,7 +155,6 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip", type=names, default=[], help="stages that are left out")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to see that everything runs")
     parser.add_argument("--commit", help="what is measured, where the checkout has no history")
-    parser.add_argument("--no-cudnn-attention", action="store_true", help="flash attention in its place")
     parser.add_argument("--figure", type=Path, metavar="RESULTS", help="make table and picture of these results only")
     default = Path(os.environ.get("OUT") or RESULTS_OF_ALL / "gpu")
     parser.add_argument("--output", type=Path, default=default, help="a folder; $OUT, or benchmarks/results/gpu")

@@ -1,10 +1,7 @@
 """A captured training step with offload, beside one without, eager steps, and eager steps with offload.
 
 A Llama as large as GPT-2 small, 4 x 512 tokens. All four ways are in one process and take turns, with the same batches
-from the same state. The floor of the captured step with offload comes from the bytes D that its plan moves, the link,
-and the captured step without, T, two thirds of which are backward:
-
-    max(T / 3, D / BW_out) + max(2 T / 3, D / BW_in)
+from the same state.
 """
 
 from __future__ import annotations
@@ -28,9 +25,6 @@ from benchmarks.gpu.train import SMALL, SMALL_WINDOWS, decoder, random_tokens
 from benchmarks.models import Shape
 from benchmarks.peers import plain
 from eager_offload.graphs import capture_step
-from eager_offload.plan.predict import floor_seconds
-from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.base import Direction
 
 GPT2 = Shape(layers=12, width=768, hidden=2048, heads=12, vocabulary=50_257)
 WARM_UP, ROUNDS, STEPS = 5, 7, 5
@@ -90,11 +84,6 @@ def capture(job: Job) -> None:
             same=way.losses == ways["eager"].losses,
             seconds=way.seconds,
         )
-    runtime, device = accelerator_runtime(), torch.device("cuda", 0)
-    link = runtime.bandwidth(device, Direction.OUT), runtime.bandwidth(device, Direction.IN)
-    alone = median(ways["captured"].seconds)
-    floor = floor_seconds(alone / 3, 2 * alone / 3, ways["captured, ours"].moved_bytes, *link)
-    job.add(what="capture floor", step_ms=floor * 1e3, link_gb_s=[rate / 1e9 for rate in link])
 
 
 def _eager(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -> Turns:

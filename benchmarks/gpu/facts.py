@@ -1,4 +1,4 @@
-"""What the machine is: its card, the link, what pinning and forking take, whether its memory grows with use."""
+"""What the machine is: its card, the link, what pinning and forking take."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def machine(job: Job, named: str | None) -> None:
 
 
 def facts(job: Job) -> None:
-    """The link each way, alone and together; what it takes to pin memory, and to fork with pinned memory."""
+    """The link each way; what it takes to pin memory, and to fork with pinned memory."""
     runtime, device = accelerator_runtime(), torch.device("cuda", 0)
     job.add(
         what="host",
@@ -58,7 +58,6 @@ def facts(job: Job) -> None:
     job.add(
         what="link",
         alone={name: runtime.bandwidth(device, way) / 1e9 for name, way in ways.items()},
-        together={name: runtime.duplex_bandwidth(device, way) / 1e9 for name, way in ways.items()},
         slabs=str(runtime.slab_sizes()),
     )
     sizes = (1 / 16, 1 / 8) if job.small else (1 / 4, 4)
@@ -74,17 +73,6 @@ def facts(job: Job) -> None:
     job.add(what="fork", name=f"{sizes[-1]:g} GiB pinned", seconds=_fork_seconds(), memory_gib=[before, memory()])
     del slab
     runtime.poll()
-
-
-def grow(job: Job) -> None:
-    """Touches most of the host's memory once, so that a virtual machine whose memory grows with use has grown."""
-    before = memory()
-    nbytes = GIB // 4 if job.small else int(before["MemAvailable"] * 0.75 * GIB)
-    block, seconds = _timed(lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(1))  # by all cores
-    touched = memory()
-    del block
-    job.add(what="grow", gib=nbytes / GIB, seconds=seconds, memory_gib=[before, touched, memory()])
-    _pin(job, GIB // 8 if job.small else 4 * GIB, "library, after memory has grown")
 
 
 def memory() -> dict[str, float]:

@@ -48,7 +48,6 @@ def _text(rows: list[Row]) -> str:
         parts.append(_block(setting, [_cells(name, row, base) for name, row in several]))
     for title, what, columns in (
         ("Bits", "bits", ("same", "moved_bytes", "packed_bytes", "failure")),
-        ("Copies under kernels", "overlap", ("step_ms", "kernels_ms", "DtoH", "HtoD", "pageable")),
         ("Sanitizer", "sanitizer", ("verdict", "copies_seen", "bytes_seen", "bytes_moved")),
         ("Capture", "capture", ("step_ms", "host_ms", "device_mib", "moved_mib", "same")),
         ("Frameworks", "framework", ("peak_gib", "step", "out_gib", "same")),

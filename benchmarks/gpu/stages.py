@@ -11,9 +11,8 @@ from types import MappingProxyType
 from benchmarks.common import ROOT
 from benchmarks.gpu.bits import bits
 from benchmarks.gpu.captured import capture
-from benchmarks.gpu.facts import facts, grow
+from benchmarks.gpu.facts import facts
 from benchmarks.gpu.frameworks import accelerate, framework, lightning, transformers
-from benchmarks.gpu.overlap import overlap
 from benchmarks.gpu.results import Job
 from benchmarks.gpu.sanitizer import sanitizer
 from benchmarks.gpu.train import LARGE, HuggingFace, Way, train
@@ -90,7 +89,6 @@ STAGES = (
     _way("HF, checkpointing", 45, 13, Way(build=lambda shape, run: HuggingFace(shape, offload=False)), "transformers"),
     _way("HF, offload=True", 45, 13, Way(build=lambda shape, run: HuggingFace(shape, offload=True)), "transformers"),
     _way("TRL", 60, 30, Way(around=trl_offloading), "trl"),
-    Stage("overlap", 60, 19, overlap),
     Stage("sanitizer", 45, 13, sanitizer, environment={"TORCH_CUDA_SANITIZER": "1"}),
     _way("65k, checkpointing", 60, 25, LONG),
     _way("65k, ours + checkpointing", 75, 25, replace(LONG, offload={})),
@@ -107,5 +105,5 @@ STAGES = (
     Stage("Transformers", 60, 20, partial(framework, train=transformers), needs=("transformers", "accelerate")),
     Stage("Lightning", 60, 20, partial(framework, train=lightning), needs=("lightning",)),
     _way("selective checkpointing", 45, 18, Way(run=selectively_checkpointed)),
-    Stage("grow", 60, 31, grow),
+    _way("selective checkpointing + ours", 60, 30, replace(OURS, run=selectively_checkpointed)),
 )

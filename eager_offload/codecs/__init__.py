@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from eager_offload.codecs.base import Codec, PackedLayout, Part, TensorMeta
 from eager_offload.codecs.exact import BitMask, Gather, Identity, Narrow
-from eager_offload.codecs.policy import CodecPolicy
 from eager_offload.codecs.rounded import BF16, BlockFP8, BlockInt
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "BlockFP8",
     "BlockInt",
     "Codec",
-    "CodecPolicy",
     "Gather",
     "Identity",
     "Narrow",

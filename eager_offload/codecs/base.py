@@ -95,18 +95,11 @@ class Codec(Protocol):
     def lossless(self) -> bool:
         """Whether every bit comes back."""
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether the mean over seeds of what comes back is what was packed."""
-
     def layout(self, meta: TensorMeta) -> PackedLayout | None:
         """All sizes, from shape, strides and dtype alone; ``None``: not for such a tensor."""
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor | None:
+    def pack(self, x: Tensor, out: Tensor) -> Tensor | None:
         """Writes ``x`` into the packed tensor ``out``.
-
-        Args:
-            seed: ``int64``, of one element, on the device of ``x``; for stochastic rounding, which needs it.
 
         Returns:
             For a codec that holds some values only: one ``bool`` on the device of ``x``, whether all of ``x`` are such.
@@ -115,9 +108,6 @@ class Codec(Protocol):
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Writes what was packed into ``out``, which has the ``meta`` of what that was."""
-
-    def error_bound(self, meta: TensorMeta, amax: float) -> float:
-        """How far an element may be from what was packed, where no magnitude is above ``amax``, which is finite."""
 
 
 def compact(x: Tensor) -> Tensor:
@@ -164,7 +154,7 @@ class Elements:
             return None
         return parts_of(("elements", meta.distinct * (self.held or meta.dtype).itemsize))
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor | None:
+    def pack(self, x: Tensor, out: Tensor) -> Tensor | None:
         """Holds any values."""
         elements = compact(x)
         out.view(self.held or x.dtype).view(elements.shape).copy_(elements)

@@ -34,29 +34,20 @@ _ONE_EACH = 0x8040201008040201 - (1 << 64)
 _TO_THE_TOP = 0x7F7F7F7F7F7F7F7F
 
 
-class _Exact:
-    """What every codec has that changes no bit."""
-
-    lossless = True
-    unbiased = True
-
-    def error_bound(self, meta: TensorMeta, amax: float) -> float:
-        """0: every bit comes back."""
-        return 0.0
-
-
 @dataclass(frozen=True)
-class Gather(_Exact, Elements):
+class Gather(Elements):
     """The elements of a view side by side: what lies between them stays behind, and a broadcast travels once."""
 
     name: ClassVar[str] = "gather"
+    lossless: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Identity(_Exact, Elements):
+class Identity(Elements):
     """The bytes of a contiguous tensor as they are."""
 
     name: ClassVar[str] = "identity"
+    lossless: ClassVar[bool] = True
 
     def layout(self, meta: TensorMeta) -> PackedLayout | None:
         """Of a contiguous tensor that is not empty."""
@@ -64,13 +55,14 @@ class Identity(_Exact, Elements):
 
 
 @dataclass(frozen=True)
-class Narrow(_Exact, Elements):
+class Narrow(Elements):
     """``float32`` whose values are ``bfloat16``, in half the bytes: the upper halves, if all lower ones are zero."""
 
     name: ClassVar[str] = "narrow"
+    lossless: ClassVar[bool] = True
     held = torch.bfloat16
 
-    def pack(self, x: Tensor, out: Tensor, seed: Tensor | None = None) -> Tensor:
+    def pack(self, x: Tensor, out: Tensor) -> Tensor:
         """Holds ``bfloat16`` values, of NaN every bit."""
         halves = flat(x).view(torch.int16).view(-1, 2)
         out.view(torch.int16).copy_(halves[:, _UPPER])
@@ -79,10 +71,11 @@ class Narrow(_Exact, Elements):
 
 
 @dataclass(frozen=True)
-class BitMask(_Exact):
+class BitMask:
     """``bool``, or floating-point numbers of at most two values, as one bit for each, and those values."""
 
     name: ClassVar[str] = "bitmask"
+    lossless: ClassVar[bool] = True
 
     def layout(self, meta: TensorMeta) -> PackedLayout | None:
         """Of ``bool`` and floating-point numbers of two bytes or more; not empty."""
@@ -108,9 +101,7 @@ class BitMask(_Exact):
         names = ("words",) if meta.dtype is torch.bool else ("words", "mask", "differs")
         return dict.fromkeys(names, -(-meta.distinct // 16) * 16)
 
-    def pack(
-        self, x: Tensor, out: Tensor, seed: Tensor | None = None, scratch: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
+    def pack(self, x: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> Tensor:
         """Holds two values, told apart by their bits; of ``bool`` those that are 0 or 1 as bytes."""
         elements = flat(x)
         parts = layout_of(self, x).split(out)

@@ -9,26 +9,53 @@ it raises, they are dropped, the graphs are compiled as if no ``Offload`` were t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
+import torch
 from torch.fx import GraphModule
 
+from eager_offload import active
 from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
 from eager_offload.active import configuration_on_top
 from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
-from eager_offload.compile.regions import name_results_of_pair
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import warn
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")
-#: In the ``meta`` of a forward's module: all of it has been looked at.
-_OFFLOADED = "eager_offload_done"
+
+
+class _Thread(threading.local):
+    """What the calling thread is compiling for."""
+
+    text: str | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def compiling_for(text: str) -> Iterator[None]:
+    """What the calling thread compiles meanwhile is offloaded by the configuration ``text``, whatever hooks are on top.
+
+    Where torch does not let it, that is warned of.
+    """
+    if not patches():
+        warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
+    active.add_patches(patches())
+    before, _thread.text = _thread.text, text
+    try:
+        with active.patched():
+            yield
+    finally:
+        _thread.text = before
 
 
 @cache
@@ -48,7 +75,7 @@ def _in_place_of_hooks(
     forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]
 ) -> bool:
     """What AOTAutograd does in place of tracing hooks into its graphs; whether there is nothing left for it to do."""
-    text = configuration_on_top()
+    text = _thread.text or configuration_on_top()
     if text is None:
         return False
     offload_between(forward, backward, num_outputs, text, parameters)
@@ -58,7 +85,7 @@ def _in_place_of_hooks(
 def offload_between(
     forward: GraphModule, backward: GraphModule, num_outputs: int, text: str, parameters: Sequence[int] = ()
 ) -> None:
-    """Moves what ``forward`` saves for ``backward``. Does so once: compilers ask at more than one place.
+    """Moves what ``forward`` saves for ``backward``.
 
     Args:
         forward: its outputs are ``num_outputs`` of the user's, then what is saved.
@@ -67,14 +94,10 @@ def offload_between(
         text: the configuration, and what a plan was made for: see [Note: the text of a configuration].
         parameters: which of the forward's inputs are parameters and buffers.
     """
-    if forward.meta.get(_OFFLOADED):
-        return
-    forward.meta[_OFFLOADED] = True
     leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
     config = OffloadConfig.from_text(text.partition("\n")[0])
     try:
         (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
-        name_results_of_pair(ours, theirs, num_outputs)
         whole = is_whole(ours, theirs, num_outputs, parameters)
         choice = choose(ours, theirs, num_outputs, config, aim=aim_of(text), whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)

@@ -21,8 +21,8 @@ _OTHERS = (
         "selection.py",
         "tiers/memory.py",
     ),
-    *(f"codecs/{name}.py" for name in ("base", "exact", "policy", "rounded", "seeds")),
-    *(f"plan/{name}.py" for name in ("predict", "program", "recompute", "solve")),
+    *(f"codecs/{name}.py" for name in ("base", "exact", "names", "rounded")),
+    *(f"planning/{name}.py" for name in ("predict", "program", "recompute", "solve")),
 )
 
 

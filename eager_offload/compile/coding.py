@@ -20,7 +20,7 @@ operator that unpacks is as good as memory, and a compiler may melt it together 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -31,7 +31,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from eager_offload._torch import fake_mode_of, without_dispatch_modes
-from eager_offload.codecs import BitMask, Codec, CodecPolicy, Gather, TensorMeta
+from eager_offload.codecs import BitMask, Codec, Gather, TensorMeta
+from eager_offload.codecs.names import IDENTITY, ROUNDING
 from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.compile.graphs import called, is_static
 from eager_offload.compile.ops import spread
@@ -39,7 +40,7 @@ from eager_offload.compile.ops import spread
 _aten = torch.ops.aten
 _BITMASK = BitMask()
 #: Of what codecs consist of; Inductor decomposes them before its passes run.
-_UNKNOWN_TO_INDUCTOR = [_aten._to_copy, _aten.arange, _aten.clamp, _aten.rsub, _aten.stack]
+_UNKNOWN_TO_INDUCTOR = [_aten._to_copy, _aten.clamp, _aten.rsub, _aten.stack]
 #: Traces that are kept, each way.
 _KEPT = 256
 
@@ -51,33 +52,28 @@ class ChosenCodec(NamedTuple):
     nbytes: int
 
 
-def codec_for(value: Tensor, policy: CodecPolicy, readers: Collection[str] = ()) -> ChosenCodec | None:
+def codec_for(value: Tensor, name: str, *, may_be_rounded: bool) -> ChosenCodec | None:
     """What packs ``value``; ``None``: nothing does, or not into fewer bytes. See [Note: what cannot refuse].
 
     Args:
-        readers: all that read it in backward, as rules name them; none where it has to be exact.
+        name: of the codec that is in force for all that read it.
+        may_be_rounded: whether it is what codecs that round are for.
     """
-    if not is_static(value):
+    if name == IDENTITY or not is_static(value):
         return None
-    meta = _in_order(TensorMeta.of(value))
-    with without_dispatch_modes():  # codecs compute their bounds with tensors
-        codec = policy.strictest(readers, meta)
+    codec = ROUNDING.get(name) if may_be_rounded else None
     if codec is not None and value.numel() % compiled_multiple(codec, value.device):
         codec = None
-    if codec is None and policy.lossless and value.dtype is torch.bool and _memory_order(value) is not None:
+    if codec is None and value.dtype is torch.bool and _memory_order(value) is not None:
         codec = _BITMASK
-    layout = None if codec is None else codec.layout(meta)
+    layout = None if codec is None else codec.layout(_in_order(TensorMeta.of(value)))
     if codec is None or layout is None or layout.nbytes >= value.numel() * value.itemsize:
         return None
     return ChosenCodec(codec, layout.nbytes)
 
 
-def insert_pack(graph: Graph, base: Node, codec: Codec, seed: Node | None = None) -> Node:
-    """What travels for ``base``, at the present insertion point.
-
-    Args:
-        seed: for stochastic rounding.
-    """
+def insert_pack(graph: Graph, base: Node, codec: Codec) -> Node:
+    """What travels for ``base``, at the present insertion point."""
     value: Tensor = base.meta["val"]
     order = None if isinstance(codec, Gather) else _memory_order(value)
     if order is None:
@@ -88,8 +84,8 @@ def insert_pack(graph: Graph, base: Node, codec: Codec, seed: Node | None = None
             return base
     else:
         base = called(graph, _aten.permute.default, base, order)
-    given = [called(graph, _aten.view.default, base, [-1])] + ([] if seed is None else [seed])
-    return _inserted(graph, _packing(codec, value.numel(), value.dtype, value.device, seed is not None), *given)
+    flat = called(graph, _aten.view.default, base, [-1])
+    return _inserted(graph, _packing(codec, value.numel(), value.dtype, value.device), flat)
 
 
 def insert_unpack(graph: Graph, packed: Node, codec: Codec, value: Tensor, *, in_memory: bool = True) -> Node:
@@ -127,20 +123,17 @@ def _in_order(meta: TensorMeta) -> TensorMeta:
 
 
 @lru_cache(_KEPT)
-def _packing(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device, seeded: bool) -> Graph:
-    """From so many elements side by side, and maybe a seed, to what travels."""
+def _packing(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> Graph:
+    """From so many elements side by side to what travels."""
     layout = codec.layout(TensorMeta((numel,), (1,), dtype))
     assert layout is not None, "the caller has looked"
 
-    def pack(x: Tensor, seed: Tensor | None) -> Tensor:
+    def pack(x: Tensor) -> Tensor:
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        codec.pack(x.ne(False) if dtype is torch.bool else x, packed, seed)
+        codec.pack(x.ne(False) if dtype is torch.bool else x, packed)
         return packed
 
-    elements = TensorMeta((numel,), (1,), dtype)
-    if seeded:
-        return _traced(pack, [elements, TensorMeta((1,), (1,), torch.int64)], device)
-    return _traced(lambda x: pack(x, None), [elements], device)
+    return _traced(pack, TensorMeta((numel,), (1,), dtype), device)
 
 
 @lru_cache(_KEPT)
@@ -154,10 +147,10 @@ def _unpacking(codec: Codec, numel: int, dtype: torch.dtype, device: torch.devic
         codec.unpack(packed, out)
         return out
 
-    return _traced(unpack, [TensorMeta((layout.nbytes,), (1,), torch.uint8)], device)
+    return _traced(unpack, TensorMeta((layout.nbytes,), (1,), torch.uint8), device)
 
 
-def _traced(function: Callable[..., Tensor], given: Sequence[TensorMeta], device: torch.device) -> Graph:
+def _traced(function: Callable[[Tensor], Tensor], given: TensorMeta, device: torch.device) -> Graph:
     """The operators of ``function`` that are needed: none writes to what it is given, and Inductor knows them all."""
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which is here by now
 
@@ -165,20 +158,21 @@ def _traced(function: Callable[..., Tensor], given: Sequence[TensorMeta], device
 
     function, decompositions = torch.func.functionalize(function), cast(Any, get_decompositions(_UNKNOWN_TO_INDUCTOR))
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad(), FakeTensorMode():
-        inputs = [torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=device) for one in given]
-        graph: Graph = make_fx(function, decomposition_table=decompositions)(*inputs).graph
+        x = torch.empty_strided(given.size, given.stride, dtype=given.dtype, device=device)
+        graph: Graph = make_fx(function, decomposition_table=decompositions)(x).graph
     graph.eliminate_dead_code()
     return graph
 
 
-def _inserted(graph: Graph, operators: Graph, *given: Node) -> Node:
+def _inserted(graph: Graph, operators: Graph, given: Node) -> Node:
     """``operators`` once more in ``graph``, of ``given``; what they return."""
-    became: dict[Node, Node] = dict(zip(operators.find_nodes(op="placeholder"), given, strict=True))
+    (placeholder,) = operators.find_nodes(op="placeholder")
+    became: dict[Node, Node] = {placeholder: given}
     for node in operators.nodes:
         if node.op == "output":
             return became[node.args[0]]
         if node.op != "placeholder":
             args, kwargs = (map_arg(one, became.__getitem__) for one in (node.args, node.kwargs))
-            with fake_mode_of(given[0].meta["val"]):
+            with fake_mode_of(given.meta["val"]):
                 became[node] = called(graph, node.target, *args, **kwargs)
     raise AssertionError("a graph has an output")

@@ -8,7 +8,6 @@ one that a node of a graph stands for, of which what depends on the inputs is ta
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -33,7 +32,7 @@ from eager_offload.compile import ops
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
-from eager_offload.machine import Machine
+from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.disk import Bandwidth, DiskTier
@@ -44,13 +43,6 @@ Estimate: TypeAlias = Callable[[Node], float]
 
 #: They hand out memory and leave it as it is.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-#: Of what a device is said to reach, how much operators do reach: of operations, and of bytes.
-_REACHED_FLOPS, _REACHED_MEMORY = 0.6, 0.8
-#: Operations in each clock of a multiprocessor, dense, in 16 bits: the newest generation that is not newer than it.
-_FLOPS_PER_CLOCK = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 1024}
-_SINGLE_FLOPS_PER_CLOCK = 256
-#: Bytes a second of a link that cannot be measured: a slow one, so that what comes over it is asked for early.
-_UNKNOWN_BANDWIDTH = 1e9
 
 
 class OperatorCall(NamedTuple):
@@ -199,54 +191,7 @@ def _name(target: Any) -> str:
     return name
 
 
-# -- devices and links ------------------------------------------------------------------------------------------------
-
-
-@cache
-def machine_of(device: torch.device) -> Machine:
-    """What ``device`` does in a second: tried out once on a CPU, elsewhere worked out from what it says of itself.
-
-    Its link is not measured: see :func:`bandwidth_of`.
-    """
-    if device.type == "cpu":
-        return _measured()
-    if device.type == "cuda":
-        return _from_properties(torch.cuda.get_device_properties(device))
-    # Nothing is known of it: what an accelerator of some years ago did, so that transfers start rather too early.
-    return Machine(str(device), flops=1e14, single_flops=2e13, memory=1e12)
-
-
-def _from_properties(properties: Any) -> Machine:
-    """Rates of a CUDA device by its properties; those that this torch does not tell are taken as usual ones."""
-    generation = max((one for one in _FLOPS_PER_CLOCK if one <= properties.major), default=min(_FLOPS_PER_CLOCK))
-    clocks = properties.multi_processor_count * getattr(properties, "clock_rate", 1_700_000) * 1e3
-    bus = getattr(properties, "memory_bus_width", 5120) / 8
-    memory = 2 * bus * getattr(properties, "memory_clock_rate", 1_600_000) * 1e3
-    flops = clocks * _FLOPS_PER_CLOCK[generation]
-    single = flops / 2 if torch.backends.cuda.matmul.allow_tf32 else clocks * _SINGLE_FLOPS_PER_CLOCK
-    name = str(getattr(properties, "name", "a CUDA device"))
-    return Machine(name, _REACHED_FLOPS * flops, _REACHED_FLOPS * single, _REACHED_MEMORY * memory)
-
-
-def _measured() -> Machine:
-    """What this CPU does, with the threads that torch has now: a small product and a small copy, a few milliseconds."""
-    size, nbytes = 256, 4 << 20
-    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():  # compilers trace without bytes
-        matrix, source = torch.ones(size, size), torch.ones(nbytes, dtype=torch.uint8)
-        result, target = torch.empty_like(matrix), torch.empty_like(source)
-        flops = 2 * size**3 / _least_seconds(lambda: torch.mm(matrix, matrix, out=result))
-        memory = 2 * nbytes / _least_seconds(lambda: target.copy_(source))
-    return Machine("cpu", flops, flops, memory)
-
-
-def _least_seconds(work: Callable[[], object]) -> float:
-    """The best of a few times; the first, in which memory and threads are made, counts too but is never the best."""
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return max(min(seconds), 1e-9)
+# -- links -----------------------------------------------------------------------------------------------------------
 
 
 def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float:
@@ -262,7 +207,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
                 return disk.write if direction is Direction.OUT else disk.read
             return offloader.runtime.bandwidth(device, direction)
     except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
-        return _UNKNOWN_BANDWIDTH
+        return UNKNOWN_BANDWIDTH
 
 
 @cache

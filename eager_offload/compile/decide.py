@@ -23,12 +23,12 @@ from torch.fx import Graph, Node
 
 from eager_offload._torch import hint
 from eager_offload.compile.aim import Aim
-from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, machine_of, traffic_of
+from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, traffic_of
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
-from eager_offload.machine import Machine
-from eager_offload.plan.predict import Prediction, Problem
-from eager_offload.plan.program import Op, Program, Storage, living
-from eager_offload.plan.solve import Solution, Solver
+from eager_offload.machine import Machine, machine_of
+from eager_offload.planning.predict import Prediction, Problem
+from eager_offload.planning.program import Op, Program, Storage, living
+from eager_offload.planning.solve import Solution, Solver
 from eager_offload.runtime.base import Direction
 from eager_offload.schedule import Windows
 

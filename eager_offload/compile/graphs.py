@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import SymInt, Tensor
@@ -39,76 +39,16 @@ def storage_of(node: object) -> object | None:
     value = tensor_of(node)
     if value is None or value.layout is not torch.strided:
         return None
-    assert isinstance(node, Node)
-    storage = weak_storage(value.untyped_storage())
-    behind = _call_behind(node)
-    if behind is None:
-        return storage
-    given = _operand_behind(behind)
-    return (storage, behind.args[0]) if given is None else storage_of(given)
+    return weak_storage(value.untyped_storage())
 
 
-def _call_behind(node: Node) -> Node | None:
-    """Which result of a call of a whole region ``node`` is, or is a view of.
+def calls_regions(nodes: Iterable[Node]) -> bool:
+    """Whether one of ``nodes`` calls a region that is compiled once for all its calls.
 
-    Calls of one region are traced once: the tensors that stand for their results are the same ones, though what they
-    stand for is not. And each seems to be new, even if it is an argument that the region hands back.
+    Such a region may hand back what it is given, and the graph around it does not say so: which values share memory is
+    not known there.
     """
-    current: Node | None = node
-    while current is not None and current.op == "call_function":
-        source = current.args[0] if current.args else None
-        if not isinstance(source, Node):
-            return None
-        if current.target is operator.getitem and isinstance(source.target, HigherOrderOperator):
-            return current
-        mine, theirs = tensor_of(current), tensor_of(source)
-        if mine is None or theirs is None or theirs.layout is not torch.strided:
-            return None
-        if weak_storage(mine.untyped_storage()) != weak_storage(theirs.untyped_storage()):
-            return None
-        current = source
-    return None
-
-
-def _operand_behind(result: Node) -> Node | None:
-    """The argument of a call of a region that ``result`` is, or a view of it."""
-    call, index = result.args
-    assert isinstance(call, Node)
-    called = called_region(call)
-    if called is None or not isinstance(index, int):
-        return None
-    name = storage_of(outputs_of(called.graph)[index])
-    if name is None:
-        return None
-    given = (operand for operand, one in zip(called.operands, called.inputs, strict=True) if storage_of(one) == name)
-    found = next(given, None)
-    return found if isinstance(found, Node) else None
-
-
-class CalledRegion(NamedTuple):
-    """A region that a node calls, and what it is called with."""
-
-    graph: Graph
-    inputs: list[Node]
-    """Of ``graph``."""
-    operands: list[object]
-    """What the call passes for each of them."""
-
-
-def called_region(call: Node) -> CalledRegion | None:
-    """The one region that ``call`` calls; ``None`` if it calls several, or none, or not simply with its arguments.
-
-    Of other operators that call regions the first may be a condition, and what they hand back is memory of its own.
-    """
-    if call.target is not torch.ops.higher_order.invoke_subgraph:
-        return None
-    region = call.args[0]
-    graph = _region_of(region) if isinstance(region, Node) else None
-    if graph is None:
-        return None
-    inputs = graph.find_nodes(op="placeholder")
-    operands: list[object] = [one for one in call.args[1:] if not isinstance(one, str)]  # strings name the call
-    return CalledRegion(graph, inputs, operands) if len(operands) == len(inputs) else None
+    return any(node.target is torch.ops.higher_order.invoke_subgraph for node in nodes)
 
 
 def nbytes_of(value: Tensor) -> int:

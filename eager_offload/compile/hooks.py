@@ -39,6 +39,7 @@ class _Hook(EmptyGraphModule):
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
         """One call of ``offloads``, with what compilers key on: they cannot know what a Python function will do."""
+        active.compiled.set()
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"), self.text))
         graph.output(call)

@@ -27,7 +27,7 @@ from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.errors import CapacityError, OffloadError
-from eager_offload.marks import in_no_offload_region
+from eager_offload.marks import region_here
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
@@ -80,7 +80,6 @@ class HostBytes:
         "is_pending",
         "kept",
         "nbytes",
-        "observed",
         "offloader",
         "record",
         "slot",
@@ -115,8 +114,6 @@ class HostBytes:
         self.is_pending = True
         #: The bytes of one that could not leave.
         self.kept: _Kept | None = None
-        #: What a trace has of it; goes when this goes.
-        self.observed: object | None = None
 
 
 class _Arriving:
@@ -187,11 +184,11 @@ def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> in
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both"
         )
-    if in_no_offload_region() and counters.demote("region"):
+    if (written := region_here()) and counters.demote("region"):
         offloader.warn(
-            "compiled code moves what it saves although it is called in a no_offload() region: its graphs are made "
-            "beforehand. Write `with eager_offload.no_offload():` inside of what is compiled, or call it outside of "
-            "`with offload:`"
+            f"compiled code moves what it saves although it is called in a {written} region, which changes nothing of "
+            "it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, compile "
+            "the module that it names, or one around it), or call it outside of `with offload:`"
         )
     return counters.kept_by_graph(region)
 
@@ -230,8 +227,6 @@ def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
             if (failure := stands_for.failure) is not None:
                 if keepalive is None:
                     raise failure
-                if (observer := offloader.accounts.observer) is not None:
-                    observer.graph_keeps(stands_for)
                 _keep(stands_for, keepalive)
     stands_for.is_pending = False
 
@@ -315,8 +310,6 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
             )
         if stands_for.record.state is not KEPT:
             stands_for.record.ask(resident=False)
-        if (observer := offloader.accounts.observer) is not None:
-            observer.graph_reloads(offloader)
         with suppress(torch.OutOfMemoryError, MemoryError):
             found = _start_reload(stands_for, what)
     if found is None:

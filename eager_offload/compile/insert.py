@@ -16,7 +16,6 @@ from eager_offload._torch import fake_mode_of, hint
 from eager_offload.compile import ops
 from eager_offload.compile.coding import insert_pack, insert_unpack
 from eager_offload.compile.graphs import (
-    called,
     copied,
     first_use,
     is_static,
@@ -174,11 +173,7 @@ def insert_offload(graph: Graph, group: Group, text: str, window: int, region: s
         arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
         if group.codec is not None:
-            seed = None
-            if group.codec.unbiased and not group.codec.lossless:  # another one at each run
-                with fake_mode_of(value):
-                    seed = called(graph, ops.draw_seed, value.device)
-            base = insert_pack(graph, base, group.codec, seed)
+            base = insert_pack(graph, base, group.codec)
             value = base.meta["val"]
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
     host.meta = _host_meta(value, group.members[0])

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from eager_offload._torch import tree_iter
 from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
+    calls_regions,
     copied,
     counted_from_the_beginning,
     is_static,
@@ -75,7 +76,7 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
         g = mul(loss, x)              <- the boundary
         return loss, g
 
-    The graph is left as it was.
+    The graph is left as it was. It does not say which inputs require grad, so nothing is rounded.
 
     Args:
         boundary: the first node of the backward, as of :func:`boundary_of`.
@@ -87,10 +88,18 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     order, output = positions(graph), graph.output_node()
     nodes, begin = list(order), order[boundary]
     users = {node: [one for one in node.users if order[one] >= begin and one is not output] for node in nodes[:begin]}
-    saved = saved_of({node: some for node, some in users.items() if some}, order, nodes, config)
+    saved = saved_of({node: some for node, some in users.items() if some}, order, config)
     counted = counted_from_the_beginning(nodes[begin:])
     returned = returned_by(graph)
-    return choose_among(graph, saved, returned, config, counted=counted, step=lambda: step_of_joint(graph, boundary))
+    return choose_among(
+        graph,
+        saved,
+        returned,
+        config,
+        counted=counted,
+        step=lambda: step_of_joint(graph, boundary),
+        has_regions=calls_regions(nodes),
+    )
 
 
 def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, config: OffloadConfig) -> Graph:

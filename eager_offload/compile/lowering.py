@@ -33,21 +33,21 @@ from __future__ import annotations
 import threading
 from functools import cache
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 from eager_offload._torch import (
     V,
-    channels_last_strides,
+    fake_mode_of,
     inductor_ir,
+    leave_inputs_out_of_peak,
     leave_out_of_cuda_graphs,
     leave_out_of_peak,
     make_fallback,
     order_recomputed_kernels,
-    refuse_cuda_graphs,
-    remember_updaters,
 )
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT, is_report
@@ -63,18 +63,17 @@ _warned_of_cuda_graphs = threading.Event()
 @cache
 def install_lowerings() -> None:
     """Tells Inductor how to call the operations, for as long as the process lives."""
-    for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _as_it_is), (ops.wait_tensor, _for_wait)):
+    for operation, prepared in ((ops.offload, _for_offload), (ops.reload, _for_reload), (ops.wait_tensor, _for_wait)):
         make_fallback(operation, prepared, warn=False)  # type: ignore[no-untyped-call]  # torch's
     order_recomputed_kernels(_is_ours)  # or a reload might be read before it is waited for
-    remember_updaters()
-    leave_out_of_peak(_is_host_tensor, _host_tensor_read, _is_ours)
-    leave_out_of_cuda_graphs(_NO_CUDA_GRAPH, _moving.__contains__, _warn_of_cuda_graphs)
+    leave_out_of_peak(_is_host_tensor, _is_ours)
 
 
 #: The graphs that Inductor has, or is about to have, kernels of in which one of the operations is.
 _with_transfers: WeakSet[Any] = WeakSet()
-#: Those of them that move anything: a graph in which nothing moves calls an operation too, to have that counted.
-_moving: WeakSet[Any] = WeakSet()
+#: Those of them that move anything, with the host tensors that they bring back: a graph in which nothing moves calls an
+#: operation too, to have that counted.
+_moving: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def _is_ours() -> bool:
@@ -82,11 +81,17 @@ def _is_ours() -> bool:
     return V.graph in _with_transfers
 
 
-def _note_transfer() -> None:
-    """The graph that is being lowered moves something; see [Note: no CUDA graph around transfers]."""
+def _note_transfer() -> set[str]:
+    """The graph that is being lowered moves something; returns the host tensors that it brings back, by their names.
+
+    See [Note: no CUDA graph around transfers] and [Note: a host tensor weighs nothing].
+    """
     _with_transfers.add(V.graph)
-    _moving.add(V.graph)
-    refuse_cuda_graphs(V.graph, _NO_CUDA_GRAPH)
+    if V.graph not in _moving:
+        _moving[V.graph] = set()
+        leave_out_of_cuda_graphs(V.graph, _NO_CUDA_GRAPH, _warn_of_cuda_graphs)
+        leave_inputs_out_of_peak(V.graph, _moving[V.graph])
+    return _moving[V.graph]
 
 
 def _warn_of_cuda_graphs() -> None:
@@ -114,9 +119,15 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
         prefers = V.graph.nodes_prefer_channels_last
         if node.meta.get(EXACT):
             prefers.discard(node)
-        strides = channels_last_strides(value.shape) if value.dim() == 4 and node in prefers else value.stride()
+        channels_last = value.dim() == 4 and node in prefers
+        strides = _channels_last_strides(value) if channels_last else value.stride()
         source = inductor_ir.ExternKernel.require_exact_strides(source, strides)
     return (source,), named
+
+
+def _channels_last_strides(value: Tensor) -> tuple[int, ...]:
+    with fake_mode_of(value):
+        return torch.empty(value.shape, dtype=value.dtype, memory_format=torch.channels_last).stride()
 
 
 def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
@@ -129,9 +140,11 @@ def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Argu
     return (tensor, *keepalive), named
 
 
-def _as_it_is(node: Node, /, *arguments: Any, **named: Any) -> Arguments:
-    _note_transfer()
-    return arguments, named
+def _for_reload(node: Node, host: Any, /, *arguments: Any, **named: Any) -> Arguments:
+    """See [Note: a host tensor weighs nothing]."""
+    hosts = _note_transfer()
+    hosts.add(host.get_name())
+    return (host, *arguments), named
 
 
 def _source_of(tensor: Any) -> Any:
@@ -149,12 +162,6 @@ def _is_host_tensor(node: Any) -> bool:
     """Whether ``node`` of Inductor's is what an offload returns, or its call."""
     call = _call_of(node)
     return call is not None and call.op_overload is ops.offload
-
-
-def _host_tensor_read(node: Any) -> str | None:
-    """The host tensor that ``node`` of Inductor's brings back, by its name."""
-    call = _call_of(node)
-    return call.inputs[0].get_name() if call is not None and call.op_overload is ops.reload else None
 
 
 def _call_of(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The three operations that compiled code moves bytes with, and two that codecs need.
+"""The three operations that compiled code moves bytes with, and one that codecs need.
 
 ``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
 tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
@@ -21,10 +21,6 @@ stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` 
 ``coded_bytes`` bytes. ``window`` is what the graph's transfers that way keep to, in bytes: for the pass that orders
 them, and for the stats.
 
-``draw_seed`` returns another seed for stochastic rounding, each time that it runs: ``int64``, of one element, from a
-generator of the library's own, so that the user's draws stay as they are. It is declared to draw: no compiler takes two
-calls for one, or keeps a result.
-
 ``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
 a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
 the alignment that counts, at the address.
@@ -38,15 +34,14 @@ passes put waits into graphs that have been functionalized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import active
-from eager_offload._torch import below_autograd, library
-from eager_offload.codecs.seeds import SEEDS
+from eager_offload._torch import OpOverload, library
 from eager_offload.compile import host_tensors
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import ALIGNMENT
@@ -65,12 +60,8 @@ _library.define(
     tags=_TAGS,
 )
 _library.define("wait_tensor(Tensor(a!) tensor, Tensor? keepalive=None, *, Tensor? after=None) -> ()", tags=_TAGS)
-# A CUDA graph would replay one seed for ever.
-_library.define("draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, *_TAGS))
-
 _library.define("spread(Tensor compact, int[] stride, int offset=0) -> Tensor")
 
-draw_seed = torch.ops.eager_offload.draw_seed.default
 offload = torch.ops.eager_offload.offload.default
 reload = torch.ops.eager_offload.reload.default
 spread = torch.ops.eager_offload.spread.default
@@ -79,6 +70,16 @@ wait_tensor = torch.ops.eager_offload.wait_tensor.default
 OPERATIONS = (offload, reload, wait_tensor)
 for _operation in OPERATIONS:
     torch.fx.has_side_effect(_operation)
+
+
+def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
+    """There would be a gradient that is not defined."""
+    if given.requires_grad and torch.is_grad_enabled():
+        raise OffloadError(
+            f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input requires "
+            "grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is saved for "
+            "backward"
+        )
 
 
 def _offload(
@@ -92,6 +93,7 @@ def _offload(
     coded_bytes: int = 0,
     window: int = 0,
 ) -> Tensor:
+    _refuse_autograd(offload, source)
     if source.layout is not torch.strided:
         raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
     if source.numel() == 0:
@@ -118,6 +120,7 @@ def _reload(
     after: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
+    _refuse_autograd(reload, host)
     stands_for = host_tensors.bytes_of(host)
     if stands_for is None:
         return host_tensors.reload_copy(host, device)
@@ -126,15 +129,8 @@ def _reload(
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
+    _refuse_autograd(wait_tensor, tensor)
     host_tensors.wait_for(tensor, keepalive)
-
-
-def _draw_seed(device: torch.device) -> Tensor:
-    return torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=device)
-
-
-def _fake_draw_seed(device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=device)
 
 
 def _fake_offload(source: Tensor, **_: object) -> Tensor:
@@ -160,32 +156,14 @@ def _fake_spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Ten
     return torch.empty(phase + span, dtype=compact.dtype, device=compact.device).as_strided(size, stride, phase)
 
 
-def _without_autograd(operation: Callable[..., object]) -> Callable[..., object]:
-    """``operation`` below autograd; with it there would be a gradient that is not defined."""
-
-    def run(first: Tensor, *arguments: object, **named: object) -> object:
-        if first.requires_grad and torch.is_grad_enabled():
-            raise OffloadError(
-                f"{operation} is part of a graph that autograd has left behind and has no gradient, but its input "
-                "requires grad: call it under torch.no_grad(), or have `with offload:` around the forward move what is "
-                "saved for backward"
-            )
-        with below_autograd():
-            return operation(first, *arguments, **named)
-
-    return run
-
-
 for _name, _real, _fake in (
     ("offload", _offload, _fake_offload),
     ("reload", _reload, _fake_reload),
     ("wait_tensor", _wait_tensor, _fake_wait_tensor),
-    ("draw_seed", _draw_seed, _fake_draw_seed),
     ("spread", _spread, _fake_spread),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
     register_fake(f"eager_offload::{_name}", _fake, lib=_library)
-for _name, _operation in zip(("offload", "reload", "wait_tensor"), OPERATIONS, strict=True):
-    _library.impl(_name, _without_autograd(_operation), "Autograd")
+for _name in ("offload", "reload", "wait_tensor"):
     for _bit in ("Conjugate", "Negative"):  # torch would hand over a copy with other strides than the graph knows
         _library.impl(_name, torch.library.fallthrough_kernel, _bit)

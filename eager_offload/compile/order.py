@@ -3,7 +3,6 @@
 insert_asynchronous   offload, wait           wait, use       where transfers may stand at the earliest, or the latest
 prefetch                             reload, ..., wait, use     reloads as early as hides them
 sink_waits          offload, ..., wait                          waits as late as the window allows
-between_kernels              ..., offload, ..., wait            offloads where a kernel ends anyway
 pin                                                             all of that, whatever a compiler reorders
 """
 
@@ -15,18 +14,16 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
-from eager_offload._torch import HigherOrderOperator, OpOverload, OrderedSet, preserve_node_ordering, schema_of
+from eager_offload._torch import OpOverload, preserve_node_ordering
 from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
-from eager_offload.compile.graphs import first_use, nbytes_of, on_a_copy, positions, storage_of, tensor_of, written_by
+from eager_offload.compile.graphs import nbytes_of, on_a_copy, storage_of, tensor_of, written_by
 
-#: How many operators a kernel is taken to consist of at most.
-_FUSED_AT_MOST = 64
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -91,67 +88,6 @@ def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
 sink_waits = on_a_copy(sink_waits_in_place)
 
 
-def between_kernels_in_place(graph: Graph) -> None:
-    """Starts offloads where a compiler's kernel ends anyway, and not in the midst of what it would fuse into one.
-
-    y = mm(x, w)                              y = mm(x, w)
-    z = add(x, y)                             z = add(x, y)
-    host = offload(z, wait=False)             s = rsqrt(mean(mul(z, z)))
-    s = rsqrt(mean(mul(z, z)))                n = mul(z, s)
-    other = offload(s, wait=False)            host = offload(z, wait=False)
-    n = mul(z, s)                             other = offload(s, wait=False)
-    v = mm(n, u)                              v = mm(n, u)
-    ...                                       ...
-    wait_tensor(host, z)                      wait_tensor(host, z)
-
-    A compiler calls transfers between kernels, so one in the midst of ``add`` to ``mul`` makes two kernels of what
-    would be one, and two others in a layer where other values leave; each of them is generated and compiled. What such
-    operators take is little beside a product, and a copy waits for a few of them at most.
-
-    Waits stay where they are, and with them how long each source lives, and what the window holds. So an offload stays
-    as well, where its wait comes before the kernel ends.
-    """
-    waits = _waits(graph, ops.offload)
-    end = graph.output_node()
-    while end.prev.target in ops.OPERATIONS:
-        end = end.prev
-    held: list[Node] = []
-    fused = 0  # operators since a kernel ended
-    for node in list(graph.nodes):
-        if node is end or fused == _FUSED_AT_MOST or not (node.target in ops.OPERATIONS or _fuses(node)):
-            for one in held:
-                node.prepend(one)
-            held, fused = [], 0
-        if node is end:
-            break
-        if node in waits:
-            held += [node] if fused else []
-        elif node.target is ops.wait_tensor:
-            held = [one for one in held if one is not node.args[0]]
-        else:
-            fused += _fuses(node) and _computes(node)
-
-
-between_kernels = on_a_copy(between_kernels_in_place)
-
-
-def _fuses(node: Node) -> bool:
-    """Whether a compiler may fuse ``node`` with what is around it, or has nothing to run for it."""
-    if node.op != "call_function":
-        return node.op != "output"
-    if not isinstance(node.target, OpOverload):
-        # What is called whole, as a region is, has kernels of its own; the rest calculates with sizes, or takes one of
-        # several results.
-        return not isinstance(node.target, HigherOrderOperator)
-    schema = schema_of(node.target)
-    return schema.name.startswith(("aten::", "prims::")) and not schema.is_mutable and not counts_flops(node)
-
-
-def _computes(node: Node) -> bool:
-    """Whether ``node`` runs anything: no view does."""
-    return isinstance(node.target, OpOverload) and not any(one.alias_info for one in schema_of(node.target).returns)
-
-
 def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
     """The wait of each transfer of that kind that has one."""
     return {
@@ -172,22 +108,6 @@ def _written(node: Node) -> list[object]:
 
 
 # -- back -------------------------------------------------------------------------------------------------------------
-
-
-def reload_late_in_place(graph: Graph) -> None:
-    """Has each reload that waits stand right before its first use: no more is back than is needed.
-
-    Nothing but places change. After a pass Inductor computes anew what became of each node with other arguments, and
-    of all that depends on it; it fails where one of those is sparse, and has no storage to compare.
-    """
-    order = positions(graph)
-    reloads = graph.find_nodes(op="call_function", target=ops.reload)
-    views = [user for reload in reloads for user in reload.users if user.target is torch.ops.aten.as_strided.default]
-    for node in (*views, *reloads):
-        user = first_use(node, order)
-        if user is not None:
-            user.prepend(node)
-            order[node] = order[user]
 
 
 @dataclass
@@ -390,7 +310,7 @@ def pin_in_place(graph: Graph) -> None:
     behind the transfers, and not in the kernel that it would have been a part of.
     """
     nodes = list(graph.nodes)
-    dependencies: dict[Node, OrderedSet[Node]] = {}
+    dependencies: dict[Node, list[Node]] = {}
     product: Node | None = None  # the last one
     later: set[Node] = set()  # what comes after it because data flows; all, as long as there is none
     pending: list[Node] = []  # what the next product has to come after
@@ -408,7 +328,7 @@ def pin_in_place(graph: Graph) -> None:
             if counts_flops(node):
                 if node.target not in _CONVOLUTIONS:
                     if beyond := [one for one in pending if one not in node.all_input_nodes]:
-                        dependencies[node] = OrderedSet((*_made_before(node), *beyond))
+                        dependencies[node] = list(dict.fromkeys((*_made_before(node), *beyond)))
                     pending = []
                 product, later = None, {node}
             if product is None and _is_result(node):
@@ -416,7 +336,7 @@ def pin_in_place(graph: Graph) -> None:
             if product is None or not later.isdisjoint(node.all_input_nodes):
                 later.add(node)
             previous = None
-    preserve_node_ordering(graph, dependencies)
+    preserve_node_ordering(graph, cast(Any, dependencies))
 
 
 pin = on_a_copy(pin_in_place)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from eager_offload._torch import hint, is_plain_fake, schema_of
-from eager_offload.codecs import Codec, CodecPolicy, Gather
+from eager_offload.codecs import Codec, Gather
+from eager_offload.codecs.names import IDENTITY, ROUNDING, shared_name
 from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
-from eager_offload.compile.consumers import Consumers, may_be_rounded
 from eager_offload.compile.cost import memory_of, returns_views
 from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
+    calls_regions,
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
@@ -35,9 +36,10 @@ from eager_offload.compile.graphs import (
     undeclared_aliases,
 )
 from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
+from eager_offload.compile.rounding import codec_of_readers, differentiated
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
-from eager_offload.plan.predict import Prediction
+from eager_offload.planning.predict import Prediction
 from eager_offload.schedule import Windows, largest_of
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
@@ -110,8 +112,10 @@ class SavedValue:
     """Where in the backward it is used first."""
     in_region: bool
     """Whether what uses it belongs to operators of a region that keeps what it saves."""
-    readers: frozenset[str] = frozenset()
-    """All that read it, by the names that rules have; empty where it has to be exact."""
+    codec: str = IDENTITY
+    """The name of the codec that is in force for all that reads it."""
+    requires_grad: bool = False
+    """Whether autograd differentiates it, and it is neither an input nor the numbers of one."""
 
 
 def choose(
@@ -152,7 +156,10 @@ def choose(
         for node in outputs[num_outputs:]
         if isinstance(node, Node)
     }
-    saved = saved_of(users, order, [*forward.nodes, *backward.nodes], config)
+    saved = saved_of(users, order, config)
+    if any(one.codec in ROUNDING for one in saved.values()):
+        differentiable = differentiated(forward, outputs_of(backward))
+        saved = {node: replace(one, requires_grad=node in differentiable) for node, one in saved.items()}
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
@@ -161,27 +168,26 @@ def choose(
         config,
         counted=[node for node in saved if node.name in counted],
         step=lambda: step_of_pair(forward, backward, num_outputs),
+        has_regions=calls_regions([*forward.nodes, *backward.nodes]),
         aim=aim,
         whole=whole,
     )
 
 
 def saved_of(
-    users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], nodes: Iterable[Node], config: OffloadConfig
+    users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], config: OffloadConfig
 ) -> dict[Node, SavedValue]:
-    """What is known of saved values.
+    """What is known of saved values, but for whether they require grad.
 
     Args:
         users: by value, all that uses it in backward.
         order: where those stand.
-        nodes: of forward and backward, the forward's in front.
     """
-    consumers = Consumers(nodes) if config.codec_policy.rounds else None
+    rules = config.codec_rules
 
     def known(users: Collection[Node]) -> SavedValue:
         first = min((order[user] for user in users), default=len(order))
-        readers = frozenset[str]() if consumers is None else consumers.of(users)
-        return SavedValue(first, any(map(is_in_region, users)), readers)
+        return SavedValue(first, any(map(is_in_region, users)), codec_of_readers(users, rules))
 
     return {node: known(some) for node, some in users.items()}
 
@@ -200,6 +206,7 @@ def choose_among(
     *,
     counted: Iterable[Node],
     step: Callable[[], Step],
+    has_regions: bool,
     aim: Aim | None = None,
     whole: bool = True,
 ) -> Choice:
@@ -208,6 +215,7 @@ def choose_among(
     Args:
         counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
         step: makes the graph's step, where a solver decides.
+        has_regions: see :func:`~eager_offload.compile.graphs.calls_regions`; then all of them stay.
         aim: as of :func:`choose`.
         whole: as of :func:`choose`.
     """
@@ -244,9 +252,9 @@ def choose_among(
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
         policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
-        reason = _reason_to_stay(members, policy, any(saved[node].in_region for node in members), config)
+        reason = _reason_to_stay(members, policy, has_regions or any(saved[node].in_region for node in members), config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
-        groups = [_coded(group, config.codec_policy, _readers(group, saved, sharing[key][0])) for group in groups]
+        groups = [_coded(group, saved, config.size("min_bytes")) for group in groups]
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
@@ -399,20 +407,15 @@ def _travels_alone(value: Tensor) -> bool:
     )
 
 
-def _readers(group: Group, saved: Mapping[Node, SavedValue], maker: Node) -> frozenset[str]:
-    """All that read any of ``group``, whose storage ``maker`` has made; empty where it has to be exact."""
-    each = [saved[node].readers for node in group.members]
-    readers = frozenset[str]().union(*each)
-    if not all(each) or not may_be_rounded(maker, readers):
-        return frozenset()
+def _coded(group: Group, saved: Mapping[Node, SavedValue], min_bytes: int) -> Group:
+    """``group`` with the codec that packs it, where there is one."""
+    of_members = [saved[node] for node in group.members]
+    sizes = [hint(node.meta["val"].numel()) for node in group.members]
+    base: Tensor = group.base.meta["val"]
     # What else there is, and was not saved, would have a part in the scales.
-    most = hint(group.base.meta["val"].numel())
-    return readers if any(hint(node.meta["val"].numel()) == most for node in group.members) else frozenset()
-
-
-def _coded(group: Group, policy: CodecPolicy, readers: frozenset[str]) -> Group:
-    """``group`` with what packs it, where ``policy`` allows something that does."""
-    found = codec_for(group.base.meta["val"], policy, readers)
+    is_all = max(sizes) == hint(base.numel()) and min(sizes) * base.itemsize >= min_bytes
+    may_be_rounded = is_all and all(one.requires_grad for one in of_members)
+    found = codec_for(base, shared_name(one.codec for one in of_members), may_be_rounded=may_be_rounded)
     return group if found is None else replace(group, codec=found.codec, nbytes=found.nbytes)
 
 

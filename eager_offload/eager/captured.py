@@ -17,9 +17,8 @@ comes after another's backward uses the same ones: its copies out come behind co
 back.
 
 What the warm-ups have rounded is rounded: packed by kernels of the graph when its copy is due, so that the source goes
-at once and the packed bytes do when the plan saw the source go. For stochastic rounding the graph has a seed of its own
-on the device, which each pack moves on, in each replay. What changes no bit travels as it is, since a graph can look at
-no value.
+at once and the packed bytes do when the plan saw the source go. A replay rounds to the same numbers. What changes no
+bit travels as it is, since a graph can look at no value.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import asking_node, autograd_sequence, version_of, weak_storage
-from eager_offload.codecs.seeds import next_seed
+from eager_offload._torch import autograd_sequence, version_of, weak_storage
 from eager_offload.config import OffloadConfig
-from eager_offload.eager.coding import Coding, codings_of, kind_of
+from eager_offload.eager.coding import Coding, codings_of
 from eager_offload.eager.following import resident
 from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView, what_stays_of
 from eager_offload.eager.ownership import own_until_taken
@@ -44,6 +42,7 @@ from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING
 from eager_offload.errors import CaptureStateError, OffloadError
 from eager_offload.learning import Forward, LearnedForwards
+from eager_offload.marks import codec_here
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.selection import logical_bytes, reason_to_stay, root_of, whole
@@ -102,7 +101,6 @@ class CapturedRun:
     Args:
         slab: flat pinned memory of ``slot_bytes(plans)``, which lives as long as the graph does.
         config: that of the ``Offload``.
-        seed: ``int64``, of one element, on the device, which lives as long as the graph does; for stochastic rounding.
     """
 
     #: As a ``Run`` that does not differ from its plan: this one raises where it does.
@@ -115,9 +113,8 @@ class CapturedRun:
         runtime: AcceleratorRuntime,
         device: torch.device,
         config: OffloadConfig,
-        seed: Tensor,
     ) -> None:
-        self._policy, self._seed, self._min_bytes = config.codec_policy, seed, config.size("min_bytes")
+        self._rules, self._min_bytes = config.codec_rules, config.size("min_bytes")
         #: Bytes as saved of what stays on the device, by why.
         self.kept: Counter[KeepReason] = Counter()
         self._runtime, self._device, self._slab = runtime, device, slab
@@ -141,7 +138,7 @@ class CapturedRun:
         self._forward_number += 1
         self._forward = Forward(self._forward_number, LearnedForwards())
         self._starts = plan.starts()
-        self._codings = codings_of(plan, self._policy)
+        self._codings = codings_of(plan, self._rules)
         #: The saves whose sources go before each save, and when forward is over.
         self._releases: list[list[int]] = [[] for _ in range(len(plan.saves) + 1)]
         for number, save in enumerate(plan.saves):
@@ -203,9 +200,10 @@ class CapturedRun:
             why = "" if reason is None else f" ({reason.value})"
             stays = f"a {type(tensor).__name__} that stays{why}, on {tensor.device}"
             self._differ(f"save {number}", f"{said(save)} of which the memory may leave", stays)
-        if (coding := self._codings[number]) is not None and not coding.suits(tensor):
-            own, its = (kind and (kind.dtype, kind.maker) for kind in (coding.kind, kind_of(tensor)))
-            self._differ(f"what is rounded of save {number}", f"{own}", f"{its}")
+        if (codec := codec_here(self._rules)) != save.codec:
+            self._differ(f"save {number}", f"{said(save)} with the codec {save.codec}", codec)
+        if (coding := self._codings[number]) is not None and not coding.suits(tensor, codec, self._min_bytes):
+            self._differ(f"save {number}", f"one that {coding.codec.name} may round", _seen(tensor))
         if save.owner == number and tensor.untyped_storage().nbytes() != save.storage_nbytes:
             there = f"{tensor.untyped_storage().nbytes():,}"
             self._differ(f"the storage of save {number}", f"{save.storage_nbytes:,} bytes", f"{there} bytes")
@@ -235,6 +233,8 @@ class CapturedRun:
         storage = self._storages[save.owner]()
         if storage is None or storage.origin() is not tensor.untyped_storage():
             self._differ(f"save {number}", f"the storage of save {save.owner}", "another one")
+        if storage.coding is not None and not storage.coding.serves(tensor, save.codec, self._min_bytes):
+            self._differ(f"save {number}", f"one that {storage.coding.codec.name} may round", _seen(tensor))
         if storage.state is WAITING:
             storage.packed_at = max(storage.packed_at, autograd_sequence())
         elif not (
@@ -271,7 +271,7 @@ class CapturedRun:
     def _pack(self, storage: CapturedStorage, coding: Coding) -> Tensor:
         """What travels in place of a storage, of which the source goes."""
         out = self._runtime.allocate(Layout(coding.nbytes), self._device, self._stream)
-        pack_into(out, storage, coding, next_seed(self._seed) if coding.draws else None)
+        pack_into(out, storage, coding)
         storage.packed = out
         storage.release_source()
         return out
@@ -348,10 +348,6 @@ class CapturedRun:
         here = self._runtime.current_stream(self._device)
         if here != self._stream:
             self._differ(f"unpack {rank}", f"save {view.number} on {self._stream}", f"it on {here}")
-        if (coding := storage.coding) is not None and not self._policy.allows(
-            reader := asking_node(), coding.codec, coding.meta
-        ):
-            self._differ(f"unpack {rank}", f"save {view.number} for those that {coding.codec.name} is for", reader)
         ask = asks[rank]
         self._asked = rank + 1
         self._end_forward()

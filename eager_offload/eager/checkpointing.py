@@ -39,10 +39,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from eager_offload import active, marks
 from eager_offload._torch import (
     Patch,
-    checkpoint_is_traced,
     checkpoint_store_key,
     current_backward,
     is_collective,
+    is_proxied,
     is_wrapper,
     on_checkpoints,
     returns_before_it_is_done,
@@ -52,7 +52,6 @@ from eager_offload._torch import (
     tensors_in,
     tree_map,
 )
-from eager_offload.eager import foreign
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.selection import inner_values, is_parameter, logical_bytes, plain_tensors
@@ -190,7 +189,7 @@ def _ask(
 ) -> Any:
     """The policy of an operator whose result was or will be made, as torch's mode is to be told."""
     policy = policy_fn(context, func, *args, **kwargs)
-    if checkpoint_is_traced(func, args, kwargs) or not (policy in _SAVES or _travels(policy, func)):
+    if is_proxied() or not (policy in _SAVES or _travels(policy, func)):
         return policy
     mode = weak()
     assert mode is not None, "it asks"
@@ -201,7 +200,7 @@ def _ask(
 
 def _stored(policy_fn: Callable[..., Any], context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     policy = policy_fn(context, func, *args, **kwargs)
-    is_stored = _travels(policy, func) and not checkpoint_is_traced(func, args, kwargs)
+    is_stored = _travels(policy, func) and not is_proxied()
     return CheckpointPolicy.MUST_SAVE if is_stored else policy
 
 
@@ -266,9 +265,9 @@ def _saver() -> Saver | None:
 @contextmanager
 def saving_with(saver: Saver) -> Iterator[None]:
     """What the calling thread's checkpoints save goes to ``saver``, without any ``with offload:``."""
-    foreign.add_patches(patches())
+    active.add_patches(patches())
     before = _thread.saver
-    with foreign.watch():
+    with active.patched():
         _thread.saver = saver
         try:
             yield

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from eager_offload import marks
 from eager_offload._torch import autograd_sequence, has_own_memory, storage_of, version_of, weak_storage
-from eager_offload.eager.coding import Coding, kind_of
+from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.followed import FollowedRecord, FollowedStorage, RunRecord
 from eager_offload.eager.handles import Keeper, KeptTensor, Reload, Returned, SavedView, what_stays_of
@@ -52,13 +52,12 @@ class Adopter(Keeper, Protocol):
     """What a run needs of the saved tensors that it belongs to."""
 
     plans: StepPlans
+    rules: CodecRules
+    min_bytes: int
     budget: DeviceBudget | None
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
-
-    def seeded(self, coding: Coding) -> Coding:
-        """The same with a seed of its own, where it takes one."""
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
@@ -341,22 +340,22 @@ class Run:
             return "stream"
         if marks.in_force() and self._contradicts(storage, save):
             return "marks"
+        if (codec := marks.codec_here(self.keeper.rules)) != save.codec:
+            return "codec"
         if not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested:
             return "layout"
         if fate is _SHARE:
             if number in self.known.releases:
                 offloader.poll()
-            return self._share(tensor, storage, number, save)
+            return self._share(tensor, storage, number, save, codec)
         if storage.nbytes() != save.storage_nbytes or tensor.device != offloader.device:
             return "size"
         if tensor.is_quantized or is_parameter(tensor):
             return "layout"
         offloader.poll()
         coding = self.known.codings[number]
-        if coding is not None:
-            if not coding.suits(tensor):
-                return "maker"
-            coding = self.keeper.seeded(coding)
+        if coding is not None and not coding.suits(tensor, codec, self.keeper.min_bytes):
+            return "codec"
         followed = FollowedStorage(storage, self.known.footprints[number], number, self.record, self.stream, coding)
         if number in self.known.shared:
             followed.root = weakref.ref(root_of(tensor))
@@ -378,16 +377,16 @@ class Run:
             return True
         return mark is Mark.PREFER and self._saves[save.owner].fate is Fate.KEEP
 
-    def _share(self, tensor: Tensor, storage: torch.UntypedStorage, number: int, save: Save) -> SavedView | str:
+    def _share(
+        self, tensor: Tensor, storage: torch.UntypedStorage, number: int, save: Save, codec: str
+    ) -> SavedView | str:
         """See [Note: sharing] in ``saving.py``: the same rule."""
         followed = self._storages[save.owner]()
         if followed is None or followed.origin() is not storage:
             return "share"
-        if (coding := followed.coding) is not None and coding.rounds:
-            if tensor.dtype is not coding.meta.dtype:
-                return "share"
-            if save.coded is not None and ((kind := kind_of(tensor)) is None or kind.maker != save.coded.maker):
-                return "maker"
+        coding = followed.coding
+        if coding is not None and not coding.serves(tensor, codec, self.keeper.min_bytes):
+            return "codec"
         sequence, state = autograd_sequence(), followed.state
         if state is WAITING:
             followed.packed_at = max(followed.packed_at, sequence)

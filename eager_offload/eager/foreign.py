@@ -19,28 +19,23 @@ So it is known when the context is left, unless by an exception: that step is ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload import active
 from eager_offload._torch import (
     HookFunctions,
-    Patch,
-    checkpoint_hooks,
+    are_of_checkpoint,
     on_entering_hooks,
     replace_hooks,
     top_pack_hook,
 )
-from eager_offload.tiers.forking import ForkSafeLock
-
-_lock = ForkSafeLock()
-_watchers = 0
 
 
 def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[saved_tensors_hooks], None]:
     def enter(hooks: saved_tensors_hooks) -> None:
-        if enter is _entering.active and not isinstance(hooks, (ours, *checkpoint_hooks)):
+        if enter is _entering.active and not (isinstance(hooks, ours) or are_of_checkpoint(hooks)):
             _note(hooks.pack_hook)
         replaced(hooks)
 
@@ -59,47 +54,7 @@ def _note(pack_hook: object) -> None:
 
 
 _entering = on_entering_hooks(_watching)
-#: What is in torch while any context is entered, on whichever thread.
-_patches = [_entering]
-
-
-def add_patches(patches: Iterable[Patch]) -> None:
-    """They too are to be there from now on, while any context is."""
-    if any(patch not in _patches for patch in patches):
-        with _lock.lock:
-            for patch in patches:
-                if patch not in _patches:
-                    _patches.append(patch)
-                    if _watchers:
-                        patch.put_on()
-
-
-class watch:
-    """While it is active, contexts hear of the hooks that others put on top of theirs."""
-
-    def __init__(self) -> None:
-        self._counted = False
-
-    def __enter__(self) -> None:
-        global _watchers
-        with _lock.lock:
-            _watchers += 1
-            self._counted = True
-            if _watchers == 1:
-                for patch in _patches:
-                    patch.put_on()
-
-    def __exit__(self, *_: object) -> None:
-        """Ends it, as far as it had begun; may be called again."""
-        global _watchers
-        with _lock.lock:
-            if not self._counted:
-                return
-            self._counted = False
-            _watchers -= 1
-            if _watchers == 0:
-                for patch in _patches:
-                    patch.take_off()
+active.add_patches([_entering])
 
 
 class ours(saved_tensors_hooks):

@@ -27,7 +27,7 @@ from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, u
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.originals import original_of
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import WAITING, BytesRecord, Transfer
+from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.codecs import Workspaces
 from eager_offload.learning import Forward
@@ -163,8 +163,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
                     recorder.released(saved.number)
             else:
                 saved.slot = None
-                if (observer := saved.saves.offloader.accounts.observer) is not None:
-                    observer.stays(self.key)
 
 
 class ViewRecord(FinalizerRecord["SavedView"]):
@@ -261,7 +259,7 @@ class SavedStorage:
         return self.coding is not None and self.coding.rounds
 
     def be_exact(self) -> None:
-        """A later save shares it whose readers take nothing rounded, and its copy has not started."""
+        """A later save shares it that is to be exact, or rounded otherwise, and its copy has not started."""
         if self.coding is not None:
             self.coding = self.coding.exact
 
@@ -367,12 +365,6 @@ class SavedView:
     def unpack(self) -> Tensor:
         saves: Keeper = self.storage.saves if self.run is None else self.run.keeper
         return saves.unpack(self)
-
-    def forget_kind(self) -> None:
-        """Nothing may round it, in this step or in a later one: who reads it is not to be learnt."""
-        if self.storage.record.state is WAITING:
-            self.storage.be_exact()
-        self.forward.log.kinds.pop(self.number, None)
 
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""

@@ -32,7 +32,6 @@ from eager_offload._torch import (
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.coding import kind_of
 from eager_offload.eager.following import Adopter, Run
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
@@ -428,9 +427,8 @@ class Hooks:
                 is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
                 whole = storage.footprint.nbytes if is_whole else 0
                 owner = storage.number if is_own else -1
-                shared = kind_of(tensor) if storage.rounds and owner not in (-1, handle.number) else None
-                maker = None if shared is None else shared.maker
-                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes, maker)
+                codec = marks.codec_here(self._config.codec_rules)
+                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes, codec)
                 if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
                     recorder.left_in_parts(around.number)
             else:

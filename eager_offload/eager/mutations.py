@@ -36,8 +36,6 @@ class ChangeableTensor:
         assert address_and_version is not None, "or no such context would have been found"
         place = address_and_version(tensor)
         name = (id(self), *place)
-        for view in self.views():
-            view.forget_kind()  # torch's mode may clone it: that is what the engine asks for then
         context.original[self] = _BeforeChange(handle)
         context.tid_to_weakhandle[name] = self
         context.sid_to_tid[place].add(name)

@@ -86,15 +86,11 @@ class Offloading:
         """A storage that has not started to leave stays, and with it every save that shares it."""
         saved.record.stay(reason)
         self.offloader.resident_bytes -= saved.footprint.nbytes
-        if (observer := self.offloader.accounts.observer) is not None:
-            observer.stays(saved.record.key)
 
     def stay_after_all(self, saved: SavedStorage) -> None:
         """The copy of a storage was cancelled."""
         saved.slot = None
         saved.record.stay(KeepReason.NEWEST)
-        if (observer := self.offloader.accounts.observer) is not None:
-            observer.stays(saved.record.key)
 
     def _reason_to_stay(self, saved: SavedStorage) -> KeepReason | None:
         """Why a storage whose turn it is stays after all."""

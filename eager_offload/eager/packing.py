@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from eager_offload._torch import weak_storage
@@ -41,9 +40,8 @@ def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> P
     try:
         with runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
             out = runtime.allocate(Layout(coding.nbytes), device, saved.stream)
-            seed = torch.full((1,), coding.seed, dtype=torch.int64, device=device) if coding.draws else None
             scratch = saved.saves.scratch.of(coding.codec, coding.meta, saved.stream)
-            holds = pack_into(out, saved, coding, seed, scratch)
+            holds = pack_into(out, saved, coding, scratch)
             if holds is None or offloader.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
@@ -81,12 +79,11 @@ def pack_into(
     out: Tensor,
     saved: SavedStorage,
     coding: Coding,
-    seed: Tensor | None,
     scratch: Mapping[str, Tensor] | None = None,
 ) -> Tensor | None:
     """Packs a storage on the current stream; returns what ``Codec.pack`` does."""
     storage = saved.aliases[0].untyped_storage()
-    return CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, seed, scratch)
+    return CODECS.pack(coding.codec, saved.coded(coding, storage, saved.footprint.start), out, scratch)
 
 
 def unpack_into(

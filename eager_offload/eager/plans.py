@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import replace
+from operator import sub
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from eager_offload.codecs import CodecPolicy
+from eager_offload.codecs.names import IDENTITY, CodecRules
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.eager.adapting import Adapting
 from eager_offload.eager.coding import codings_of
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.errors import warn
-from eager_offload.learning import SaveKind, SaveLog, readers_of
 from eager_offload.runtime.base import Layout
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import logical_bytes, whole
@@ -49,7 +47,7 @@ _MOST_DECIDED = 8
 _MOST_IN_VAIN = 4
 #: So many forwards in a row that differ from a plan, and it is forgotten.
 _MOST_MISSES = 3
-_EXACT = CodecPolicy()
+_PLAIN = CodecRules({"*": IDENTITY})
 
 
 class Following(Protocol):
@@ -138,16 +136,15 @@ class KeptSums(NamedTuple):
     tensors: int = 0
     parameter_bytes: int = 0
     small_bytes: int = 0
-    largest_small: int = 0
 
     def plus(self, save: Staying | None) -> KeptSums:
         """With one save more."""
         if save is None or not save.is_counted_later:
             return self
-        tensors, parameter_bytes, small_bytes, largest = self
+        tensors, parameter_bytes, small_bytes = self
         if save.reason is KeepReason.PARAMETER:
-            return KeptSums(tensors + 1, parameter_bytes + save.nbytes, small_bytes, largest)
-        return KeptSums(tensors + 1, parameter_bytes, small_bytes + save.nbytes, max(largest, save.nbytes))
+            return KeptSums(tensors + 1, parameter_bytes + save.nbytes, small_bytes)
+        return KeptSums(tensors + 1, parameter_bytes, small_bytes + save.nbytes)
 
 
 class Recording(StepRecorder):
@@ -163,10 +160,10 @@ class Recording(StepRecorder):
 class KnownPlan:
     """A plan, and what the runs that follow it need of it."""
 
-    def __init__(self, plan: StepPlan, policy: CodecPolicy = _EXACT, *, is_computed: bool = False) -> None:
+    def __init__(self, plan: StepPlan, rules: CodecRules = _PLAIN, *, is_computed: bool = False) -> None:
         self.plan = plan
         #: How storages travel that a codec packs, by number.
-        self.codings = codings_of(plan, policy)
+        self.codings = codings_of(plan, rules)
         #: Whether a planner has made it: it says what is to stay, and no recorded one comes in its place.
         self.is_computed = is_computed
         self.starts, self.largest = plan.starts(), plan.largest
@@ -197,16 +194,7 @@ class KnownPlan:
 
     def kept_between(self, first: int, after: int) -> KeptSums:
         """What stays and is counted later, from save ``first`` to the one before ``after``."""
-        earlier, now = self._sums[first], self._sums[after]
-        small_bytes, largest = now.small_bytes - earlier.small_bytes, now.largest_small
-        if small_bytes and largest == earlier.largest_small:  # which came before these
-            largest = functools.reduce(KeptSums.plus, self.staying[first:after], KeptSums()).largest_small
-        return KeptSums(
-            now.tensors - earlier.tensors,
-            now.parameter_bytes - earlier.parameter_bytes,
-            small_bytes,
-            largest if small_bytes else 0,
-        )
+        return KeptSums(*map(sub, self._sums[after], self._sums[first]))
 
     @property
     def idle_bytes(self) -> int:
@@ -237,25 +225,18 @@ class KnownPlan:
             self.forget()
 
 
-def _kinds(plan: StepPlan) -> Iterator[SaveKind]:
-    """What it rounds."""
-    for save in plan.saves:
-        if save.coded is not None:
-            yield SaveKind(save.nbytes, save.coded.dtype, save.coded.maker)
-
-
 class StepPlans:
     """The plans of one device, the latest last. Callers hold the offloader's lock.
 
     Args:
         policy: the config's ``step_plans``.
-        codecs: the config's ``codec``.
+        rules: of the config's ``codec``.
         accounts: where misses and what came of a computed plan are counted.
         measures: what is known of a step of the device.
     """
 
-    def __init__(self, policy: bool | str, codecs: CodecPolicy, accounts: Accounts, measures: StepMeasures) -> None:
-        self._codecs, self._accounts = codecs, accounts
+    def __init__(self, policy: bool | str, rules: CodecRules, accounts: Accounts, measures: StepMeasures) -> None:
+        self._rules, self._accounts = rules, accounts
         #: Who is to be told by ``saw`` of what is saved and asked for, while ``is_close``.
         self.measures = measures
         #: After how many forwards that are alike one is recorded, to be followed by the next; ``None``: never.
@@ -263,8 +244,6 @@ class StepPlans:
         self._known: list[KnownPlan] = []
         #: What the user has given, until a forward has followed it whole or differed from it.
         self._given: KnownPlan | None = None
-        #: The same, before that, of one that rounds: until a forward has shown who reads what it saves.
-        self._unread: StepPlan | None = None
         #: Compares steps with what a planner has made, where that was given.
         self._adapting: Adapting | None = None
         #: How many forwards are to be recorded of which it is not known which plan is theirs.
@@ -293,7 +272,7 @@ class StepPlans:
         self._given = None
         parents, self._known = self._known, []
         for known in parents:
-            self._known.append(KnownPlan(known.plan, self._codecs, is_computed=known.is_computed))
+            self._known.append(KnownPlan(known.plan, self._rules, is_computed=known.is_computed))
             if known is given:
                 self._given = self._known[-1]
         for run in self.runs:
@@ -309,16 +288,8 @@ class StepPlans:
             known.forget()
         self._known = []
 
-    def misread(self) -> None:
-        """Something asked for what is rounded that was not known of: no forward follows what is known so far."""
-        if self._given is not None:
-            self._does_not_fit(self._given, "reader")
-        self.forget_all()
-
     def records(self, alike: int) -> bool:
         """Whether a forward is to be recorded that no plan fits, where ``alike`` ones have gone before."""
-        if self._unread is not None:
-            return True
         if self._alike is None or ((alike < self._alike or self._waits) and not self._unclear):
             return False
         if self._in_vain < _MOST_IN_VAIN:
@@ -350,7 +321,7 @@ class StepPlans:
         for known in self._known:
             if known.plan == plan or (known.is_computed and known.plan.is_like(plan)):
                 return known
-        new, others = KnownPlan(plan, self._codecs, is_computed=is_computed), []
+        new, others = KnownPlan(plan, self._rules, is_computed=is_computed), []
         for known in self._known:
             if known.plan.is_like(plan):
                 new.next = known.next
@@ -362,12 +333,8 @@ class StepPlans:
         self._known = [*others[1 - _MOST_PLANS :], new]
         return new
 
-    def learn(self, recording: Recording, exact: Set[SaveKind]) -> None:
-        """A forward that was recorded is over, and so is its backward.
-
-        Args:
-            exact: what is not to be rounded any more.
-        """
+    def learn(self, recording: Recording) -> None:
+        """A forward that was recorded is over, and so is its backward."""
         if recording.is_early:
             recording.turn.decide(None)
             return
@@ -377,44 +344,14 @@ class StepPlans:
         if plan is not None and plan.decided_bytes * _MOST_DECIDED > plan.leaving_bytes:
             self._accounts.counters.plan_misses["decided"] = 1
             plan = None
-        if plan is not None and not exact.isdisjoint(_kinds(plan)):
-            plan = None
         self._in_vain = 0 if plan is not None else self._in_vain + 1
         recording.turn.decide(None if plan is None else self.add(plan))
 
     def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
-        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it.
-
-        One that rounds, and says not for whom, is followed once that is known: see ``read``. A planner has looked.
-        """
+        """Takes in a plan that the user has; ``computed``: of which it is, where a planner has made it."""
         if computed is not None:
             self._adapting = Adapting(computed)
-        elif any(coding is not None and coding.rounds for coding in codings_of(plan, self._codecs)):
-            self._unread = plan
-            return
         self._given = self.add(plan, is_computed=computed is not None)
-
-    def read(self, recording: Recording, log: SaveLog) -> None:
-        """A forward that was recorded is over, and its backward: the plan that was given may round, or does not fit.
-
-        Args:
-            log: of the same forward, which say by the recorder's names what has asked for each storage.
-        """
-        if (given := self._unread) is None or (plan := recording.plan()) is None:
-            return
-        self._unread = None
-        known, names, readers = KnownPlan(given, self._codecs), recording.names, readers_of(log)
-        if not given.is_like(plan):
-            self._given = known
-            self.missed(known, "size")
-        elif not all(
-            coding is None or coding.may_round_for(readers.get(name, ()), self._codecs)
-            for name, coding in zip(names, known.codings, strict=True)
-        ):
-            self._given = known
-            self.missed(known, "reader")
-        else:
-            self._given = self.add(given)
 
     def enter(self) -> None:
         """A forward is about to begin."""
@@ -449,7 +386,7 @@ class StepPlans:
                 adapting.made(None)
                 return
             adapting.made(found)
-            new = KnownPlan(step_plans[0], self._codecs, is_computed=True)
+            new = KnownPlan(step_plans[0], self._rules, is_computed=True)
             new.next = old.next
             old.forget()
             self._known = [new if known is old else known for known in self._known]

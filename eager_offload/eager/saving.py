@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import (
-    asking_node,
     module_reference,
     profiled,
     profiler_is_on,
@@ -27,10 +26,10 @@ from eager_offload._torch import (
     version_of,
     weak_storage,
 )
-from eager_offload.codecs.seeds import SEEDS
+from eager_offload.codecs.names import IDENTITY
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import MIB, OffloadConfig
-from eager_offload.eager.coding import Coding, coding_of, kind_of
+from eager_offload.eager.coding import coding_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
 from eager_offload.eager.followed import FollowedStorage
@@ -43,10 +42,10 @@ from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
-from eager_offload.errors import OffloadError, PrecisionError
+from eager_offload.errors import OffloadError
 from eager_offload.kernels.codecs import CODECS, Workspaces
-from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, LearnedForwards, Link, SaveKind
-from eager_offload.marks import Mark
+from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, LearnedForwards, Link
+from eager_offload.marks import Mark, codec_here
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
@@ -76,10 +75,8 @@ class SavedTensors:
         self.offloader = offloader
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
-        self._policy = config.codec_policy
-        self._rounds = self._policy.rounds  # each unpack asks
-        self._packs = self._rounds or self._policy.lossless
-        self.plans = StepPlans(config.step_plans, self._policy, self._accounts, StepMeasures(offloader))
+        self.rules, self.min_bytes = config.codec_rules, config.size("min_bytes")
+        self.plans = StepPlans(config.step_plans, self.rules, self._accounts, StepMeasures(offloader))
         self._config, self._windows = config, offloader.windows
         #: The most of the newest bytes that stay where neither a budget nor a limit of the slowdown says it.
         self._queue_bytes = keep = config.newest_bytes(self._windows.prefetch)
@@ -93,8 +90,6 @@ class SavedTensors:
         self._reloading = Reloading(self._offloading, self.plans)
         self.order = self._reloading.order
         self._learned = LearnedForwards()
-        #: Kinds of saves that were rounded for one consumer and asked for by another.
-        self._exact_kinds: set[SaveKind] = set()
         self._queues: Living[ResidentQueue] = Living()
         #: Whether an automatic window says how many of the newest bytes stay.
         self._window_says_what_stays = config.learns_what_stays and config.prefetch_bytes == "auto"
@@ -357,7 +352,8 @@ class SavedTensors:
             queue.count(area.nbytes)
         if (learned := forward.learned) is None:
             queue.await_nothing()
-        coding = self._coding(tensor, area, forward, number, first) if self._packs or area.gathered else None
+        codec = codec_here(self.rules)
+        coding = coding_of(tensor, area, codec, self.min_bytes) if codec != IDENTITY or area.gathered else None
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
         record, saved.first = saved.record, first
         record.module = module_reference()
@@ -388,27 +384,6 @@ class SavedTensors:
         offloader.hold(area.nbytes)
         return view
 
-    def _coding(self, tensor: Tensor, area: Footprint, forward: Forward, number: int, first: int) -> Coding | None:
-        """How save ``number`` of a forward, which takes the storage that save ``first`` was the first of, travels."""
-        kind = self._kind(tensor, forward, number)
-        if kind is None or kind in self._exact_kinds:
-            return coding_of(tensor, area, self._policy)
-        if forward.learned is None and forward.recorder is not None:
-            forward.recorder.is_early = True  # the next one of its kind knows the readers
-        coding = coding_of(tensor, area, self._policy, forward.readers(number, first, kind), kind)
-        return None if coding is None else self.seeded(coding)
-
-    def _kind(self, tensor: Tensor, forward: Forward, number: int) -> SaveKind | None:
-        """What is learnt of save ``number``, where anything may be rounded."""
-        kind = kind_of(tensor) if self._rounds else None
-        if kind is not None:
-            forward.log.kinds[number] = kind
-        return kind
-
-    def seeded(self, coding: Coding) -> Coding:
-        """The same with a seed of its own, where it takes one."""
-        return coding._replace(seed=SEEDS.draw()) if coding.draws else coding
-
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The saved storage under ``name``, if it is of the very ``storage``: an address may have a new owner."""
         record = self._names.get(name)
@@ -433,7 +408,7 @@ class SavedTensors:
         """
         if saved.record.state is KEPT:
             return saved.packed is None
-        if saved.rounds and not (saved.forward is forward and forward.expects(saved.first, kind_of(tensor))):
+        if saved.coding is not None and not saved.coding.serves(tensor, codec_here(self.rules), self.min_bytes):
             if saved.record.state is not WAITING:
                 return False
             saved.be_exact()
@@ -461,7 +436,6 @@ class SavedTensors:
                 record.shared_bytes += nbytes
         number = len(forward.log.sizes)
         owner = saved.first if saved.forward is forward else -1
-        self._kind(tensor, forward, number)
         self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
         if record.queue is not None and saved.forward is forward:
             record.queue.saved_again(record, number)
@@ -506,7 +480,6 @@ class SavedTensors:
 
         Raises:
             SavedTensorModifiedError: it was changed in place after it was saved.
-            PrecisionError: it was rounded, and nothing may be for the one that asks.
             TransferError, CorruptionError: its bytes did not come back.
             OffloadError: the current stream is being captured.
         """
@@ -515,8 +488,6 @@ class SavedTensors:
             offloader.refuse_call("backward asked for a tensor that was offloaded")
         if version_of(view.alias) != view.version:  # `check_version`, which would be a call
             view.check_version()
-        if self._rounds:
-            self._check_reader(view)
         try:
             if self.budget is not None and view.run is None:
                 with offloader.lock:
@@ -535,35 +506,6 @@ class SavedTensors:
             tensor = view.original.like(tensor)
             own_until_taken(view.storage, tensor)
         return tensor
-
-    def _check_reader(self, view: SavedView) -> None:
-        """Learns which node asks, and looks whether that one may be given what was rounded."""
-        reader, saved = asking_node(), view.storage
-        if view.run is None:
-            view.forward.log.readers.setdefault(view.number, set()).add(reader)
-        coding = saved.coding
-        if not saved.rounds or coding is None or self._policy.allows(reader, coding.codec, coding.meta):
-            return
-        assert coding.kind is not None, "it rounds"
-        with self.offloader.lock:
-            if isinstance(saved, FollowedStorage) and saved.adopted is not None:
-                saved = saved.adopted  # its run has ended meanwhile
-            counted = saved if isinstance(saved, FollowedStorage) else saved.record
-            if counted.state is WAITING:  # nothing has rounded it, and before it is handed out its copy might start
-                if isinstance(saved, FollowedStorage):
-                    saved.stay(KeepReason.NEWEST)
-                else:
-                    self._reloading.stay(saved)
-            if counted.state is KEPT and saved.packed is None:
-                return
-            self._exact_kinds.add(coding.kind)
-            self.plans.misread()
-        raise PrecisionError(
-            f"{reader or 'code in Python'} asks for a saved tensor of {coding.kind.nbytes} bytes, made by "
-            f"{coding.kind.maker or 'no operator'}, that the codec {coding.codec.name} has rounded for what had asked "
-            "for it in earlier steps. Run the step again: what is saved alike is exact from now on. It always is with "
-            'eager_offload.no_offload() around that part of the forward, or with codec="lossless"'
-        )
 
     # -- in between: called with the lock held ------------------------------------------------------------------------
 
@@ -586,8 +528,6 @@ class SavedTensors:
                 self.offloader.resident_bytes -= nbytes
         if record.state is LEAVING and self.offloader.cancel_copy_of(record):
             record.stay(KeepReason.NEWEST)
-            if (observer := self._accounts.observer) is not None:
-                observer.stays(record.key)
         if record.reload is not None:
             self.offloader.release(record.reload)
         record.queue = record.reload = None  # a trace may hold it
@@ -604,8 +544,7 @@ class SavedTensors:
         out = self.offloader.out_rate.value
         self._learned.learn(record.log, None if out is None else Link(out, self.offloader.in_rate.value or out))
         if (recording := cast(Recording | None, record.recorder)) is not None:
-            self.plans.read(recording, record.log)
-            self.plans.learn(recording, self._exact_kinds)
+            self.plans.learn(recording)
 
     # -- forwards that follow a plan ----------------------------------------------------------------------------------
 

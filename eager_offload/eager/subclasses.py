@@ -115,7 +115,6 @@ def pack_wrapper(
             with accounts.lock:
                 accounts.counters.kept(KeepReason.LAYOUT, theirs.numel() * theirs.element_size())
         elif isinstance(handle := pack(theirs), SavedView):
-            handle.forget_kind()  # the engine asks for the wrapper, not for what is inside
             parts.append(_Part(ours, handle))
             parts[-1].empty()
     if not parts:

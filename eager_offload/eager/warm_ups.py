@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eager_offload.codecs.policy import is_lossless
+from eager_offload.codecs.names import ROUNDING
 from eager_offload.eager.plans import Recording
 from eager_offload.errors import CaptureStateError, ScheduleMismatchError
 from eager_offload.runtime.base import ALIGNMENT
@@ -82,7 +82,7 @@ def _without_vain_copies(plan: StepPlan) -> StepPlan:
 
 def _unless_refused(coded: Coded | None) -> Coded | None:
     """How a storage travels in a capture: as it is, where values are looked at, which a graph cannot go by."""
-    return None if coded is None or is_lossless(coded.codec) else coded
+    return coded if coded is not None and coded.codec in ROUNDING else None
 
 
 def slot_bytes(plans: Sequence[StepPlan]) -> int:

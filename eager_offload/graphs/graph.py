@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -104,8 +102,8 @@ class CapturedGraph:
         """Sends the graph to the device before its first launch, once, so that this one takes no longer than others.
 
         Returns:
-            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, by cuda-bindings or
-            from its library; where one is missing, the first launch does it.
+            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, from its library;
+            where one is missing, the first launch does it.
 
         Raises:
             CaptureStateError: in a capture.
@@ -155,18 +153,8 @@ def _upload(graph: Any, stream: torch.Stream) -> bool:
     with suppress(RuntimeError, ImportError, OSError, AttributeError):
         name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         of_cuda: Any = torch.cuda.Stream
-        executable, native = int(raw()), int(of_cuda(**name).cuda_stream)
-        return _by_bindings(executable, native) or _by_library(executable, native)
+        return _by_library(int(raw()), int(of_cuda(**name).cuda_stream))
     return False
-
-
-def _by_bindings(executable: int, stream: int) -> bool:
-    try:
-        runtime: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return False
-    (error,) = runtime.cudaGraphUpload(runtime.cudaGraphExec_t(executable), runtime.cudaStream_t(stream))
-    return int(error) == 0
 
 
 def _by_library(executable: int, stream: int) -> bool:
@@ -346,17 +334,6 @@ def pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
     return found
 
 
-_streams: dict[torch.device, torch.Stream] = {}
-_streams_lock = threading.Lock()
-
-
 def capture_stream() -> torch.Stream:
-    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream.
-
-    No transfers run on it: torch hands streams out of a ring, and what another thread moves would be captured.
-    """
-    device = torch.accelerator.current_stream().device
-    with _streams_lock:
-        if device not in _streams:
-            _streams[device] = require_runtime("a capture").separate_stream(device)
-        return _streams[device]
+    """The one on which captures of the selected device begin: memory that graphs share belongs to one stream."""
+    return require_runtime("a capture").separate_stream(torch.accelerator.current_stream().device)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import overriding_stale_streams
-from eager_offload.codecs.seeds import SEEDS
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.warm_ups import WarmUp, check_alike, slot_bytes
 from eager_offload.errors import CaptureInputError, CaptureStateError
@@ -286,13 +285,12 @@ def _capture(
     guard: GraphCaptureGuard,
     stream: torch.Stream,
 ) -> tuple[CapturedGraph, Mapping[KeepReason, int]]:
-    seed = torch.full((1,), SEEDS.draw(), dtype=torch.int64, device=stream.device)  # of the graph, which moves it on
     kept: Mapping[KeepReason, int] = {}
     with guard:
         if offload is None:
             result = fn(*static.values)
         else:
-            run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config, seed)
+            run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config)
             try:
                 with offload.in_step(run):
                     result = fn(*static.values)
@@ -302,5 +300,4 @@ def _capture(
             kept = run.kept
     graph = guard.finish()
     graph.result = result
-    graph.keep(seed)
     return graph, kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Unpack
 
 from torch import nn
@@ -203,24 +203,6 @@ def _innermost(model: nn.Module) -> nn.Module:
     inside: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return inside
 
-
-def _refuse_plugins(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.prepare``, which hands back in silence what it does not know, for scripts that give it a plugin."""
-
-    @wraps(prepare)
-    def refusing(self: Any, *given: Any, **named: Any) -> Any:
-        if any(isinstance(one, OffloadPlugin) for one in given):
-            raise ConfigError(
-                "accelerator.prepare(..., plugin) is not accepted: it hands an OffloadPlugin back and nothing would "
-                "move. Leave the plugin out there, and say on the next line\n\n"
-                "    model = plugin.prepare(accelerator, model)"
-            )
-        return prepare(self, *given, **named)
-
-    return refusing
-
-
-Accelerator.prepare = _refuse_plugins(Accelerator.prepare)
 
 #: Which plugin, and by which calls, has prepared a model last, by what is inside of its wrappers.
 _prepared: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OffloadPlugin], OffloadedCalls]] = (

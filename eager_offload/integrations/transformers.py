@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
@@ -28,7 +27,6 @@ from eager_offload.integrations.settings import Given, missing, offload_from
 try:
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -44,8 +42,9 @@ class OffloadTrainerCallback(TrainerCallback):
     """``Trainer(..., callbacks=[OffloadTrainerCallback(min_bytes="4MiB")])``: the model offloads while it trains.
 
     Nothing moves in evaluation and prediction. At each logging step the figures of
-    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history`` and to all other
-    callbacks, the trackers of ``report_to`` among them: when training begins this callback moves in front of them.
+    :class:`~eager_offload.integrations.metrics.OffloadMetrics` go into ``state.log_history``, and to the callbacks
+    behind this one. The trackers of ``report_to`` stand before every callback that is given: they get the figures from
+    :class:`OffloadTrainerMixin` alone.
 
     Args:
         config: an ``Offload`` (which stays yours to close), an ``OffloadConfig``, a mapping of its fields, or ``None``:
@@ -90,10 +89,6 @@ class OffloadTrainerCallback(TrainerCallback):
         #: Takes what is on the model off again; by itself where this object goes before.
         self._removal: weakref.finalize[Any, OffloadTrainerCallback] | None = None
 
-    def add_to(self, trainer: Trainer) -> None:
-        """Makes this the first callback of ``trainer``."""
-        trainer.callback_handler.callbacks.insert(0, self)
-
     def remove(self) -> None:
         """Calls the model as before, and gives memory and files back. Idempotent.
 
@@ -131,7 +126,6 @@ class OffloadTrainerCallback(TrainerCallback):
         self._saved_before = self.offload.stats().offloaded_bytes
         self._first_step = self._read_step = state.global_step
         self._state, self._model = weakref.ref(state), weakref.ref(model)
-        _go_first(self, sys._getframe(1))
         _begun.add(self)
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
@@ -168,12 +162,18 @@ class OffloadTrainerCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self._metrics is not None and self._state is not None and logs is not None and "loss" in logs:
-            figures = self._metrics.read(state.global_step - self._read_step)
-            self._read_step = state.global_step
+        if logs is not None:
+            figures = self._figures(state, logs)
             logs.update(figures)
             if state.log_history:
                 state.log_history[-1].update(figures)  # a copy of the logs, made before any callback is called
+
+    def _figures(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """The figures of the steps since the last reading, if ``logs`` are of steps."""
+        if self._metrics is None or self._state is None or "loss" not in logs:
+            return {}
+        steps, self._read_step = state.global_step - self._read_step, state.global_step
+        return self._metrics.read(steps)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.offload is None or self._state is None:
@@ -194,20 +194,6 @@ class OffloadTrainerCallback(TrainerCallback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_with(None if state["offload"] is None else Offload(state["offload"]))
-
-
-def _go_first(callback: OffloadTrainerCallback, frame: FrameType | None) -> None:
-    """Puts ``callback`` in front of the others, trackers among them: they log what stands in the logs at their turn.
-
-    No event is given the list of callbacks: it belongs to the handler, which is the caller of every event. Those that
-    it has called stand before ``callback`` and those that it has not behind it: none is left out or called twice.
-    """
-    handler: Any = None
-    while frame is not None and not isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
-        frame = frame.f_back
-    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-        handler.callbacks.remove(callback)
-        handler.callbacks.insert(0, callback)
 
 
 #: Those whose training may be going on, or has failed.
@@ -260,7 +246,7 @@ class OffloadTrainerMixin(_Base):
         self._offload_callback = _AroundLoss(config, **options) if switched_on(given is not False) else None
         super().__init__(*arguments, **named)
         if self._offload_callback is not None:
-            self._offload_callback.add_to(self)
+            self.add_callback(self._offload_callback)
 
     @property
     def offload(self) -> Offload | None:
@@ -273,6 +259,10 @@ class OffloadTrainerMixin(_Base):
         finally:
             if self._offload_callback is not None:
                 self._offload_callback.remove()
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        figures = {} if self._offload_callback is None else self._offload_callback._figures(self.state, logs)
+        super().log({**logs, **figures}, *arguments, **named)
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         with contextlib.ExitStack() as stack:
@@ -290,6 +280,9 @@ class _AroundLoss(OffloadTrainerCallback):
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         pass  # the trainer's own context does, in its time
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        pass  # the trainer's own log has
 
 
 def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:

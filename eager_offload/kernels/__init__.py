@@ -5,7 +5,6 @@ from __future__ import annotations
 from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
-from eager_offload.kernels.profiles import profile
 from eager_offload.kernels.signature import Scalar, Signature, TensorSpec
 from eager_offload.kernels.staging import Slot, StagingTree, Union
 
@@ -22,5 +21,4 @@ __all__ = [
     "TorchKernel",
     "Union",
     "as_torch_kernel",
-    "profile",
 ]

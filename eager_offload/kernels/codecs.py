@@ -30,8 +30,8 @@ from torch import Tensor
 
 from eager_offload._torch import without_caller_modes
 from eager_offload.codecs import BitMask, Codec, TensorMeta
-from eager_offload.codecs.policy import is_compiled
-from eager_offload.codecs.rounded import compiled_multiple
+from eager_offload.codecs.names import is_compiled
+from eager_offload.codecs.rounded import BLOCK, compiled_multiple
 from eager_offload.errors import CapabilityError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
@@ -39,7 +39,7 @@ from eager_offload.kernels.signature import Signature, TensorSpec
 
 _logger = logging.getLogger("eager_offload.kernels")
 
-#: Bytes of one size; stochastic rounding takes a core a second or two for them.
+#: Bytes of one size; a core takes a tenth of a second or two for them, operator by operator.
 _WORTH = 256 << 20
 #: Sizes that are compiled in a process, and those whose bytes are counted: of sequences of any length there are many.
 _MOST, _COUNTED = 32, 1024
@@ -86,19 +86,18 @@ class CodecKernels:
         codec: Codec,
         x: Tensor,
         out: Tensor,
-        seed: Tensor | None = None,
         scratch: Mapping[str, Tensor] | None = None,
     ) -> Tensor | None:
         """As ``codec.pack``; ``scratch``: what a ``BitMask`` computes in."""
         if isinstance(codec, BitMask):
-            return codec.pack(x, out, seed, scratch)
+            return codec.pack(x, out, scratch)
         if (size := _size_of(codec, x)) is None:
-            return codec.pack(x, out, seed)
+            return codec.pack(x, out)
         found = self._kernels.get(size)
         if found is None or not _is_aligned(x, out):
             self._count(size, x.nbytes)
-            return codec.pack(x, out, seed)
-        found.pack(*((x,) if seed is None or not codec.unbiased else (x, seed)), out=out)
+            return codec.pack(x, out)
+        found.pack(x, out=out)
         return None
 
     def unpack(self, codec: Codec, packed: Tensor, out: Tensor, scratch: Mapping[str, Tensor] | None = None) -> None:
@@ -115,7 +114,7 @@ class CodecKernels:
     def expect(self, codecs: Iterable[Codec], device: torch.device) -> None:
         """Has the next ``compile_due`` compile each of ``codecs`` for one block, the first time that it is expected."""
         for codec in codecs:
-            size = _Size(codec, getattr(codec, "block", _ALIGNMENT), torch.float32, device)
+            size = _Size(codec, BLOCK, torch.float32, device)
             if is_compiled(codec) and size not in self._expected:
                 self._expected.add(size)
                 self._due.append(size)
@@ -187,19 +186,16 @@ def _compile(size: _Size) -> _Kernels:
     assert layout is not None, "it was packed"
     saved = TensorSpec((numel,), dtype, _ALIGNMENT)
     packed = TensorSpec((layout.nbytes,), torch.uint8, _ALIGNMENT)
-    seeds = (TensorSpec((1,), torch.int64),) if codec.unbiased else ()
 
-    def pack(x: Tensor, *rest: Tensor) -> None:
-        *seed, out = rest
-        codec.pack(x, out, *seed)
+    def pack(x: Tensor, out: Tensor) -> None:
+        codec.pack(x, out)
 
-    packing = Kernel(f"pack {size}", Signature((saved, *seeds), (packed,)), _SPREAD, {"torch": pack})
+    packing = Kernel(f"pack {size}", Signature((saved,), (packed,)), _SPREAD, {"torch": pack})
     unpacking = Kernel(f"unpack {size}", Signature((packed,), (saved,)), _SPREAD, {"torch": codec.unpack})
     kernels = _Kernels(as_torch_kernel(packing, "inductor"), as_torch_kernel(unpacking, "inductor"))
     x = torch.linspace(-3, 5, numel, dtype=torch.float32, device=device).to(dtype)
-    seed = [torch.ones(1, dtype=torch.int64, device=device) for _ in seeds]
-    found, expected = kernels.pack(x, *seed), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    pack(x, *seed, expected)
+    found, expected = kernels.pack(x), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    pack(x, expected)
     back, again = torch.full_like(x, 7), torch.empty_like(x)
     kernels.unpack(found, out=back)
     codec.unpack(expected, again)

@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import CapabilityError, KernelError, warn
-from eager_offload.kernels import pallas
+from eager_offload.kernels import cuda, pallas
 from eager_offload.kernels.compiled import Launch, compiled_by_inductor
 from eager_offload.kernels.launch import LaunchSpec
-from eager_offload.kernels.profiles import timed
 from eager_offload.kernels.signature import Signature
 
 #: What an implementation may be called.
-_BODIES = ("torch", "pallas")
-_IMPLS = ("auto", "torch", "inductor", "pallas")
+_BODIES = ("torch", "pallas", "cuda")
+_IMPLS = ("auto", "torch", "inductor", "pallas", "cuda")
+#: By implementation, what compiles it, and of which body. All others are the reference.
+_COMPILERS: dict[str, tuple[Callable[..., Launch], str]] = {
+    "pallas": (pallas.compiled, "pallas"),
+    "cuda": (cuda.compiled, "cuda"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,26 +32,28 @@ class Kernel:
     """What a kernel takes, how it is launched, and what computes it.
 
     Args:
-        name: what errors and profiles call it.
+        name: what errors call it, and the name of the function in CUDA C++.
         signature: what it takes and gives.
         spec: how it is spread over a device.
-        impls: by name, what computes it. Each is called with the inputs, what is ``inout``, and the outputs, nesting
-            taken away, and writes the outputs; what it returns is not looked at.
+        impls: by name, what computes it. Each is given the inputs, what is ``inout``, and the outputs, nesting taken
+            away, and writes the outputs; what it returns is not looked at.
 
             - ``"torch"``, which has to be there, is the reference: torch operators on tensors. ``torch.compile`` has to
               be able to trace it: a tensor that it reads is an input, or made by it. ``"inductor"`` is this one,
               compiled.
             - ``"pallas"``: a body of a JAX Pallas kernel, on references.
+            - ``"cuda"``: source in CUDA C++, with a ``__global__`` function ``name`` that takes the addresses of the
+              tensors.
 
     Raises:
-        KernelError: there is no ``"torch"``, a name is another one, what stands there cannot be called, or one of the
-            others is something else.
+        KernelError: there is no ``"torch"``, a name is another one, what stands there cannot be called or is not a
+            source, or one of the others is something else.
     """
 
     name: str
     signature: Signature
     spec: LaunchSpec
-    impls: Mapping[str, Callable[..., object]]
+    impls: Mapping[str, Callable[..., object] | str]
 
     def __post_init__(self) -> None:
         for part, kind in (("signature", Signature), ("spec", LaunchSpec), ("impls", Mapping)):
@@ -58,10 +64,12 @@ class Kernel:
         if "torch" not in self.impls or not set(self.impls) <= set(_BODIES):
             raise KernelError(
                 f"{self.name}: impls has {', '.join(map(repr, self.impls)) or 'nothing'}; what is accepted is 'torch', "
-                "which has to be there, and 'pallas'"
+                "which has to be there, 'pallas' and 'cuda'"
             )
         for name, body in self.impls.items():
-            if not callable(body):
+            if name == "cuda" and not isinstance(body, str):
+                raise KernelError(f"{self.name}: impls['cuda'] is {body!r}: it is source in CUDA C++, as a text")
+            if name != "cuda" and not callable(body):
                 raise KernelError(f"{self.name}: impls[{name!r}] is {body!r}, which cannot be called")
 
 
@@ -91,13 +99,12 @@ class TorchKernel:
             The outputs, in their structure, and what is ``inout`` behind them; a single result comes bare.
 
         Raises:
-            KernelError: an argument is not what the signature says. Nothing was launched.
+            KernelError: an argument is not what the signature says, or CUDA C++ does not compile. Nothing was launched.
             CapabilityError: the device, or what is installed, cannot do this, or the body cannot be traced.
         """
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)
-        kernel.spec.check_device(call.device)
-        with torch.no_grad(), _without_autocast(call.device), timed(kernel.name, call.device):
+        with torch.no_grad(), _without_autocast(call.device):
             self._launch(call.device, call.tensors)
         return kernel.signature.result(call, arguments)
 
@@ -108,7 +115,9 @@ class TorchKernel:
         found = None
         if self.impl != "torch" and device not in self._failed:
             found = self._compiled.get((device, torch.get_default_dtype())) or self._compile(device, tensors)
-        (found or self.kernel.impls["torch"])(*tensors)
+        run = found or self.kernel.impls["torch"]
+        assert callable(run)
+        run(*tensors)
 
     def _compile(self, device: torch.device, tensors: list[Tensor]) -> Launch | None:
         """What launches on ``device``; ``None`` where nothing compiles and the reference does as well."""
@@ -117,8 +126,8 @@ class TorchKernel:
             if place in self._compiled:
                 return self._compiled[place]
             try:
-                make, body = (pallas.compiled, "pallas") if self.impl == "pallas" else (compiled_by_inductor, "torch")
-                found = make(kernel.name, kernel.impls[body], kernel.signature, kernel.spec, tensors)
+                make, body = _COMPILERS.get(self.impl, (compiled_by_inductor, "torch"))
+                found: Launch = make(kernel.name, kernel.impls[body], kernel.signature, kernel.spec, tensors)
             except CapabilityError as error:
                 if self.impl != "auto":
                     raise
@@ -144,16 +153,19 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
             - ``"torch"``: the reference, operator by operator.
             - ``"inductor"``: the reference, compiled when it is first called: C++ on a CPU, Triton on a GPU.
             - ``"pallas"``: the Pallas body, which an interpreter runs: on CPU tensors, where JAX is installed.
+            - ``"cuda"``: the source in CUDA C++, which NVRTC compiles when it is first called: on CUDA tensors.
             - ``"auto"``: ``"inductor"``, and the reference with one warning where that cannot compile.
 
     Raises:
         KernelError: ``impl`` is none of these, or the kernel has no such implementation.
-        CapabilityError: JAX is not installed.
+        CapabilityError: JAX is not installed; or there is no CUDA, or the ``spec`` has clusters.
     """
     if impl not in _IMPLS:
         raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
+    if impl in _COMPILERS and impl not in kernel.impls:
+        raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
     if impl == "pallas":
-        if "pallas" not in kernel.impls:
-            raise KernelError(f"{kernel.name}: impl='pallas' is asked for, and impls has no 'pallas'")
         pallas.check_installed()
+    if impl == "cuda":
+        cuda.check_available(kernel.name, kernel.spec)
     return TorchKernel(kernel, impl)

@@ -8,11 +8,11 @@ no knob is named that does not go with one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
-from eager_offload.observe.memory import of_memory
 from eager_offload.stats import KeepReason, OffloadStats
-from eager_offload.step_memory import WORTH, StepMemory
+from eager_offload.step_memory import WORTH, StepMemory, main_reason, reason_text, settings_text, why
 
 #: A share of the time that compute may wait without a word.
 _STALL = 0.03
@@ -20,16 +20,12 @@ _STALL = 0.03
 _BUSY = 0.4
 #: A share of the saved bytes from which a reason to stay is worth a sentence.
 _MUCH = 0.10
-#: What is said of those that no setting changes.
-_STAYS = {
-    KeepReason.ALIVE: "stayed since something else keeps the originals alive until backward: outputs that are "
-    "collected in a list, attributes of modules, tensors that the training loop still names. Let go of them before "
-    "backward.",
-    KeepReason.DEVICE: "are on a device that nothing can be moved from here: the CPU and the accelerator of "
-    "torch.accelerator are.",
-    KeepReason.LAYOUT: "stayed for their layout: sparse and quantized tensors do not move, and of a subclass of Tensor "
-    "with a __torch_dispatch__ only what its __tensor_flatten__ names does.",
-}
+#: Reasons that no setting changes.
+_STAYS = (KeepReason.ALIVE, KeepReason.DEVICE, KeepReason.LAYOUT)
+#: A share of what was offloaded that no backward asked for, from which a run has saved nothing that it needed.
+_ALL_IN_VAIN = 0.9
+#: A share of what a step saves from which a reason to stay explains why memory has not fallen.
+_EXPLAINS = 0.3
 #: A share of the offloaded bytes from which it is worth a sentence that they were moved in vain.
 _VAIN = 0.30
 #: Of ``plan_misses``: what is counted where no plan was followed, so that none was differed from.
@@ -49,14 +45,67 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     context = tuple(_of_the_context(stats, config))
     if not config.enabled or not stats.saved_tensors:
         return context
-    memory = of_memory(stats, config, waits=_stalls(stats))
+    memory = _of_memory(stats, config, waits=_stalls(stats))
     parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
     found = context if stats.offloaded_bytes else ()  # else it is the reason that nothing moved
     found += tuple(sentence for part in parts for sentence in part(stats, config))
-    found += tuple(_of_what_stays(stats, memory.reason))
+    found += tuple(_of_what_stays(stats, config, memory.reason))
     if memory.fell and not found:
         found = (f"Nothing held this run up: {_waited(stats)}.",)
     return memory.sentence, *found
+
+
+class MemoryVerdict(NamedTuple):
+    """What memory has come to."""
+
+    sentence: str
+    fell: bool
+    """In the steps that were counted."""
+    reason: KeepReason | None = None
+    """To stay, which the sentence has named."""
+
+
+def _of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> MemoryVerdict:
+    """Returns whether memory has fallen, by how much or why not, and the settings that would lower it.
+
+    Args:
+        stats: of a run in which something was saved.
+        waits: whether compute waits for transfers.
+    """
+    if not stats.offloaded_bytes:
+        return MemoryVerdict(f"Memory did not fall: nothing moved, because {why(stats, config)}.", fell=False)
+    if stays_within_host(stats):
+        sentence = (
+            f"Memory did not fall: {size_text(stats.host_bytes_peak)} were copied within host memory, which is the "
+            'device of CPU tensors. tier="auto" and tier="disk" move them to disk.'
+        )
+        return MemoryVerdict(sentence, fell=False)
+    in_vain = stats.released_bytes - stats.failed_bytes
+    if in_vain >= _ALL_IN_VAIN * stats.offloaded_bytes:
+        return MemoryVerdict("Memory was moved in vain: there was no backward for what forwards saved.", fell=False)
+    before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
+    peaks = (
+        f"at most {size_text(after)} of saved tensors on the device, {size_text(before)} without offload "
+        f"({change_text(before, after)})"
+    )
+    step = StepMemory(stats, config)
+    steady = min(after + step.small_bytes, step.peak.held) if step.rows else after
+    least = (1 - WORTH) * (before + step.small_bytes)
+    falls = steady <= least
+    settings = settings_text(step, steady, config, waits=waits, says_none=not falls) if step.rows else ""
+    if after + step.small_bytes <= least:
+        later = f"; a step after one like it holds at most {size_text(steady)}" if steady <= after * (1 - WORTH) else ""
+        return MemoryVerdict(f"Memory fell: {peaks}{later}{settings}.", fell=True)
+    if falls:
+        sentence = (
+            f"Memory falls once a step is known: one after one like it holds at most {size_text(steady)}. Before that "
+            f"windows are large: {peaks}{settings}."
+        )
+        return MemoryVerdict(sentence, fell=False)
+    reason, cause = main_reason(stats, config, _EXPLAINS)
+    out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+    cause = cause or f"windows of {out} on the way out and of {back} brought back early hold most of what may move"
+    return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}{settings}.", fell=False, reason=reason)
 
 
 def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -154,10 +203,12 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         yield f"{waited.capitalize()}. {_planned_waits(stats)}"
     elif _busy(stats) >= _BUSY:
         yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config, step)}"
-    elif in_forward and window < a_step and (more := _more(step, "max_inflight_bytes", window)):
-        yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {more}{otherwise}"
-    elif not in_forward and ahead < a_step and (more := _more(step, "prefetch_bytes", ahead)):
-        yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {more}{otherwise}"
+    elif in_forward and window < a_step and (more := _larger(step, "max_inflight_bytes", window)):
+        raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {more}"
+        yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {raised}{otherwise}"
+    elif not in_forward and ahead < a_step and (more := _larger(step, "prefetch_bytes", ahead)):
+        raised = f"Where memory allows, raise prefetch_bytes from {size_text(ahead)} to {more}"
+        yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {raised}{otherwise}"
     else:  # a step is shorter than the way there and back
         larger = "" if (least := step.larger_min_bytes) is None else f'min_bytes="{size_literal(least)}", '
         yield (
@@ -166,14 +217,15 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         )
 
 
-def _more(step: StepMemory, field: str, window: int) -> str:
-    """A sentence about a larger window, and what it costs; empty where hardly anything would be moved in time."""
-    larger = 2 * window or _LEAST_WINDOW
+def _larger(step: StepMemory, field: str, now: int) -> str | None:
+    """Returns twice the bytes of ``field`` as a config takes them, and what they cost; ``None`` where with them hardly
+    anything would move."""
+    larger = 2 * now or _LEAST_WINDOW
     peak = step.peak_with({field: larger})
     if peak.held > (1 - WORTH) * peak.without_offload:
-        return ""
+        return None
     cost = f": a step then holds at most {size_text(peak.held)}" if step.rows else ""
-    return f'Where memory allows, raise {field} from {size_text(window)} to "{size_literal(larger)}"{cost}.'
+    return f'"{size_literal(larger)}"{cost}.'
 
 
 def _planned_waits(stats: OffloadStats) -> str:
@@ -208,18 +260,19 @@ def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> 
     )
 
 
-def _of_what_stays(stats: OffloadStats, said: KeepReason | None) -> Iterator[str]:
+def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
     """Each reason for which much of what is saved stays, that no setting changes; parameters take no part.
 
     Args:
         said: the reason that memory has not fallen for, of which enough is said.
     """
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
-    for reason, sentence in _STAYS.items():
+    for reason in _STAYS:
         nbytes = stats.kept_bytes.get(reason, 0)
         if nbytes and nbytes >= _MUCH * may_move and reason is not said:
             a_step = size_text(nbytes // max(stats.steps, 1))
-            yield f"{a_step} a step ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}"
+            sentence = reason_text(reason, config, stats.prefetch_bytes)
+            yield f"{a_step} a step ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}."
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -258,15 +311,22 @@ def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | Non
         return " A larger device_budget leaves them where they are."
     if config.keep_last_bytes != "auto":
         return ' keep_last_bytes="auto" learns which those are.'
-    more, step = 2 * config.newest_bytes(stats.prefetch_bytes) or _LEAST_WINDOW, StepMemory(stats, config)
-    peak = step.peak_with({"keep_last_bytes": more})
-    if peak.held > (1 - WORTH) * peak.without_offload:
-        return ""
-    cost = f": a step then holds at most {size_text(peak.held)}" if step.rows else ""
-    return f' Try keep_last_bytes="{size_literal(more)}"{cost}.'
+    more = _larger(StepMemory(stats, config), "keep_last_bytes", config.newest_bytes(stats.prefetch_bytes))
+    return "" if more is None else f" Try keep_last_bytes={more}"
 
 
 # -- shares and sizes -----------------------------------------------------------------------------------------------
+
+
+def stays_within_host(stats: OffloadStats) -> bool:
+    """Whether what left CPU tensors is in host memory still, so that nothing was freed."""
+    return stats.copies_within_host and not stats.disk_bytes_peak
+
+
+def change_text(before: int, after: int) -> str:
+    """A change for a reader, such as ``"-76 %"``."""
+    share = f"{after / before - 1:+.0%}" if before else "0%"
+    return share.replace("+0%", "0%").replace("-0%", "0%").replace("%", " %")
 
 
 def _stalls(stats: OffloadStats) -> bool:

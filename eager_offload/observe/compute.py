@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
-from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Timestamp, Work
+from eager_offload.observe.timestamps import Clock, Clocks, TimeLog, Work
 from eager_offload.runtime.base import Stream
 from eager_offload.trace_file import SliceKind
 
 #: What torch puts between a module and the one that it compiles.
-_WRAPPED = "_orig_mod."
+_WRAPPED = "_orig_mod"
 #: Torch says that its own wrapper around a compiled module will be seen as well, and it is.
 _WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -42,15 +42,8 @@ class _Call(NamedTuple):
 
     module: Module
     path: str
-    device: torch.device
-    began: Timestamp
-    thread: int
-
-
-class _Thread(threading.local):
-    def __init__(self, all_calls: list[list[_Call]]) -> None:
-        self.calls: list[_Call] = []
-        all_calls.append(self.calls)
+    clock: Clock
+    began: object
 
 
 class Forwards:
@@ -60,9 +53,9 @@ class Forwards:
         self._clocks = clocks
         self._time_log = time_log
         self._is_over = False
-        self._all_calls: list[list[_Call]] = []
-        self._thread = _Thread(self._all_calls)
-        self._paths: dict[int, tuple[weakref.ref[Module], str]] = {}
+        #: By thread, the outermost first.
+        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)
+        self._paths: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
         self._outermost: Counter[str] = Counter()
         self._handles: list[RemovableHandle] = []
 
@@ -83,70 +76,59 @@ class Forwards:
 
     def break_off(self) -> None:
         """What has not ended ends now: an interrupt has come, or another thread is still at it."""
-        for calls in self._all_calls:
+        for thread, calls in list(self._calls.items()):
             while calls:
-                self._end(calls.pop())
+                self._end(calls.pop(), thread)
 
     @property
     def path(self) -> str:
         """Of the module that the calling thread is in; empty outside of all."""
-        calls = self._thread.calls
+        calls = self._calls[threading.get_ident()]
         return calls[-1].path if calls else ""
 
     def enter(self, module: Module, arguments: tuple[Any, ...]) -> None:
         """A forward begins on the calling thread."""
-        calls = self._thread.calls
+        calls = self._calls[threading.get_ident()]
         tensor = next((one for one in arguments if isinstance(one, Tensor)), None)
         if self._is_over or (tensor is not None and is_fake(type(tensor))):
             return  # a compiler is tracing
-        if calls and isinstance(module, GraphModule) and self._known(module) is None:
+        if calls and isinstance(module, GraphModule) and module not in self._paths:
             return  # what a compiler has made runs as one: no module of the user's
         if tensor is None and not calls:
             tensor = next(module.parameters(), None)
-        outer = calls[-1].device if calls else torch.device("cpu")
-        device = outer if tensor is None else tensor.device
-        clock = self._clocks.of(device)
-        now = clock.at(clock.current_stream)
-        calls.append(_Call(module, self._path_of(module), device, now, threading.get_ident()))
+        outer = calls[-1].clock.device if calls else torch.device("cpu")
+        clock = self._clocks.of(outer if tensor is None else tensor.device)
+        calls.append(_Call(module, self._path_of(module, calls), clock, clock.now()))
 
     def leave(self, module: Module) -> None:
         """A forward ends, by a result or by an exception."""
-        calls = self._thread.calls
+        thread = threading.get_ident()
+        calls = self._calls[thread]
         if not any(call.module is module for call in calls):
             return  # it began before the trace
         while calls:
             call = calls.pop()
-            self._end(call)
+            self._end(call, thread)
             if call.module is module:
                 return
 
-    def _end(self, call: _Call) -> None:
-        if self._is_over:
-            return
-        clock = self._clocks.of(call.device)
-        now = clock.at(clock.current_stream)
-        work = Work(SliceKind.COMPUTE, call.path, call.began, now, "compute forward", call.thread, call.path)
-        self._time_log.add(work)
+    def _end(self, call: _Call, thread: int) -> None:
+        if not self._is_over:
+            moments = call.clock, call.began, call.clock.now()
+            self._time_log.add(Work(SliceKind.COMPUTE, call.path, *moments, "compute forward", call.path, "", thread))
 
-    def _known(self, module: Module) -> str | None:
-        known = self._paths.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
-
-    def _path_of(self, module: Module) -> str:
-        if (known := self._known(module)) is not None:
+    def _path_of(self, module: Module, calls: list[_Call]) -> str:
+        if (known := self._paths.get(module)) is not None:
             return known
-        name, calls = type(module).__name__, self._thread.calls
+        name = type(module).__name__
         if calls:  # made on the way, or hidden in something that is no module
-            path = f"{calls[-1].path}.{name}"
-            self._paths[id(module)] = weakref.ref(module), path
-            return path
+            return self._paths.setdefault(module, f"{calls[-1].path}.{name}")
         self._outermost[name] += 1
         root = name if self._outermost[name] == 1 else f"{name} {self._outermost[name]}"
         for inner, child in module.named_modules():
-            path = f"{root}.{inner}".replace(_WRAPPED, "").removesuffix(f".{_WRAPPED[:-1]}").removesuffix(".")
-            if self._known(child) is None:
-                self._paths[id(child)] = weakref.ref(child), path
-        return root
+            parts = [root, *(part for part in inner.split(".") if part not in ("", _WRAPPED))]
+            self._paths.setdefault(child, ".".join(parts))
+        return self._paths[module]
 
 
 def _hooks(forwards: Forwards) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -166,14 +148,14 @@ def _hooks(forwards: Forwards) -> tuple[Callable[..., None], Callable[..., None]
 class _Backward(NamedTuple):
     """A backward as far as one thread runs it, and the operation that it is at."""
 
-    began: Timestamp
-    thread: int
+    clock: Clock
     stream: Stream
+    began: object
     node: int
     module: str
     operation: str
     #: When the operation began.
-    step: Timestamp
+    step: object
 
 
 class Backwards:
@@ -181,6 +163,7 @@ class Backwards:
 
     def __init__(self, time_log: TimeLog) -> None:
         self._time_log = time_log
+        #: By backward and thread.
         self._running: dict[tuple[int, int], _Backward] = {}
         self._is_over = False
 
@@ -188,43 +171,42 @@ class Backwards:
         """An operation of ``module`` asks for what it saved, on the device of ``clock``; its name, empty outside of
         a backward."""
         node: Any = current_autograd_node()
-        task = current_backward()
-        if node is None or task < 0 or self._is_over:
+        key = current_backward(), threading.get_ident()
+        if node is None or key[0] < 0 or self._is_over:
             return ""
-        key = task, threading.get_ident()
         running, number, name = self._running.get(key), node_sequence(node), str(node.name())
         if running is not None and running.node == number:
             return name
-        stream = clock.current_stream
+        stream = clock.runtime.current_stream(clock.device)
         now = clock.at(stream)
         if running is None:
-            after_backward(partial(self._ended, task))
+            after_backward(partial(self._ended, key[0]))
         else:
-            self._end_step(running, now)
+            self._end_step(running, now, key[1])
         began = now if running is None else running.began
-        self._running[key] = _Backward(began, key[1], stream, number, module, name, now)
+        self._running[key] = _Backward(clock, stream, began, number, module, name, now)
         return name
 
     def close(self) -> None:
         """The trace ends. A backward that has not come to its end ends where it was seen last."""
         self._is_over = True
-        for running in self._running.values():
-            self._end(running, running.step)
+        for (_, thread), running in self._running.items():
+            self._end(running, running.step, thread)
         self._running = {}
 
     def _ended(self, task: int) -> None:
         """Called by autograd, which must not hear of an error here: nothing below raises."""
         if not self._is_over:
             for key in [key for key in list(self._running) if key[0] == task]:
-                running = self._running.pop(key, None)
-                if running is not None:
-                    self._end(running, running.step.clock.at(running.stream))
+                if (running := self._running.pop(key, None)) is not None:
+                    self._end(running, running.clock.at(running.stream), key[1])
 
-    def _end_step(self, one: _Backward, now: Timestamp) -> None:
+    def _end_step(self, one: _Backward, now: object, thread: int) -> None:
+        where = ("compute backward", one.module, one.operation, thread)
         name = one.module or one.operation
-        where = (one.thread, one.module, one.operation)
-        self._time_log.add(Work(SliceKind.COMPUTE, name, one.step, now, "compute backward", *where))
+        self._time_log.add(Work(SliceKind.COMPUTE, name, one.clock, one.step, now, *where))
 
-    def _end(self, one: _Backward, now: Timestamp) -> None:
-        self._end_step(one, now)
-        self._time_log.add(Work(SliceKind.COMPUTE, "backward", one.began, now, "compute backward", one.thread))
+    def _end(self, one: _Backward, now: object, thread: int) -> None:
+        self._end_step(one, now, thread)
+        whole = ("compute backward", "", "", thread)
+        self._time_log.add(Work(SliceKind.COMPUTE, "backward", one.clock, one.began, now, *whole))

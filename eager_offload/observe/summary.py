@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.observe.advice import WEAR_SECONDS, processor_share
-from eager_offload.observe.memory import change_text, stays_within_host
+from eager_offload.observe.advice import WEAR_SECONDS, change_text, processor_share, stays_within_host
 from eager_offload.stats import OffloadStats
 
 

@@ -12,7 +12,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from eager_offload.errors import OffloadError
-from eager_offload.observe.saves import SaveEntry
 from eager_offload.runtime.base import Event, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
 from eager_offload.trace_file import Slice, SliceKind
@@ -49,30 +48,17 @@ class Clock(NamedTuple):
     #: When the trace began; seconds.
     base: float
 
-    def now(self) -> Timestamp:
-        """The host's time now."""
-        return Timestamp(self, self.runtime.host_clock())
+    def at(self, stream: Stream | None) -> object:
+        """The moment when ``stream`` comes to this point; ``None`` for the host."""
+        return self.runtime.host_clock() if stream is None else self.runtime.mark(stream)
 
-    def at(self, stream: Stream | None) -> Timestamp:
-        """The time at which ``stream`` comes to this point; ``None`` for the host."""
-        return self.now() if stream is None else Timestamp(self, self.runtime.mark(stream))
+    def now(self) -> object:
+        """The moment when the stream comes to this point that the calling thread computes on."""
+        return self.at(self.runtime.current_stream(self.device))
 
-    @property
-    def current_stream(self) -> Stream:
-        return self.runtime.current_stream(self.device)
-
-
-class Timestamp(NamedTuple):
-    """A point in time on a device."""
-
-    clock: Clock
-    #: Seconds, or what the runtime makes seconds of.
-    value: object
-
-    def seconds(self) -> float:
-        """Since the trace began; the host waits until that time has come."""
-        value = self.value if isinstance(self.value, float) else self.clock.runtime.time_of(self.value)
-        return value - self.clock.base
+    def seconds(self, moment: object) -> float:
+        """Since the trace began; the host waits until ``moment`` has come."""
+        return (moment if isinstance(moment, float) else self.runtime.time_of(moment)) - self.base
 
 
 class Clocks:
@@ -97,8 +83,7 @@ class Clocks:
     def stop(self) -> None:
         """May be called again."""
         for device in list(self._clocks):
-            clock = self._clocks.pop(device)
-            clock.runtime.stop_timing(device)
+            self._clocks.pop(device).runtime.stop_timing(device)
 
     def _start(self, device: torch.device) -> Clock:
         try:
@@ -112,14 +97,22 @@ class Clocks:
 
 
 class Work(NamedTuple):
-    """Something that a thread or a stream did."""
+    """Something that a thread or a stream did between two moments of a clock."""
 
     kind: SliceKind
     name: str
-    began: Timestamp
-    ended: Timestamp
+    clock: Clock
+    began: object
+    ended: object
     track: str
-    thread: Hashable
+    module: str = ""
+    operation: str = ""
+    thread: Hashable = None
+
+
+class Saver(NamedTuple):
+    """What saved a tensor: a module, and an operation where backward has come to it."""
+
     module: str = ""
     operation: str = ""
 
@@ -132,55 +125,45 @@ class Copy(NamedTuple):
     event: Event
     nbytes: int
     tier: str
-    module: str
-    #: Of the saved storage.
+    #: The saved storage; ``None`` for one of a graph.
     key: int | None
+    module: str
 
 
 class TimeLog(Bounded[Work | Copy]):
     """Everything that took time."""
 
-    def slices(self, saved_by: Callable[[int | None], SaveEntry | None]) -> tuple[Slice, ...]:
-        """In the order of their beginning, outer ones first; the host waits for all of them. ``saved_by`` has the
-        save that offloaded a storage, by its key."""
+    def slices(self, savers: Callable[[int | None], Saver | None]) -> tuple[Slice, ...]:
+        """In the order of their beginning, outer ones first; the host waits for all of them.
+
+        Args:
+            savers: what saved the storage of that key.
+        """
         #: A second thread on a track gets one of its own.
         tracks: dict[tuple[str, str], dict[Hashable, str]] = {}
         found: list[Slice] = []
         for entry in self.entries:
             if isinstance(entry, Copy):
-                found += _slices_of_copy(entry, saved_by(entry.key))
+                found += _slices_of_copy(entry, savers(entry.key) or Saver(entry.module))
                 continue
-            device = str(entry.began.clock.device)
-            start = entry.began.seconds()
-            seconds = max(0.0, entry.ended.seconds() - start)
+            device, start = str(entry.clock.device), entry.clock.seconds(entry.began)
+            seconds = max(0.0, entry.clock.seconds(entry.ended) - start)
             if entry.kind is SliceKind.STALL and seconds < _NO_WAIT:
                 continue
             names = tracks.setdefault((device, entry.track), {})
             track = names.setdefault(entry.thread, entry.track if not names else f"{entry.track} {len(names) + 1}")
-            where = (0, entry.module, entry.operation)
-            found.append(Slice(entry.kind, entry.name, device, track, start, seconds, *where))
+            found.append(Slice(entry.kind, entry.name, device, track, start, seconds, 0, entry.module, entry.operation))
         self.entries = []
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
 
 
-def _slices_of_copy(copy: Copy, save: SaveEntry | None) -> Iterator[Slice]:
-    error, runtime = "", copy.clock.runtime
+def _slices_of_copy(copy: Copy, saver: Saver) -> Iterator[Slice]:
+    error, runtime, device = "", copy.clock.runtime, str(copy.clock.device)
     try:
         runtime.synchronize(copy.event)
     except OffloadError as failure:
         error = str(failure)
     for hop in runtime.hops(copy.event):
         name = f"{copy.kind.value} {hop.name}".rstrip()
-        yield Slice(
-            kind=copy.kind,
-            name=name,
-            device=str(copy.clock.device),
-            track=name,
-            start=hop.start - copy.clock.base,
-            seconds=max(0.0, hop.stop - hop.start),
-            nbytes=copy.nbytes,
-            module=copy.module if save is None else save.module,
-            operation="" if save is None else save.operation,
-            tier=copy.tier,
-            error=error,
-        )
+        start, seconds = hop.start - copy.clock.base, max(0.0, hop.stop - hop.start)
+        yield Slice(copy.kind, name, device, name, start, seconds, copy.nbytes, *saver, tier=copy.tier, error=error)

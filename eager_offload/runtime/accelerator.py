@@ -77,6 +77,7 @@ class AcceleratorRuntime(Runtime):
         self._lock = threading.Lock()
         self._transfer_streams: dict[torch.device, TransferStreams] = {}
         self._capture_streams: dict[torch.device, TransferStreams] = {}
+        self._separate_streams: dict[torch.device, torch.Stream] = {}
         self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
@@ -267,9 +268,6 @@ class AcceleratorRuntime(Runtime):
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         return self._probe(device).bandwidth(direction)
 
-    def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probe(device).bandwidth(direction, both_ways=True)
-
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
         return self._events.record(stream)
@@ -373,8 +371,9 @@ class AcceleratorRuntime(Runtime):
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
         CAPTURES.under_way = ()
-        LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._transfer_streams, self._capture_streams])
-        self._transfer_streams, self._capture_streams = {}, {}
+        streams = self._transfer_streams, self._capture_streams, self._separate_streams
+        LEFT_TO_THE_PARENT.extend([self._kept, self._events, *streams])
+        self._transfer_streams, self._capture_streams, self._separate_streams = {}, {}, {}
         self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
         self._pinned.after_fork()
@@ -392,11 +391,15 @@ class AcceleratorRuntime(Runtime):
         return torch.device(device.type, self._api.current_device_index())
 
     def separate_stream(self, device: torch.device) -> torch.Stream:
-        """A stream of ``device`` on which no transfers run, in a capture or outside of one."""
+        """The one stream of ``device`` for captures, on which no transfers run, in a capture or outside of one: torch
+        hands streams out of a ring, and what another thread moves would be captured."""
         captured = self.capture_streams(device)
         device = self._indexed(device)
         with self._lock:
-            return self._free_streams(device, 1, [*self._transfer_streams[device], *captured])[0]
+            if device not in self._separate_streams:
+                taken = [*self._transfer_streams[device], *captured]
+                self._separate_streams[device] = self._free_streams(device, 1, taken)[0]
+            return self._separate_streams[device]
 
     def _copy_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
         """Two streams for copies, of a ring that programs do not use where ``device`` has one."""

@@ -1,6 +1,6 @@
 """What the accelerator runtime needs from torch, as thin as it can be: the one part that only an accelerator can run.
 
-Every decision is in ``accelerator.py``, above this line, where a double of these calls can test it on any machine.
+Every decision is in ``accelerator.py``, above this line, which tests see on any machine by a device of their own.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A *runtime* knows how to move bytes and how to order that against compute; it knows nothing of autograd, of what is
 worth moving, or when. There are three: ``accelerator`` (``torch.accelerator``), ``host`` (the device is the CPU) and
-``simulated`` (virtual streams on a virtual clock).
+``planning/simulated.py`` (virtual streams on a virtual clock, which plans rehearse on).
 
 Every call that orders or touches memory goes through this class, so that a log of it can be written, in the form that
-the happens-before checker reads: see ``simulation/log.py``.
+the happens-before checker reads: see ``tests/simulation``.
 """
 
 from __future__ import annotations
@@ -370,10 +370,3 @@ class Runtime(abc.ABC):
     @abc.abstractmethod
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         """Bytes a second between ``device`` and host memory in ``direction``; measured once, then cached."""
-
-    def duplex_bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second in ``direction`` while as much travels the other way; measured once, then cached.
-
-        Where the two ways do not share a link, this is what ``bandwidth`` says.
-        """
-        return self.bandwidth(device, direction)

@@ -99,8 +99,6 @@ class HostRuntime(Runtime):
     def poll(self) -> None:
         if self._kept or self._ownerless:
             super().poll()
-        if self.arena.returned:
-            self.arena.poll()
 
     def release_idle(self) -> None:
         super().release_idle()

@@ -1,10 +1,9 @@
-"""How fast bytes travel between a device and pinned host memory: each way, and both ways at once."""
+"""How fast bytes travel between a device and pinned host memory, each way."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +19,8 @@ _COPIES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Route:
-    """One direction: a stream, and what it copies from where to where."""
+    """A stream, and what it copies from where to where."""
 
-    direction: Direction
     stream: torch.Stream
     target: Tensor
     source: Tensor
@@ -31,7 +29,7 @@ class _Route:
 class LinkProbe:
     """The link of one device; measured at the first question, then remembered. Thread-safe.
 
-    Measuring makes the host wait for a few copies, and needs the memory of one on the device for each way.
+    Measuring makes the host wait for a few copies, and needs the memory of one on the device.
 
     Args:
         nbytes: of one copy.
@@ -46,31 +44,27 @@ class LinkProbe:
         self._events = events
         self._device = device
         self._lock = threading.Lock()
-        #: By which ways were used at once.
-        self._found: dict[tuple[Direction, ...], dict[Direction, float]] = {}
+        self._found: dict[Direction, float] = {}
 
-    def bandwidth(self, direction: Direction, *, both_ways: bool = False) -> float:
-        """Bytes a second in ``direction`` while nothing travels the other way, or with ``both_ways`` as much."""
-        ways = tuple(Direction) if both_ways else (direction,)
+    def bandwidth(self, direction: Direction) -> float:
+        """Bytes a second in ``direction`` while nothing travels the other way."""
         with self._lock:
-            if ways not in self._found:
-                self._found[ways] = self._measure(ways)
-            return self._found[ways][direction]
+            if direction not in self._found:
+                self._found[direction] = self._measure(direction)
+            return self._found[direction]
 
-    def _measure(self, directions: Iterable[Direction]) -> dict[Direction, float]:
+    def _measure(self, direction: Direction) -> float:
         with torch.inference_mode(False), torch.no_grad():
-            routes = [self._route(direction) for direction in directions]
+            route = self._route(direction)
             try:
-                self._copy(routes)
-                for route in routes:
-                    self._runtime.synchronize(self._runtime.record(route.stream))
-                seconds = self._time(routes)
+                self._copy(route)
+                self._runtime.synchronize(self._runtime.record(route.stream))
+                seconds = self._time(route)
             except BaseException:  # an interrupt: the copies go on
-                for route in routes:
-                    self._runtime.keep_until(self._runtime.record(route.stream), route)
+                self._runtime.keep_until(self._runtime.record(route.stream), route)
                 raise
-        # The host has waited for the last copy, so that the blocks can go back to their own stream without an event.
-        return {route.direction: _COPIES * route.source.numel() / elapsed for route, elapsed in seconds}
+        # The host has waited for the last copy, so that the block can go back to its own stream without an event.
+        return _COPIES * route.source.numel() / seconds
 
     def _route(self, direction: Direction) -> _Route:
         stream = self._runtime.transfer_stream(self._device, direction)
@@ -81,7 +75,7 @@ class LinkProbe:
         # The block's last owner may have kernels queued.
         self._runtime.wait(stream, self._runtime.record(compute))
         target, source = (host, block) if direction is Direction.OUT else (block, host)
-        return _Route(direction, stream, target, source)
+        return _Route(stream, target, source)
 
     def _block(self) -> Tensor:
         nbytes = self._nbytes
@@ -94,22 +88,16 @@ class LinkProbe:
                     raise
                 nbytes >>= 2
 
-    def _copy(self, routes: Iterable[_Route]) -> None:
-        for route in routes:
-            with self._runtime.enter(route.stream):
-                self._api.copy(route.target, route.source)
+    def _copy(self, route: _Route) -> None:
+        with self._runtime.enter(route.stream):
+            self._api.copy(route.target, route.source)
 
-    def _time(self, routes: list[_Route]) -> list[tuple[_Route, float]]:
-        """Seconds that the copies of each route take, by the device's clock where it can tell, else by the host's."""
+    def _time(self, route: _Route) -> float:
+        """Seconds that the copies take, by the device's clock where it can tell, else by the host's."""
         began = time.perf_counter()
-        starts = [self._events.record(route.stream, timed=True) for route in routes]
+        start = self._events.record(route.stream, timed=True)
         for _ in range(_COPIES):
-            self._copy(routes)
-        stops = [self._events.record(route.stream, timed=True) for route in routes]
-        for stop in stops:
-            stop.synchronize()
-        by_host = time.perf_counter() - began
-        return [
-            (route, start.seconds_until(stop) or by_host)
-            for route, start, stop in zip(routes, starts, stops, strict=True)
-        ]
+            self._copy(route)
+        stop = self._events.record(route.stream, timed=True)
+        stop.synchronize()
+        return start.seconds_until(stop) or time.perf_counter() - began

@@ -7,6 +7,7 @@ at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -66,11 +67,6 @@ class Arena:
     [Note: what is reserved]
     Slabs that are taken before it is known what for are cut for requests of any size from a page on, where the slabs of
     a request's own have no room. Slots do not reach from one into the next, so there are few, and large.
-
-    [Note: ready]
-    Slots and leases come and go with every step, in the sizes of the step before. So one that has died, of a slab that
-    it shared, is *ready*: it goes on being counted, and serves the next one of its size and quota as it is. All other
-    methods take up what is ready, and so does a request that nothing ready serves.
 
     [Note: rest]
     After a graph is gone there may be no further call, so an arena of leases can be told to ``rest()``: it gives back
@@ -138,12 +134,8 @@ class Arena:
         self.returned: deque[FinalizerRecord[Slot]] = deque()
         #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
-        #: Where what was in shared slabs ends up, and by quota and size what of that is ready, with its bytes.
-        self._ended: deque[FinalizerRecord[Slot]] = deque()
-        self._ready: dict[tuple[Quota | None, int], list[FinalizerRecord[Slot]]] = {}
-        self._ready_bytes = 0
-        #: Their ``append``s, for the records: each would make another one.
-        self._on_return, self._on_end = self.returned.append, self._ended.append
+        #: Its ``append``, for the records: each would make another one.
+        self._on_return = self.returned.append
         self._new_slabs()
         #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
         self._held = self._used = self._slack = 0
@@ -211,18 +203,12 @@ class Arena:
         if lock._is_owned():
             raise reentered()
         with lock:
-            former: Any = self._ready_for(nbytes, quota)
-            if former is not None:
-                slot = HostSlot(former.slab, former.extent, nbytes, former.fences, self._on_end)
-                self._succeed(former, slot.record)
-                return slot
             try:
                 slab, extent = self._cut(nbytes, limit, quota, memory)
             except (MemoryError, RuntimeError) as error:
                 note_refusal(error, quota)
                 return None
-            on_death = self._on_return if slab.kind == "whole" else self._on_end
-            slot = HostSlot(slab, extent, nbytes, extent.fences, on_death)
+            slot = HostSlot(slab, extent, nbytes, extent.fences, self._on_return)
             record: Any = slot.record  # here and below, `Any` in place of a `cast`, which would be a call
             self._register(record, slab, extent, quota)
             return slot
@@ -252,22 +238,14 @@ class Arena:
             if self._rests:
                 self._wakes()
                 self._rests = False
-            former: Any = self._ready_for(nbytes, None)
-            if former is None:
-                slab, extent = self._cut(nbytes, None, None, memory)
-            else:
-                slab, extent = former.slab, former.extent
+            slab, extent = self._cut(nbytes, None, None, memory)
             assert not extent.fences, "memory that streams copy to and memory for leases come from different arenas"
             start = extent.start - slab.start
             view: Any = slab.buffer[start : start + nbytes]
             # The storage holds this very view until it is freed, so the view's death is the storage's.
-            on_death = self._on_return if slab.kind == "whole" else self._on_end
-            record = HostSlotRecord(view, on_death)
+            record = HostSlotRecord(view, self._on_return)
             record.nbytes, record.fences = nbytes, ()
-            if former is None:
-                self._register(record, slab, extent, None)
-            else:
-                self._succeed(former, record)
+            self._register(record, slab, extent, None)
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _refuse_growth_in_growth(self) -> None:
@@ -415,9 +393,9 @@ class Arena:
             OverBudgetError: there is none.
             _NewSlab: there would be in such a slab.
         """
-        if self.returned or self._is_changing or (self._ready and quota is not None):  # which counts what is ready
+        if self.returned or self._is_changing:
             self._poll()
-        slabs = self._slabs["whole" if self._sizes.alone(nbytes) else "page" if nbytes >= PAGE else "line"]
+        slabs = self._slabs["whole" if nbytes >= self._sizes.alone_from else "page" if nbytes >= PAGE else "line"]
         size = nbytes + -nbytes % slabs.alignment
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
@@ -428,57 +406,14 @@ class Arena:
             self._note_idle(slab)
         fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
         extent = None if fitting is None else slabs.extents.allocate(fitting)
-        if extent is None:
-            slabs, extent = self._elsewhere(nbytes, size, slabs)
+        if extent is None and nbytes >= PAGE:
+            slabs = self._slabs["reserved"]
+            extent = slabs.extents.allocate(size)
         if extent is None:
             self._is_changing = False
             raise self._new_slab(size, limit)
         self.served_bytes += nbytes
-        return slabs.slab_at(extent.start), extent
-
-    def _elsewhere(self, nbytes: int, size: int, slabs: Slabs) -> tuple[Slabs, Extent | None]:
-        """Returns room in what is reserved, or in ``slabs`` or there once nothing is kept ready; else ``None``."""
-        reserved = self._slabs["reserved"]
-        if nbytes >= PAGE and (extent := reserved.extents.allocate(size)) is not None:
-            return reserved, extent
-        if not self._ready:
-            return slabs, None
-        self._is_changing = False
-        self._poll()
-        self._is_changing = True
-        fitting = self._fitting(size, nbytes) if slabs.kind == "whole" else size
-        if fitting is not None and (extent := slabs.extents.allocate(fitting)) is not None:
-            return slabs, extent
-        extent = reserved.extents.allocate(size) if nbytes >= PAGE else None
-        return (slabs if extent is None else reserved), extent
-
-    def _ready_for(self, nbytes: int, quota: Quota | None) -> FinalizerRecord[Slot] | None:
-        """What is ready of ``nbytes`` bytes, for another one; the change goes on until that succeeds it."""
-        if self._is_changing or self._ready_bytes > self._idle_bytes or self.is_closed:
-            self._poll()
-        self._is_changing, ended = True, self._ended
-        while ended:
-            record: Any = ended.popleft()
-            if record not in self._records:  # it was taken up meanwhile, or is of a slot that was never made
-                continue
-            if record.slab.is_left:
-                self.returned.append(record)
-            else:
-                self._ready.setdefault((record.quota, record.nbytes), []).append(record)
-                self._ready_bytes += record.nbytes
-        if same := self._ready.get((quota, nbytes)):
-            self._ready_bytes -= nbytes
-            self.served_bytes += nbytes
-            return same.pop()
-        self._is_changing = False
-        return None
-
-    def _succeed(self, former: HostSlotRecord, record: Any) -> None:
-        """What ``record`` watches has the bytes of ``former`` from now on, which was ready."""
-        record.slab, record.extent, record.quota = former.slab, former.extent, former.quota
-        self._records.add(record)
-        self._records.discard(former)
-        self._is_changing = False
+        return slabs.slabs[bisect_right(slabs.starts, extent.start) - 1], extent
 
     def _fitting(self, size: int, nbytes: int) -> int | None:
         """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
@@ -533,41 +468,32 @@ class Arena:
     def _poll(self) -> None:
         if self._is_changing:
             self._recover()
-        if self._ended or self._ready:
-            self._is_changing = True
-            while self._ended:
-                self.returned.append(self._ended.popleft())
-            for same in self._ready.values():
-                self.returned.extend(same)
-            self._ready, self._ready_bytes = {}, 0
-            self._is_changing = False
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
-                self._take_back(record)
+                self._is_changing = True
+                slab, extent, quota = record.slab, record.extent, record.quota
+                slab.slots -= 1
+                self._used -= record.nbytes
+                if slab.kind == "whole":
+                    self._slack -= slab.nbytes - record.nbytes
+                if quota is not None:
+                    quota.used_bytes -= record.nbytes
+                    quota.held_bytes -= extent.nbytes
+                if not slab.is_left:
+                    if record.fences is not extent.fences:
+                        extent = Extent(extent.start, extent.nbytes, record.fences)
+                    self._slabs[slab.kind].extents.release(extent)
+                    if slab.slots == 0:
+                        self._note_idle(slab)
+                elif slab.slots == 0:
+                    self._held -= slab.nbytes
+                self._records.discard(record)
+                self._is_changing = False
             self.returned.popleft()
         keep = 0 if self.is_closed else self._idle_bytes
         if self._idle_now > keep:
             self._release_idle(keep)
-
-    def _take_back(self, record: HostSlotRecord) -> None:
-        self._is_changing = True
-        slab, extent, quota = record.slab, record.extent, record.quota
-        slab.slots -= 1
-        self._used -= record.nbytes
-        if slab.kind == "whole":
-            self._slack -= slab.nbytes - record.nbytes
-        if quota is not None:
-            quota.used_bytes -= record.nbytes
-            quota.held_bytes -= extent.nbytes
-        if not slab.is_left:
-            self._slabs[slab.kind].extents.release(extent.start, extent.nbytes, record.fences)
-            if slab.slots == 0:
-                self._note_idle(slab)
-        elif slab.slots == 0:
-            self._held -= slab.nbytes
-        self._records.discard(record)
-        self._is_changing = False
 
     def _note_idle(self, slab: Slab) -> None:
         self._idle[slab] = None
@@ -598,11 +524,8 @@ class Arena:
 
     def _recover(self) -> None:
         """See [Note: interrupted changes]."""
-        found = sorted([cast(HostSlotRecord, one) for one in self._records], key=lambda one: one() is not None)
-        records = [*{(one.slab, one.extent.start): one for one in found if one() is not None or one.fences}.values()]
-        quotas = {*self._quotas, *[record.quota for record in found if record.quota is not None]}
-        self.returned.extend([one for one in records if one() is None])  # what was ready and no stream uses is free
-        self._records, self._ready, self._ready_bytes = set(records), {}, 0
+        records = [cast(HostSlotRecord, one) for one in self._records]
+        quotas = {*self._quotas, *[record.quota for record in records if record.quota is not None]}
         slabs = {record.slab for record in records}
         for kind, all_of_kind in self._slabs.items():
             taken = [record.extent for record in records if record.slab.kind == kind and not record.slab.is_left]

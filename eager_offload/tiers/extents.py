@@ -111,18 +111,19 @@ class Extents:
         self._remove(self._by_start[start])
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """``nbytes`` bytes and the fences to wait for before writing them, or ``None`` if no range is large enough."""
+        """``nbytes`` bytes and the fences to wait for before writing them, of which one may have passed.
+
+        Returns:
+            ``None`` if no range is large enough.
+        """
         assert nbytes > 0
         same_size = self._released.get(nbytes)
         if same_size:
             found = self._last = same_size[-1]
             same_size.pop()
-            fences = found.fences
-            if not fences:
-                return found
-            if len(fences) == 1:  # as in nearly all of them
-                return Extent(found.start, nbytes, () if fences[0].passed() else fences)
-            return Extent(found.start, nbytes, _pending(fences))
+            if len(found.fences) > 1:  # so that those that have passed do not add up
+                return Extent(found.start, nbytes, _pending(found.fences))
+            return found
         at, cut, rest = bisect_left(self._by_size, (nbytes,)), self._cut, self._cut_stop - self._cut
         if rest >= nbytes and (at == len(self._by_size) or (rest, cut) < self._by_size[at]):
             self._cut = cut + nbytes
@@ -134,7 +135,7 @@ class Extents:
             if larger:
                 whole = self._last = self._released[larger][-1]
                 self._released[larger].pop()
-                self.release(whole.start + nbytes, larger - nbytes, whole.fences)
+                self.release(Extent(whole.start + nbytes, larger - nbytes, whole.fences))
                 return Extent(whole.start, nbytes, _pending(whole.fences))
             self._coalesce(pending=True)
             if not self._fits(nbytes):
@@ -150,15 +151,11 @@ class Extents:
             self._cut, self._cut_stop = free.start + nbytes, free.stop
         return Extent(free.start, nbytes, fences)
 
-    def release(self, start: int, nbytes: int, fences: Iterable[Fence] = ()) -> None:
-        """Takes back a range, or a part of one, that was handed out.
-
-        Args:
-            fences: what has to be over before these bytes are written again.
-        """
-        assert nbytes > 0
-        assert 0 <= start <= self.length - nbytes
-        self._released.setdefault(nbytes, []).append(Extent(start, nbytes, tuple(fences)))
+    def release(self, extent: Extent) -> None:
+        """Takes back a range, or a part of one, that was handed out, with what has to be over before it is written."""
+        assert extent.nbytes > 0
+        assert 0 <= extent.start <= self.length - extent.nbytes
+        self._released.setdefault(extent.nbytes, []).append(extent)
 
     def free_but_for(self, taken: Iterable[Extent], ranges: Iterable[Extent]) -> Extents:
         """New extents of the same length: what is free in them are ``ranges``, but for what is ``taken``.
@@ -172,10 +169,10 @@ class Extents:
             at = whole.start
             for extent in starts[bisect_left(starts, (at,)) : bisect_left(starts, (whole.stop,))]:
                 if extent.start > at:
-                    extents.release(at, extent.start - at, fences)
+                    extents.release(Extent(at, extent.start - at, fences))
                 at = extent.stop
             if whole.stop > at:
-                extents.release(at, whole.stop - at, fences)
+                extents.release(Extent(at, whole.stop - at, fences))
         return extents
 
     def _fits(self, nbytes: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
@@ -29,8 +30,8 @@ _LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
 class SlabSizes(Protocol):
     """How large the slabs are that an arena asks the system for; all sizes in bytes."""
 
-    def alone(self, nbytes: int) -> bool:
-        """Whether a request gets a slab of its own."""
+    alone_from: int
+    """Requests of so many bytes or more get a slab of their own."""
 
     def wanted(self, need: int, held: int) -> int:
         """The size of the slab that ``need``, a whole number of grains, calls for while the arena holds ``held``."""
@@ -51,12 +52,10 @@ class ExactSizes:
 
     def __init__(self, most: int) -> None:
         self._most = most
-
-    def alone(self, nbytes: int) -> bool:
-        return nbytes >= self._most // 2
+        self.alone_from = most // 2
 
     def wanted(self, need: int, held: int) -> int:
-        if self.alone(need):
+        if need >= self.alone_from:
             return round_up(need, PAGE)
         least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
         most = min(max(held // _SHARE, least), self._most)
@@ -81,9 +80,7 @@ class PowersOfTwo:
 
     _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
     _LEFT_OVER = 20
-
-    def alone(self, nbytes: int) -> bool:
-        return False
+    alone_from = sys.maxsize
 
     def wanted(self, need: int, held: int) -> int:
         most = max(self._FREELY, _power_of_two(held + 1) // 2)
@@ -151,32 +148,29 @@ class Slabs:
         self.kind = kind
         self.alignment = alignment
         self.extents = Extents()
-        self._slabs: list[Slab] = []
-        self._starts: list[int] = []
+        #: In the order of their starts.
+        self.slabs: list[Slab] = []
+        self.starts: list[int] = []
 
     def add(self, tensor: Tensor) -> Slab:
         """Takes up what the system has given."""
         slab = Slab(tensor, self.kind, self.extents.grow(tensor.numel(), gap=PAGE))
-        self._slabs.append(slab)
-        self._starts.append(slab.start)
+        self.slabs.append(slab)
+        self.starts.append(slab.start)
         return slab
 
     def remove(self, slab: Slab) -> None:
         """Takes out a slab that is at rest."""
         self.extents.withdraw(slab.start, slab.nbytes)
-        at = bisect_left(self._starts, slab.start)
-        del self._slabs[at], self._starts[at]
-
-    def slab_at(self, position: int) -> Slab:
-        """The slab that ``position`` lies in."""
-        return self._slabs[bisect_right(self._starts, position) - 1]
+        at = bisect_left(self.starts, slab.start)
+        del self.slabs[at], self.starts[at]
 
     def free_but_for(self, taken: Iterable[Extent]) -> list[Slab]:
         """Makes anew what is free, after a change that was interrupted; returns the slabs."""
-        ranges = [Extent(slab.start, slab.nbytes) for slab in self._slabs]
+        ranges = [Extent(slab.start, slab.nbytes) for slab in self.slabs]
         self.extents = self.extents.free_but_for(taken, ranges)
-        self._starts = [slab.start for slab in self._slabs]
-        return self._slabs
+        self.starts = [slab.start for slab in self.slabs]
+        return self.slabs
 
 
 # -- slots ----------------------------------------------------------------------------------------------------------

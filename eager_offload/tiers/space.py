@@ -159,7 +159,7 @@ class Space:
     def _take_back(self, record: DiskSlotRecord) -> None:
         self._is_changing = True
         self.used -= record.nbytes
-        self.extents.release(record.extent.start, record.extent.nbytes, record.fences)
+        self.extents.release(record.extent._replace(fences=record.fences))
         self._records.discard(record)
         self._is_changing = False
 

@@ -22,15 +22,14 @@ class Coded(NamedTuple):
     back: Tensor
 
 
-def coded(codec: Codec, x: Tensor, seed: int | None = None) -> Coded:
+def coded(codec: Codec, x: Tensor) -> Coded:
     """``x`` packed and unpacked, with bytes around both ends that nothing may touch."""
     meta = TensorMeta.of(x)
     layout = codec.layout(meta)
     around = torch.full((layout.nbytes + 32,), 0xA5, dtype=torch.uint8)
     packed = around[16 : 16 + layout.nbytes]
     before = words(x)
-    given = None if seed is None else torch.tensor([seed])
-    holds = codec.pack(x, packed, given)
+    holds = codec.pack(x, packed)
     assert torch.equal(before, words(x)), "what is packed changes"
     assert bool((around[:16] == 0xA5).all())
     assert bool((around[16 + layout.nbytes :] == 0xA5).all())

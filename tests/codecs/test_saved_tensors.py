@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import OffloadStats, SavedTensorModifiedError
-from eager_offload.codecs import BitMask, CodecPolicy, Narrow
+from eager_offload.codecs import BitMask, Narrow
 from eager_offload.eager.coding import coding_of
 from eager_offload.selection import footprint
 from eager_offload.step_plan import Fate
@@ -195,7 +195,7 @@ def test_what_is_no_mask_at_first_sight_is_not_packed_at_all(users_backend: Back
 
 
 def codec_of(tensor: Tensor) -> str | None:
-    coding = coding_of(tensor, footprint(tensor, tensor.untyped_storage().nbytes()), CodecPolicy())
+    coding = coding_of(tensor, footprint(tensor, tensor.untyped_storage().nbytes()), "lossless", 0)
     return None if coding is None else coding.codec.name
 
 

@@ -89,7 +89,6 @@ def compare(
     moves: bool = True,
     regions: int = 1,
     as_eager: bool = True,
-    alone_reuses: bool = True,
     **fields: Any,
 ) -> eo.OffloadStats:
     """Asserts that an ``Offload`` around a compiled step changes nothing, moves something and leaves nothing behind.
@@ -100,17 +99,12 @@ def compare(
         moves: whether a byte has to move at all.
         regions: how many compiled graphs have to be counted at least.
         as_eager: whether ``aot_eager`` alone gives what eager code gives. It may add up gradients in another order.
-        alone_reuses: whether Inductor without an ``Offload`` hands the memory of buffers on. Where it calls regions it
-            is wrong alone if it does.
         **fields: of the ``Offload``, which moves everything that can move if they do not say otherwise.
 
     Returns:
         What the ``Offload`` did.
     """
-    with (
-        fresh_compiler(),
-        inductor_config.patch(allow_buffer_reuse=alone_reuses),
-    ):  # again: a compiler may take another of its graphs, for sizes that it has seen by then
+    with fresh_compiler():  # again: a compiler may take another of its graphs, for sizes that it has seen by then
         expected = [results_of(step, compiler(backend), nullcontext()) for _ in range(2)]
     if backend == "aot_eager" and as_eager:
         assert same_results(results_of(step, plain, nullcontext()), expected[0]), "the backend alone is not exact"

@@ -17,8 +17,8 @@ from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of
 from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.compile.insert import insert_asynchronous
-from eager_offload.simulation.checker import Violation
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.checker import Violation
+from tests.simulation.simulated import SimulatedRuntime
 
 CPU = torch.device("cpu")
 #: What every graph here is made for.

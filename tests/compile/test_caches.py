@@ -8,18 +8,15 @@ import py_compile
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.fx import GraphModule
 
 import eager_offload as eo
-from eager_offload._torch import CustomPartitionerFn, min_cut_rematerialization_partition
 from eager_offload.compile.cache_key import cache_key
 from eager_offload.compile.hooks import hook_pair
-from eager_offload.compile.inductor import OrderTransfers, Partitioner
+from eager_offload.compile.inductor import OrderTransfers
 from tests.compiler_caches import give_machine_code, take_machine_code
 from tests.processes import printed_by
 
@@ -211,7 +208,8 @@ def test_h72_a_wrapper_in_cpp_takes_what_the_operators_are_given(tmp_path: Path)
 def test_the_cache_key_knows_the_sources() -> None:
     text = cache_key()
     assert text.startswith(f"eager_offload {eo.__version__} ")
-    assert str(Partitioner().uuid()).count(text) == str(OrderTransfers().uuid()).count(text) == 1
+    assert str(OrderTransfers().uuid()).count(text) == 1
+    assert len({OrderTransfers(None, one).uuid() for one in (None, "{}", '{"min_bytes": 1}')}) == 3
     (call,) = [node for node in hook_pair("{}").pack.graph.nodes if node.op == "call_function"]
     assert text in call.meta["user_cache_hash"]
 
@@ -257,26 +255,3 @@ def test_a_changed_source_is_another_cache_key_in_a_folder_and_in_an_archive(tmp
     assert archives == [whole, changed]
     assert whole != changed
     assert compiled == f"eager_offload {eo.__version__}", "not all of the sources are there"
-
-
-class Split(CustomPartitionerFn):
-    """A partitioner of a user."""
-
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> object:
-        return self.name
-
-
-def test_the_identity_of_a_partitioner_is_that_of_the_one_inside_too() -> None:
-    assert Partitioner(Split("one")).uuid() == Partitioner(Split("one")).uuid()
-    assert len({Partitioner(inner).uuid() for inner in (None, Split("one"), Split("two"))}) == 3
-
-
-def test_what_a_partitioner_without_an_identity_made_is_never_found_again() -> None:
-    around = Partitioner(Split(None))
-    assert len({Partitioner().uuid(), around.uuid(), around.uuid(), Partitioner(Split(None)).uuid()}) == 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,17 +11,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import (
     Choice,
-    boundary_of,
-    choose_joint,
     insert_asynchronous,
     insert_synchronous,
     prefetch,
@@ -35,14 +28,12 @@ from eager_offload.compile.cost import roofline
 from eager_offload.compile.decide import decided
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.compile.hooks import hook_pair
-from eager_offload.compile.inductor import Partitioner
-from eager_offload.plan.predict import Problem
-from eager_offload.plan.solve import Solver
+from eager_offload.compile.inductor import OrderTransfers
+from eager_offload.planning.predict import Problem
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, compiler, fresh_compiler, results_of, same_results
-from tests.compile.happens_before import run
 from tests.compile.split import Split, moving, reasons, split
-from tests.plan.programs import slow
+from tests.planning.programs import slow
 
 KIB = 1 << 10
 #: Windows in which little is on its way at one time, as beside a large model.
@@ -182,14 +173,6 @@ def select_and_place(one: Split, choice: Choice, config: eo.OffloadConfig) -> tu
     return forward, backward
 
 
-@pytest.mark.parametrize("layers", [2, 5])
-def test_where_nothing_moves_the_peak_is_that_of_the_graphs_to_the_byte(layers: int) -> None:
-    one, _ = split(program, *inputs_of(layers))
-    choice = choice_of(one, Aim(1 << 40))
-    assert not choice.groups
-    assert choice.prediction.peak_bytes == placed_peak(one, choice)
-
-
 @pytest.mark.sampled(4, quick=True)
 @pytest.mark.parametrize("window", [1, 20 * KIB, 1 << 20])
 @pytest.mark.parametrize("ahead", [0, 20 * KIB, 1 << 20])
@@ -249,56 +232,6 @@ def test_below_what_any_decision_takes_the_least_peak_is_what_is_taken() -> None
     assert placed_peak(one, choice) <= placed_peak(one, everything)
 
 
-_OPERATORS: list[Callable[[Tensor, Tensor], Tensor]] = [
-    lambda x, w: x @ w,
-    lambda x, w: x.sin(),
-    lambda x, w: x * x.cos(),
-    lambda x, w: (x @ w).sigmoid(),
-    lambda x, w: x + (x @ w).exp().log1p(),
-]
-
-
-@settings(max_examples=12, derandomize=True, deadline=None, database=None)
-@given(
-    st.lists(st.integers(0, len(_OPERATORS) - 1), min_size=1, max_size=4),
-    st.integers(0, 10),
-    st.sampled_from([1e6, 1e8, 1e10]),
-    st.sampled_from([None, 0.0, 0.2]),
-)
-def test_a_decision_is_the_solvers_and_near_the_best_of_all_that_there_are(
-    operators: list[int], part: int, link: float, slowdown: float | None
-) -> None:
-    def drawn(x: Tensor, weight: Tensor) -> Tensor:
-        x = x @ weight
-        for number in operators:
-            x = _OPERATORS[number](x, weight)
-        return x.square().sum()
-
-    one, _ = split(drawn, *inputs_of(1))
-    machine = slow(out=link, back=link)
-    with pytest.MonkeyPatch.context() as patch:
-        found = noting(patch)
-        choice_of(one, Aim(1 << 40, None, machine))
-        problem, _, names = found[0]
-        count = len(names)
-        every = [problem.predict(moves) for moves in itertools.product((False, True), repeat=count)]
-        least, most = min(one.peak_bytes for one in every), max(one.peak_bytes for one in every)
-        budget = least + (most - least) * part // 10
-        choice = choice_of(one, Aim(budget if slowdown is None else None, slowdown, machine))
-    assert found[1][::2] == (problem, names)
-    solver = Solver(problem)
-    decision = solver.within(budget) if slowdown is None else solver.free(slowdown)
-    groups = {storage_of(group.base) for group in choice.groups}
-    assert groups == {name for name, moves in zip(names, decision.moves, strict=True) if moves}
-    assert choice.prediction == decision.prediction
-    if slowdown is None:
-        assert decision.prediction.peak_bytes <= budget
-        best = min(one.step_seconds for one in every if one.peak_bytes <= budget)
-        assert decision.prediction.step_seconds <= 1.02 * best
-    else:
-        assert decision.prediction.step_seconds <= problem.compute_seconds * (1 + slowdown) * (1 + 1e-6)
-
-
 def test_only_what_the_link_hides_moves() -> None:
     one, _ = split(program, *inputs_of(8))
     everything = one.choose(eo.OffloadConfig(**SMALL, keep_last_bytes=0))
@@ -337,41 +270,11 @@ def test_what_a_user_has_asked_for_is_done_whatever_the_budget_is() -> None:
     assert moving(free) == {"mm_1"}, "though the link hides none of it, and nothing else is asked for"
 
 
-def test_a_joint_graph_is_decided_as_two_are() -> None:
-    def joint(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        loss = program(x, *weights)
-        return loss, *torch.autograd.grad(loss, weights)
-
-    module = make_fx(joint, tracing_mode="fake")(*inputs_of(6))
-    boundary = boundary_of(module.graph, 1)
-    moved = []
-    for budget in ("1B", "100KiB", "1GiB"):
-        choice = choose_joint(module.graph, boundary, eo.OffloadConfig(**SMALL, device_budget=budget))
-        assert choice.prediction is not None
-        moved.append(choice.moved_bytes())
-    assert moved[0] > moved[1] > moved[2] == 0
-
-
 def test_sizes_that_are_not_known_beforehand_count_as_traced() -> None:
     one, _ = split(program, *inputs_of(6), dynamic=True)
     choices = [choice_of(one, Aim(budget)) for budget in (1, 1 << 40)]
     assert choices[0].groups
     assert not choices[1].groups
-
-
-def test_graphs_with_a_decision_run_in_order_on_the_simulated_runtime() -> None:
-    one, _ = split(program, *inputs_of(6))
-    least = choice_of(one, Aim(1)).prediction
-    choice = choice_of(one, Aim(least.peak_bytes + 16 * KIB))
-    everything = one.choose(eo.OffloadConfig(**SMALL, keep_last_bytes=0))
-    assert 0 < choice.moved_bytes() < everything.moved_bytes()
-    forward, _ = select_and_place(one, choice, eo.OffloadConfig(**SMALL))
-    with torch.no_grad():
-        found = run(forward, *inputs_of(6))
-        expected = one.forward(*inputs_of(6))
-    assert not found.violations
-    assert torch.equal(found.results[0], expected[0])
-    assert found.stats.bytes_out == choice.moved_bytes()
 
 
 def test_inductors_own_budget_goes_together_with_it() -> None:
@@ -510,7 +413,7 @@ def test_a_plan_says_the_budget_and_the_device(solved: Asked) -> None:
 
 def keys(text: str) -> tuple[Any, ...]:
     (call,) = [node for node in hook_pair(text).pack.graph.nodes if node.op == "call_function"]
-    return call.meta["user_cache_hash"], Partitioner(text=text).uuid()
+    return call.meta["user_cache_hash"], OrderTransfers(text=text).uuid()
 
 
 def test_what_decides_is_in_every_key() -> None:
@@ -531,19 +434,3 @@ def test_what_auto_has_come_to_is_in_every_key_and_stays_in_a_process() -> None:
     hashed, identity = keys(text)
     assert hashed.endswith(budget)
     assert budget in str(identity)
-
-
-def test_that_nothing_moved_is_said_in_terms_of_the_decision() -> None:
-    offload = eo.Offload(**SMALL, device_budget="1GiB")
-    trained("aot_eager", Chain(2), offload)
-    with pytest.warns(RuntimeWarning, match="stay as was decided for compiled code"):
-        offload.warn_if_nothing_moved()
-    offload.close()
-
-
-def test_what_is_expected_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="eager_offload.compile"):
-        offload = eo.Offload(**SMALL, device_budget="1GiB")
-        trained("aot_eager", Chain(2), offload)
-        offload.close()
-    assert any(one.getMessage().startswith("expected: a peak of ") for one in caplog.records)

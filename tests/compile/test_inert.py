@@ -12,14 +12,13 @@ import torch
 import torch._dynamo.variables.ctx_manager as banning
 import torch._functorch._aot_autograd.graph_compile as splitting
 import torch.utils.checkpoint as checkpointing
-from torch._inductor import config, memory, scheduler
-from torch._inductor.virtualized import V
+from torch._inductor import config, memory
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from eager_offload import _torch
 from eager_offload.compile import inductor, lowering
-from eager_offload.compile.inductor import OrderTransfers, Partitioner
+from eager_offload.compile.inductor import OrderTransfers
 
 pytestmark = pytest.mark.xdist_group("inert")
 
@@ -85,9 +84,9 @@ def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inductor, "_users", weakref.WeakSet())  # those of other tests may be open
-    inductor.uninstall(Graph())
-    before = config.post_grad_custom_post_pass, config.custom_partitioner_fn
-    assert not isinstance(before[0], OrderTransfers)
+    inductor.uninstall(monkeypatch)
+    before = config.post_grad_custom_post_pass
+    assert not isinstance(before, OrderTransfers)
     one, other = make_offload(tmp_path), make_offload(tmp_path)
     for _ in range(2):
         for each in (one, other):
@@ -95,9 +94,8 @@ def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
                 pass
         one.close()
         assert isinstance(config.post_grad_custom_post_pass, OrderTransfers), "a backward is compiled after its context"
-        assert isinstance(config.custom_partitioner_fn, Partitioner)
         other.close()
-        assert (config.post_grad_custom_post_pass, config.custom_partitioner_fn) == before
+        assert config.post_grad_custom_post_pass == before
 
 
 def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
@@ -105,34 +103,6 @@ def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
     before = [str(node) for node in graph.nodes]
     OrderTransfers()(graph)
     assert [str(node) for node in graph.nodes] == before
-
-
-def test_kernels_of_a_graph_without_transfers_are_ordered_as_torch_orders_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, is_ours, done = scheduler.SchedulerNode, [False], list[str]()
-    monkeypatch.setattr(node, "recompute_size_and_body", lambda self: done.append("theirs"))
-    _torch.order_recomputed_kernels(lambda: is_ours[0])
-    reads: Any = SimpleNamespace(reads=[], rename=lambda names: reads)
-    kernel: Any = SimpleNamespace(
-        read_writes=reads, mutation_renames={}, set_read_writes=lambda given: done.append("ours")
-    )
-    node.recompute_size_and_body(kernel)
-    assert done == ["theirs"]
-    is_ours[0] = True
-    node.recompute_size_and_body(kernel)
-    assert done == ["theirs", "theirs", "ours"]
-
-
-def test_memory_of_a_graph_without_transfers_is_estimated_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_ours, sizes, nodes = [False], {"a": (8, 8)}, [SimpleNamespace(node="reload")]
-    monkeypatch.setattr(memory, "compute_size_for_scheduler_buffer", lambda buffers: sizes)
-    monkeypatch.setattr(memory, "get_freeable_input_buf", lambda nodes, inputs: inputs)
-    _torch.leave_out_of_peak(lambda node: True, lambda node: "host", lambda: is_ours[0])
-    estimated: Any = memory
-    for inputs, expected, size in ({"x", "host"}, {"x", "host"}, 8), ({"x", "host"}, {"x"}, 0):
-        found = estimated.compute_size_for_scheduler_buffer({"a": SimpleNamespace(node=None)})
-        assert found == {"a": (size, size)}
-        assert estimated.get_freeable_input_buf(nodes, inputs) == expected
-        is_ours[0] = True
 
 
 @pytest.mark.long
@@ -144,10 +114,10 @@ def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch
         asked.append(known())
         return asked[-1]
 
-    for name in ("compute_size_for_scheduler_buffer", "get_freeable_input_buf"):
-        monkeypatch.setattr(memory, name, getattr(memory, name))  # goes back behind the test
+    sizes = "compute_size_for_scheduler_buffer"
+    monkeypatch.setattr(memory, sizes, getattr(memory, sizes))  # goes back behind the test
     lowering.install_lowerings()
-    _torch.leave_out_of_peak(lowering._is_host_tensor, lowering._host_tensor_read, is_ours)
+    _torch.leave_out_of_peak(lowering._is_host_tensor, is_ours)
     x, offload = torch.randn(32, 32, requires_grad=True), make_offload(tmp_path)
     with config.patch(force_disable_caches=True):
         with offload:
@@ -160,16 +130,3 @@ def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch
         assert asked
         assert not any(asked)
     offload.close()
-
-
-def test_only_a_graph_that_has_one_of_our_operators_is_known_to_have_transfers() -> None:
-    one, other = Graph(), Graph()
-    with V.set_graph_handler(one):
-        lowering._as_it_is(torch.fx.Graph().placeholder("x"))
-        assert lowering._is_ours()
-    with V.set_graph_handler(other):
-        assert not lowering._is_ours()
-
-
-class Graph:
-    """In place of one of Inductor's."""

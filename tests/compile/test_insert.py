@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 import eager_offload.compile as passes
-from eager_offload.compile import insert_asynchronous, insert_synchronous, ops
+from eager_offload.compile import insert_asynchronous, ops
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import BOTH, INDUCTOR, compare, step_of
-from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, split
+from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly
 from tests.processes import printed_by
 from tests.releases import wrong_before
 
@@ -177,27 +176,6 @@ def square(size: int) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(size)).div_(size).requires_grad_()
 
 
-@pytest.mark.parametrize("program", COUNTED)
-def test_what_is_counted_from_the_beginning_of_a_storage_comes_back_in_all_of_it(
-    program: Callable[[Tensor], Tensor],
-) -> None:
-    _, choice = assert_moves_exactly(program, square(64), partition="min_cut")
-    (whole,) = (group for group in choice.groups if group.counted)
-    assert whole.base.name == "mm"
-    assert whole.nbytes == 64 * 64 * 4
-    assert not whole.gathered
-    assert "layout" not in choice.kept.values()
-
-
-def test_what_is_counted_comes_back_in_all_of_its_storage_where_shapes_change() -> None:
-    def program(x: Tensor) -> Tensor:
-        return counted((x @ x.exp())[:, 8:16])
-
-    shapes = [(square(32),), (square(40),)]
-    _, choice = assert_moves_exactly(program, square(64), partition="min_cut", dynamic=True, shapes=shapes)
-    assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
-
-
 @pytest.mark.parametrize(
     "backend",
     [
@@ -223,35 +201,6 @@ def test_parts_of_a_storage_are_exact(program: Callable[[Tensor], Tensor], backe
     compare(step_of(program, x, fullgraph=True), backend)
 
 
-def test_inputs_of_the_passes_are_as_they_were(attention: Attention) -> None:
-    one, _ = split(attention, tokens(2, 8))
-    config = config_of()
-    graphs = (one.forward.graph, one.backward.graph)
-    before = [str(graph) for graph in graphs]
-    choice = one.choose(config)
-    assert [str(graph) for graph in graphs] == before
-    pair = insert_synchronous(*graphs, one.num_outputs, choice, config)
-    assert [str(graph) for graph in graphs] == before
-    synchronous = [str(graph) for graph in pair]
-    assert synchronous != before
-    again = [insert_asynchronous(graph) for graph in pair]
-    assert [str(graph) for graph in pair] == synchronous
-    assert [str(graph) for graph in again] != synchronous
-    for graph in (*pair, *again):
-        graph.lint()
-
-
-def test_values_with_gaps_between_their_elements_move() -> None:
-    """A kernel may leave room behind its rows: then nothing in the graph covers all of a storage."""
-
-    def program(x: Tensor) -> Tensor:
-        y = nn.functional.pad(x.exp(), (0, 2))[:, :6]
-        return (y * y.sigmoid()).sum()
-
-    _, choice = assert_moves_exactly(program, torch.randn(8, 6, requires_grad=True))
-    assert choice.groups
-
-
 @pytest.mark.long
 def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are_asked_for() -> None:
     program = (
@@ -266,19 +215,3 @@ def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are
             assert any("    " in line.strip() for line in one.__doc__.splitlines()), f"{name} draws nothing"
     with pytest.raises(AttributeError, match="nothing"):
         passes.nothing  # noqa: B018
-
-
-def test_as_many_nodes_as_transfers_are_added() -> None:
-    """No pass looks at all of a graph for each transfer."""
-    graph = torch.fx.Graph()
-    value = graph.placeholder("x")
-    for _ in range(3):
-        value = graph.call_function(operator.add, (value, 1))
-    count = 0
-    for _ in range(200):
-        value = graph.call_function(ops.offload, (value,))
-        value = graph.call_function(ops.reload, (value, torch.device("cpu")))
-        count += 2
-    graph.output(value)
-    before = len(graph.nodes)
-    assert len(insert_asynchronous(graph).nodes) == before + count

@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload.compile import boundary_of, choose_joint, ops
+from eager_offload.compile import boundary_of, choose_joint
 from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
-from tests.compile.test_insert import Attention, square, tokens
+from tests.compile.test_insert import Attention, tokens
 from tests.proof.bits import same_bits
 
 
@@ -69,75 +69,6 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
             assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
 
 
-class Counting(torch.autograd.Function):
-    """Its backward reads what was saved through ``seen``, by where that begins in its storage."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, seen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        context.save_for_backward(x)
-        context.seen = seen
-        return x.sin()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (x,) = context.saved_tensors
-        return gradients[0] * context.seen(x, gradients[0]), None
-
-
-def from_the_fifth_element(x: Tensor, gradient: Tensor) -> Tensor:
-    view = x.transpose(0, 1).view_as(x.transpose(0, 1))  # a view of a view
-    return view.as_strided(x.size(), x.stride(), 4)
-
-
-def with_other_last_rows(x: Tensor, gradient: Tensor) -> Tensor:
-    return x.as_strided_scatter(gradient[:3], (3, 64), (64, 1), 61 * 64)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize(
-    ("seen", "part"),
-    [
-        (from_the_fifth_element, lambda x: x[60:]),
-        (from_the_fifth_element, lambda x: x[:, 8::8]),
-        (from_the_fifth_element, lambda x: x.split(13, 1)[1][60:]),
-        (with_other_last_rows, lambda x: x[60:]),
-    ],
-    ids=["rows", "columns", "corner", "scattered"],
-)
-def test_what_a_joint_graph_counts_from_the_beginning_of_a_storage_is_there(
-    seen: Callable[[Tensor, Tensor], Tensor], part: Callable[[Tensor], Tensor], waits: bool
-) -> None:
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = Counting.apply(part(x @ x.exp()), seen).exp().sum()  # type: ignore[no-untyped-call]
-        return loss, torch.autograd.grad(loss, x)[0]
-
-    config, x = config_of(), square(64)
-    module = make_fx(step, tracing_mode="fake")(x)
-    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config, waits=waits)
-    assert [group.base.name for group in choice.groups if group.counted] == ["mm"]
-    before = stats_of(config)
-    with torch.no_grad():
-        ours = moved(x)
-    assert all(map(same_bits, ours, step(x)))
-    assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
-
-
-def test_nothing_in_backward_uses_what_has_left(model: nn.Module) -> None:
-    config = config_of()
-    module = traced(model, tokens(2, 8))
-    boundary = boundary_of(module.graph, num_outputs=1)
-    moved, choice = with_transfers(module, boundary, config, waits=True)
-    graph = moved.graph
-    order = {node.name: position for position, node in enumerate(graph.nodes)}
-    left = {node.name for group in choice.groups for node in (*group.members, group.base)}
-    for node in graph.nodes:
-        if order[node.name] >= order[boundary.name] and node.target is not ops.offload:
-            assert not {given.name for given in node.all_input_nodes} & left, f"{node} uses what has left"
-    reloads = [node for node in graph.nodes if node.target is ops.reload]
-    assert len(reloads) == len(choice.groups)
-    assert all(order[node.name] >= order[boundary.prev.name] for node in reloads)
-
-
 def test_inputs_and_outputs_of_a_joint_graph_stay(model: nn.Module) -> None:
     module = traced(model, tokens(2, 8))
     boundary = boundary_of(module.graph, num_outputs=1)
@@ -146,27 +77,6 @@ def test_inputs_and_outputs_of_a_joint_graph_stay(model: nn.Module) -> None:
     assert {name for name, reason in reasons(choice).items() if reason == "parameter"} <= inputs
     assert not moving(choice) & inputs
     assert set(reasons(choice).values()) <= {"parameter", "alive", "small"}
-
-
-def test_any_boundary_is_exact(model: nn.Module) -> None:
-    config = config_of(min_bytes=1)
-    module = traced(model, tokens(2, 8))
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    inputs = [tokens(2, 8), *model.parameters()]
-    with torch.no_grad():
-        expected = module(*inputs)
-    for boundary in nodes[3::40]:
-        moved, _ = with_transfers(module, boundary, config)
-        with torch.no_grad():
-            assert all(map(same_bits, moved(*inputs), expected)), boundary
-
-
-def test_outputs_tell_where_backward_begins(model: nn.Module) -> None:
-    module = traced(model, tokens(2, 8))
-    boundary = boundary_of(module.graph, num_outputs=1)
-    loss = module.graph.output_node().args[0][0]
-    assert boundary is loss.next
-    assert "ones_like" in boundary.name
 
 
 def test_tags_and_sequence_numbers_tell_where_backward_begins() -> None:

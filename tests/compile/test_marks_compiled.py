@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, compare, step_of
-from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, owner, reasons, split
+from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, reasons, split
 
 SIZE = 16
 
@@ -89,40 +87,6 @@ def test_a_region_around_a_call_of_compiled_code_changes_nothing_and_a_warning_s
     assert stats.demotions["region"] == 1
     assert stats.bytes_out > 0
     offload.close()
-
-
-def traced_operators(program: Callable[[Tensor], Tensor]) -> tuple[list[str], list[str]]:
-    """What the compiler keys on, and what is left of it when it traces on."""
-    keyed, left = list[str](), list[str]()
-
-    def names(graph: Graph) -> list[str]:
-        return [f"{node.target}{node.args}" for node in graph.nodes if "eager_offload" in str(node.target)]
-
-    def inner(module: GraphModule, _: object) -> Callable[..., Any]:
-        left.extend(names(module.graph))
-        return make_boxed_func(module.forward)
-
-    def outer(module: GraphModule, example_inputs: list[Tensor]) -> Any:
-        keyed.extend(names(module.graph))
-        return aot_autograd(fw_compiler=inner, bw_compiler=inner, inference_compiler=inner)(module, example_inputs)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(program, backend=outer, fullgraph=True)
-    compiled(inputs()).backward()
-    with torch.no_grad():
-        compiled(inputs())
-    return keyed, left
-
-
-@pytest.mark.parametrize("program", [region, decorated, nested])
-def test_a_region_is_in_the_operators_that_compilers_key_on_and_in_none_that_run(
-    program: Callable[[Tensor], Tensor],
-) -> None:
-    keyed, left = traced_operators(program)
-    depth = 2 if program is nested else 1
-    borders = ["eager_offload.region.default('begins',)"] * depth + ["eager_offload.region.default('ends',)"] * depth
-    assert keyed == borders * 2, "with gradients, and without"
-    assert left == []
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -212,20 +176,8 @@ def test_a_node_that_should_move_does() -> None:
     assert chosen(noted(exp=True), keep_last_bytes="1MiB") == ({"exp"}, {"sigmoid": "newest", "tanh": "newest"})
 
 
-def test_a_node_that_should_stay_does() -> None:
-    assert chosen(noted(sigmoid=False, exp=True)) == ({"exp", "tanh"}, {"sigmoid": "marked"})
-
-
 def test_checkpoint_policies_are_marks() -> None:
     must = {"recompute": CheckpointPolicy.MUST_CPU_OFFLOAD}
     prefer = {"recompute": CheckpointPolicy.PREFER_CPU_OFFLOAD}
     assert chosen(noted(sigmoid=must, exp=prefer), min_bytes="1MiB")[0] == {"sigmoid"}
     assert chosen(noted(sigmoid=must, exp=prefer), keep_last_bytes="1MiB")[0] == {"sigmoid", "exp"}
-
-
-def test_what_is_asked_of_one_value_counts_for_its_storage() -> None:
-    def change(one: Split) -> None:
-        (saved,) = [node for node in one.saved() if owner(node) == "sigmoid"]
-        saved.meta["should_offload"] = False
-
-    assert chosen(change)[1] == {"sigmoid": "marked"}

@@ -19,7 +19,6 @@ from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import MustGrow, Slot
-from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import DiskBackend, assert_balanced
 from tests.test_counts import open_when_the_host_waits
 from tests.test_errors import Make
@@ -183,53 +182,6 @@ def test_a_thread_that_has_the_hooks_is_served_by_the_one_that_was_entered_last(
     assert offload.stats(synchronize=True).offloaded_bytes == source.nbytes
 
 
-def test_memory_that_the_system_does_not_map_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(slot: Slot) -> memoryview:
-        raise MemoryError("on purpose")
-
-    monkeypatch.setattr(DiskSlot, "memory", refuse)
-    one = eo.Offload(tier="disk", disk_path=tmp_path)
-    with one:
-        source = torch.randn(64, 64)
-        host = ops.offload(source, config=one.config_key)
-    assert torch.equal(ops.reload(host, CPU), source)
-    assert one.stats(synchronize=True).kept_bytes == {"budget": source.nbytes}
-    del host
-    collect()
-    assert one.stats(synchronize=True).released_bytes == 0
-    assert census(one) == NOTHING
-    one.close()
-
-
-def test_a_conjugate_whose_write_fails_is_what_it_was(watched: Make) -> None:
-    one, file = watched()
-    file.on_write = OSError(5, "on purpose")
-    with one:
-        source = torch.randn(8, 8, dtype=torch.complex64).conj()
-        with pytest.warns(RuntimeWarning, match="failed"):
-            host = moved(source, one.config_key, wait=False)
-    assert torch.equal(ops.reload(host, CPU), source)
-
-
-def test_an_interrupt_while_a_reload_is_waited_for_lets_the_copy_go_on(
-    offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = torch.randn(64, 64)
-    host = ops.offload(source, config=offload.config_key)
-    arriving = ops.reload(host, CPU, wait=False)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    (lane,) = offload._offloaders.all()
-    with monkeypatch.context() as patch:
-        patch.setattr(lane.runtime, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ops.wait_tensor(arriving, host)
-    ops.wait_tensor(arriving, host)
-    assert torch.equal(arriving, source)
-
-
 def test_h41_a_tier_grows_without_the_lock(offload: eo.Offload, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = offload.offloader_of(CPU)
     (tier,) = lane.tiers
@@ -271,13 +223,6 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
     assert stats.is_approximate
     active._standing.pop(one.config_key)
     one.close()
-
-
-def test_another_thread_has_its_own_innermost_context(offload: eo.Offload) -> None:
-    found = on_a_thread(lambda: active.serving(offload.config_key))
-    assert active.serving(offload.config_key) is offload
-    assert found is not offload
-    found.close()
 
 
 def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
@@ -348,19 +293,6 @@ def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str,
     assert stats.kept_bytes == {reason: source.nbytes}
     assert_balanced(stats)
     assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
-
-
-@WAITS
-def test_bytes_that_do_not_come_back_raise(wait: bool, watched: Make) -> None:
-    one, file = watched()
-    file.on_read = OSError(5, "on purpose")
-    with one:
-        host = ops.offload(torch.randn(64, 64), config=one.config_key)
-    with pytest.raises(eo.TransferError, match=f"could not read {64 * 64 * 4} bytes"):
-        ops.wait_tensor(ops.reload(host, CPU, wait=wait), host)
-    del host
-    collect()
-    assert census(one) == NOTHING
 
 
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])

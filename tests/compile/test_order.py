@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eager_offload import OffloadError
 from eager_offload.compile import ops
-from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_asynchronous
-from eager_offload.compile.order import between_kernels, prefetch, sink_waits
+from eager_offload.compile.order import prefetch, sink_waits
 from tests.compile.happens_before import (
     CONFIG,
     CPU,
@@ -37,100 +33,9 @@ def one_second(node: Node) -> float:
     return float(node.op == "call_function" and node.target not in (ops.offload, ops.reload, ops.wait_tensor))
 
 
-def forward(x: Tensor, weight: Tensor) -> list[Tensor]:
-    hosts = []
-    for _ in range(4):
-        x = torch.mm(x, weight)
-        hosts.append(ops.offload(x, config=CONFIG))
-    return hosts
-
-
 def in_order(graph: Graph) -> str:
     """A letter for each node: o, r, w for transfers and waits, c for all else that computes."""
     return "".join(label[0] for label in labels(graph) if label not in ("placeholder", "output"))
-
-
-def test_a_wait_sinks_until_the_window_is_full_and_no_further() -> None:
-    graph = asynchronous(forward, X, WEIGHT)
-    assert in_order(graph) == "cowcowcowcow"
-    assert in_order(sink_waits(graph, NBYTES)) == "cocwocwocwow"
-    assert in_order(sink_waits(graph, 2 * NBYTES)) == "cococwocwoww"
-    assert in_order(sink_waits(graph, 4 * NBYTES)) == "cocococowwww"
-    assert in_order(graph) == "cowcowcowcow", "a pass changes its argument"
-
-
-def test_a_wait_comes_before_its_source_is_written_over() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.sin()
-        host = ops.offload(y, config=CONFIG)
-        z = x.cos()
-        y.view(-1).add_(z.view(-1))
-        return ops.reload(host, CPU, config=CONFIG), y
-
-    sunk = sink_waits(asynchronous(program, X), 1 << 30)
-    wait = wait_of(of_kind(sunk, ops.offload)[0])
-    (change,) = (node for node in sunk.nodes if node.target is torch.ops.aten.add_.Tensor)
-    assert wait.next is change
-    ran = run(sunk, X)
-    assert ran.violations == []
-    assert torch.equal(ran.results[0], X.sin())
-    assert torch.equal(ran.results[1], X.sin() + X.cos())
-
-
-def layer(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """What is between two products leaves, and the products do."""
-    y = torch.mm(x, weight)
-    first = ops.offload(y, config=CONFIG)
-    z = y + x
-    second = ops.offload(z, config=CONFIG)
-    n = z * z.square().mean(-1, keepdim=True).rsqrt()
-    third = ops.offload(n, config=CONFIG)
-    v = torch.mm(n, weight)
-    return [first, second, third, ops.offload(v.sin(), config=CONFIG)]
-
-
-def test_offloads_start_between_kernels_and_in_the_same_order() -> None:
-    sunk = sink_waits(asynchronous(layer, X, WEIGHT), 1 << 20)
-    assert in_order(sunk) == "cococcccoccowwww"
-    between = between_kernels(sunk)
-    assert in_order(between) == "cocccccooccowwww"
-    assert [node.name for node in of_kind(between, ops.offload)] == [node.name for node in of_kind(sunk, ops.offload)]
-    expected, ran = run(sunk, X, WEIGHT), run(between, X, WEIGHT)
-    assert ran.violations == []
-    assert ran.stats.bytes_out == expected.stats.bytes_out == 4 * NBYTES
-    assert all(torch.equal(one, other) for one, other in zip(ran.results, expected.results, strict=True))
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_waits_stay_where_the_window_has_them_and_no_offload_comes_behind_its_own(window: int) -> None:
-    sunk = sink_waits(asynchronous(layer, X, WEIGHT), window * NBYTES)
-    between = between_kernels(sunk)
-    assert [label for label in in_order(between) if label != "o"] == [label for label in in_order(sunk) if label != "o"]
-    assert peak_flying(between)[0] <= window * NBYTES
-    ran = run(between, X, WEIGHT)
-    assert ran.violations == []
-    assert ran.stats.inflight_bytes_peak <= window * NBYTES
-
-
-def test_an_offload_waits_for_a_few_operators_and_not_for_all_of_a_graph_without_products() -> None:
-    def program(x: Tensor) -> list[Tensor]:
-        hosts = []
-        for _ in range(100):
-            x = x.sin()
-            hosts.append(ops.offload(x, config=CONFIG))
-        return hosts
-
-    between = in_order(between_kernels(sink_waits(asynchronous(program, X), 1 << 20)))
-    assert between == "c" * 64 + "o" * 64 + "c" * 36 + "o" * 36 + "w" * 100
-
-
-def test_an_offload_starts_before_a_region_that_is_called_whole() -> None:
-    graph = asynchronous(lambda x: [ops.offload(x.sin(), config=CONFIG), x.cos()], X)
-    (cos,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
-    cos.target = torch.ops.higher_order.invoke_subgraph
-    cos.meta["val"] = (cos.meta["val"],)  # a region returns several
-    (host,) = of_kind(between_kernels(sink_waits(graph, 1 << 20)), ops.offload)
-    assert host.next.target is torch.ops.higher_order.invoke_subgraph
 
 
 def backward(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
@@ -234,54 +139,6 @@ def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> No
 
 
 # -- proof ------------------------------------------------------------------------------------------------------------
-
-
-def ordered(length: int = 4, window: int = 2 * NBYTES) -> Graph:
-    """The chain after all passes but the last."""
-    graph = asynchronous(chain(length), X, WEIGHT)
-    return sink_waits(prefetch(graph, window, NBYTES / 2, one_second), window)
-
-
-def test_two_transfers_in_flight_are_two_at_run_time() -> None:
-    assert run(ordered(window=2 * NBYTES), X, WEIGHT).stats.inflight_bytes_peak == 2 * NBYTES
-    assert run(ordered(window=NBYTES), X, WEIGHT).stats.inflight_bytes_peak == NBYTES
-
-
-def without_its_wait(graph: Graph, reload: Node) -> None:
-    graph.erase_node(wait_of(reload))
-
-
-def used_before_its_wait(graph: Graph, reload: Node) -> None:
-    wait = wait_of(reload)
-    next(user for user in reload.users if user is not wait).append(wait)
-
-
-def without_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
-    graph.erase_node(wait_of(reload.args[0]))
-
-
-def above_the_wait_of_its_offload(graph: Graph, reload: Node) -> None:
-    wait_of(reload.args[0]).prepend(reload)
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("change", [without_its_wait, used_before_its_wait])
-def test_a_reload_that_is_read_too_early_is_reported(change: Callable[[Graph, Node], None], number: int) -> None:
-    graph, _ = copied(ordered())
-    change(graph, of_kind(graph, ops.reload)[number])
-    assert run(graph, X, WEIGHT).violations
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("change", [without_the_wait_of_its_offload, above_the_wait_of_its_offload])
-def test_a_reload_that_comes_before_its_offload_is_over_raises(
-    change: Callable[[Graph, Node], None], number: int
-) -> None:
-    graph, _ = copied(ordered())
-    change(graph, of_kind(graph, ops.reload)[number])
-    graph.lint()
-    with pytest.raises(OffloadError, match="before the offload was waited for"):
-        run(graph, X, WEIGHT)
 
 
 def test_a_source_that_is_written_over_before_its_wait_is_reported(violations: list[str]) -> None:

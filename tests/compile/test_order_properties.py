@@ -139,21 +139,12 @@ def _stays(node: Node) -> bool:
     return node.target not in (ops.reload, ops.wait_tensor, torch.ops.aten.t.default)
 
 
-@settings(quick, max_examples=30)
-@given(programs(), room, room.map(lambda nbytes: max(1, nbytes)), st.sampled_from([1e-3, 16.0, 1e6]))
-def test_every_pass_keeps_the_order_of_bytes_and_the_bits(
-    program: Program, cap: int, window: int, bandwidth: float
-) -> None:
-    check(program, cap, window, bandwidth)
-
-
-@pytest.mark.long
-@settings(quick, max_examples=600)
-@given(programs(), room, room.map(lambda nbytes: max(1, nbytes)), st.sampled_from([1e-3, 1.0, 16.0, 1e6]))
-def test_every_pass_keeps_the_order_of_bytes_and_the_bits_of_many_programs(
-    program: Program, cap: int, window: int, bandwidth: float
-) -> None:
-    check(program, cap, window, bandwidth)
+@pytest.mark.parametrize("examples", [30, pytest.param(600, marks=pytest.mark.long)])
+def test_every_pass_keeps_the_order_of_bytes_and_the_bits(examples: int) -> None:
+    links = st.sampled_from([1e-3, 1.0, 16.0, 1e6])
+    settings(quick, max_examples=examples)(
+        given(programs(), room, room.map(lambda nbytes: max(1, nbytes)), links)(check)
+    )()
 
 
 def check(program: Program, cap: int, window: int, bandwidth: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,9 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, compare, step_of
-from tests.hazards.backends import offloader_of
 from tests.proof.bits import same_bits
-from tests.threads import collect
 
 WIDTH = 64
 MUST, PREFER = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
@@ -121,14 +118,6 @@ def test_a_value_that_had_better_travel_stays_if_it_is_small(x: Tensor) -> None:
     offload.close()
 
 
-def test_what_policies_save_travels_as_any_other_saved_tensor(x: Tensor, offload: eo.Offload) -> None:
-    expected, _ = step(Blocks(CheckpointPolicy.MUST_SAVE), x, None)
-    found, computed = step(Blocks(CheckpointPolicy.MUST_SAVE), x, offload)
-    assert computed == ONCE
-    assert all(map(same_bits, found, expected))
-    assert offload.stats(synchronize=True).offloaded_bytes == 4 * BYTES
-
-
 def test_outside_of_a_context_nothing_changes(x: Tensor, offload: eo.Offload) -> None:
     expected, before = step(Blocks(MUST), x, None)
     step(Blocks(MUST), x, offload)
@@ -137,35 +126,6 @@ def test_outside_of_a_context_nothing_changes(x: Tensor, offload: eo.Offload) ->
     assert after == before
     assert all(map(same_bits, found, expected))
     assert offload.stats(synchronize=True).saved_bytes == 0
-
-
-def test_backward_may_run_outside_or_inside_and_in_any_order(x: Tensor, offload: eo.Offload) -> None:
-    model = Blocks(MUST)
-    expected, _ = step(model, x, None)
-    with offload:
-        losses = [model(x).square().sum() for _ in range(3)]
-        assert all(map(same_bits, results(model, x, losses[1]), expected))
-    assert all(map(same_bits, results(model, x, losses[2]), expected))
-    assert all(map(same_bits, results(model, x, losses[0]), expected))
-    assert offload.stats(synchronize=True).bytes_out >= 3 * 4 * BYTES
-
-
-def test_a_dropped_graph_gives_everything_back(x: Tensor, offload: eo.Offload) -> None:
-    """Without the garbage collector: lifetime belongs to the graph."""
-    model = Blocks(MUST)
-    step(model, x, offload)
-    collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            with offload:
-                loss = model(x).square().sum()
-            del loss
-            assert offloader_of(offload).census().records == 0
-    finally:
-        gc.enable()
-    stats = offload.stats(synchronize=True)
-    assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes
 
 
 def test_a_value_that_is_changed_in_place_is_computed_again(x: Tensor, offload: eo.Offload) -> None:
@@ -208,10 +168,3 @@ def test_compiled_values_travel(backend: str, policy: CheckpointPolicy) -> None:
     stats = compare(step_of(model, x, fullgraph=True), backend, as_eager=False, keep_last_bytes="1MiB")
     assert stats.bytes_out >= 2 * BYTES
     assert not stats.kept_bytes.get("alive")
-
-
-def test_a_torch_with_other_modes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eager_offload import _torch
-
-    monkeypatch.delattr(torch.utils.checkpoint, "_CachingTorchDispatchMode")
-    assert _torch.on_checkpoints(lambda theirs: theirs, lambda theirs: theirs) == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import Choice, choose_joint
-from eager_offload.compile.graphs import outputs_of, storage_of
+from eager_offload.compile.graphs import nbytes_of, storage_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, moving, owner, reasons, split
 from tests.hazards.programs import leaf
 
@@ -22,10 +23,77 @@ def chosen(function: Callable[..., Any], *inputs: Tensor, **fields: Any) -> tupl
     return one, one.choose(config_of(**fields))
 
 
-def test_an_intermediate_moves() -> None:
-    _, choice = chosen(lambda x: x.sigmoid().exp().sum(), leaf(8, 8))
-    assert moving(choice) == {"sigmoid", "exp"}
-    assert not choice.kept
+class Saved(torch.autograd.Function):
+    """Returns what it has saved as a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y
+
+
+def four(x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = x.sigmoid()
+    return x.sum()
+
+
+def written(x: Tensor, state: Tensor) -> Tensor:
+    state.add_(1)
+    return (x.exp() * state.sigmoid() * state).sum()
+
+
+def broadcast(x: Tensor) -> Tensor:
+    y = x[0].exp().expand(64, 8)
+    return (y * y).sum()
+
+
+class Case(NamedTuple):
+    """A program of 8 by 8 inputs, and which storages move or stay, by what made them."""
+
+    program: Callable[..., Any]
+    moves: set[str]
+    stays: Mapping[str, str] = MappingProxyType({})
+    fields: Mapping[str, Any] = MappingProxyType({})
+    inputs: int = 1
+
+
+CASES = {
+    "intermediates": Case(lambda x: x.sigmoid().exp().sum(), {"sigmoid", "exp"}),
+    "an alias of an output": Case(
+        lambda x: ((y := x.exp()).view(-1), (x.sigmoid() * 2).sum() + 0 * y.sum()), {"sigmoid"}, {"exp": "alive"}
+    ),
+    "an output of the backward": Case(Saved.apply, set(), {"exp": "alive"}),
+    "an input that is changed": Case(written, {"exp", "sigmoid"}, {"add": "alive"}, inputs=2),
+    "a broadcast": Case(broadcast, set(), {"exp": "small"}, {"min_bytes": 64}),
+    "small ones": Case(
+        lambda x: (x.exp().sum(-1).sigmoid() * x.sum(-1).sin()).sum(),
+        {"exp"},
+        {"sigmoid": "small", "sum_2": "small", "sin": "small"},
+        {"min_bytes": 128},
+    ),
+    "the newest": Case(
+        four, {"sigmoid", "sigmoid_1", "sigmoid_2"}, {"sigmoid_3": "newest"}, {"keep_last_bytes": 8 * 8 * 4}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_what_moves_and_why_the_rest_stays(case: Case) -> None:
+    inputs = [leaf(8, 8), leaf(8, 8).detach()][: case.inputs]
+    one, choice = chosen(case.program, *inputs, **case.fields)
+    assert moving(choice) == case.moves
+    own = {node.name for node in one.forward.graph.find_nodes(op="placeholder")}
+    assert {name: reason for name, reason in reasons(choice).items() if name not in own} == case.stays
+    members = [node for group in choice.groups for node in group.members]
+    assert set(members) | set(choice.kept) == set(one.saved()), "each has a place or a reason"
+    assert len(members) + len(choice.kept) == len(one.saved())
 
 
 def test_inputs_and_parameters_and_their_views_stay() -> None:
@@ -44,117 +112,64 @@ def test_inputs_and_parameters_and_their_views_stay() -> None:
     assert not moving(choice) & inputs
 
 
-def test_outputs_and_what_aliases_them_stay() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        y, z = x.exp(), x.sigmoid()
-        return y.view(-1), (z * 2).sum()
-
-    _, choice = chosen(program, leaf(8, 8))
-    assert reasons(choice)["exp"] == "alive"
-    assert moving(choice) == {"sigmoid"}
+def third_parts(x: Tensor) -> Tensor:
+    q, k, v = (x @ x).split(x.shape[1] // 4, -1)[:3]
+    return (q * k.exp() * v).sum()
 
 
-def test_an_output_of_the_backward_stays() -> None:
-    class Saved(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y.sum()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            (y,) = ctx.saved_tensors
-            return y
-
-    _, choice = chosen(Saved.apply, leaf(8, 8))
-    assert reasons(choice) == {"exp": "alive"}
-    assert not choice.groups
-
-
-def test_a_mutated_input_stays() -> None:
-    def program(x: Tensor, state: Tensor) -> Tensor:
-        state.add_(1)
-        return (x.exp() * state.sigmoid() * state).sum()
-
-    one, choice = chosen(program, leaf(8, 8), leaf(8, 8).detach())
-    written, *_ = outputs_of(one.forward.graph)
-    assert reasons(choice) == {written.name: "alive"}
-    assert moving(choice) == {"exp", "sigmoid"}
-
-
-def test_views_of_one_storage_move_as_one() -> None:
+def squared(part: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
-        q, k, v = (x @ x).split(8, -1)
-        return (q * k.exp() * v).sum()
-
-    x = leaf(24, 24)
-    _, choice = assert_moves_exactly(program, x)
-    shared = max(choice.groups, key=lambda group: len(group.members))
-    assert len(shared.members) > 1
-    assert shared.base.name == "mm"
-    assert shared.nbytes == 24 * 24 * 4
-    assert not shared.gathered
-
-
-def test_what_is_not_contiguous_moves() -> None:
-    def program(x: Tensor) -> Tensor:
-        return (x.exp().transpose(1, 2).sigmoid() * x.sin().permute(2, 0, 1).cos().permute(1, 0, 2)).sum()
-
-    _, choice = assert_moves_exactly(program, leaf(4, 8, 6).detach().transpose(1, 2).clone().requires_grad_())
-    assert any(not node.meta["val"].is_contiguous() for group in choice.groups for node in group.members)
-
-
-def test_a_member_of_several_results_moves() -> None:
-    def program(x: Tensor) -> Tensor:
-        values, _ = x.exp().sort(-1)
-        return values.sigmoid().sum()
-
-    _, choice = assert_moves_exactly(program, leaf(8, 32))
-    assert {"getitem", "getitem_1"} & moving(choice)
-
-
-def test_a_small_part_of_a_storage_travels_alone() -> None:
-    def program(x: Tensor) -> Tensor:
-        y = (x + 1).exp_()[:, ::8]
+        y = part(x + 1)
         return (y * y).sum()
 
-    def cut(x: Tensor) -> Tensor:
-        y = (x + 1)[:, ::8]
-        return (y * y).sum()
-
-    x = leaf(16, 64)
-    _, choice = assert_moves_exactly(cut, x)
-    (alone,) = choice.groups
-    assert alone.gathered
-    assert alone.nbytes == x.nbytes // 8
-    assert_moves_exactly(program, x)
+    return program
 
 
-def test_a_dense_part_of_a_storage_travels_as_it_lies() -> None:
-    def program(x: Tensor) -> Tensor:
-        y = (x + 1)[4:6]
-        return (y * y).sum()
+class Transfer(NamedTuple):
+    """A program of an input of 16 by 64, and what the largest of its transfers is."""
 
-    x = leaf(16, 64)
-    _, choice = assert_moves_exactly(program, x)
-    (alone,) = choice.groups
-    assert not alone.gathered
-    assert alone.nbytes == x.nbytes // 8
+    program: Callable[[Tensor], Tensor]
+    base: str
+    part: int = 1
+    """Of the storage, one in so many bytes travels."""
+    gathered: bool = False
+    members: int = 1
 
 
-def test_a_part_that_begins_anywhere_takes_the_storage_along() -> None:
-    """What comes back has to lie as it lay: here three elements behind what compilers take for granted."""
+TRANSFERS = {
+    "views of one storage": Transfer(lambda x: third_parts(x.t() @ x), "mm_1", members=2),
+    "every eighth column": Transfer(squared(lambda x: x[:, ::8]), "slice_1", 8, gathered=True),
+    "two rows": Transfer(squared(lambda x: x[4:6]), "slice_1", 8),
+    # What comes back has to lie as it lay: here three elements behind what compilers take for granted.
+    "columns from the fourth on": Transfer(squared(lambda x: x[:, 3::8]), "add"),
+}
 
-    def program(x: Tensor) -> Tensor:
-        y = (x + 1)[:, 3::8]
-        return (y * y).sum()
 
-    x = leaf(16, 64)
-    _, choice = assert_moves_exactly(program, x)
-    (whole,) = choice.groups
-    assert whole.base.name == "add"
-    assert whole.nbytes == x.nbytes
+@pytest.mark.parametrize("case", TRANSFERS.values(), ids=TRANSFERS.keys())
+def test_what_shares_a_storage_travels_as_little_as_it_may(case: Transfer) -> None:
+    _, choice = assert_moves_exactly(case.program, leaf(16, 64))
+    largest = max(choice.groups, key=lambda group: len(group.members))
+    assert largest.base.name == case.base
+    assert largest.nbytes == nbytes_of(largest.base.meta["val"]) // case.part
+    assert (largest.gathered, len(largest.members)) == (case.gathered, case.members)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "not contiguous": (
+        lambda x: (x.exp().transpose(1, 2).sigmoid() * x.sin().permute(2, 0, 1).cos().permute(1, 0, 2)).sum(),
+        (4, 6, 8),
+    ),
+    "one of several results": (lambda x: x.exp().sort(-1)[0].sigmoid().sum(), (8, 32)),
+    "a part of what was written": (lambda x: ((y := (x + 1).exp_()[:, ::8]) * y).sum(), (16, 64)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_of_any_layout_move(name: str) -> None:
+    program, size = LAYOUTS[name]
+    _, choice = assert_moves_exactly(program, leaf(*size))
+    assert choice.groups
+    assert "layout" not in reasons(choice).values()
 
 
 def test_views_are_made_anew_over_what_begins_its_storage() -> None:
@@ -166,14 +181,11 @@ def test_views_are_made_anew_over_what_begins_its_storage() -> None:
         return (part[:80].sigmoid() * part[:80] * part[20:100].cos()).sum()
 
     _, choice = assert_moves_exactly(program, leaf(64, 2))
-    views = [group for group in choice.groups if storage_of(group.base) == _named(choice, "view_as_real")]
+    graph = choice.groups[0].base.graph
+    shared = storage_of(next(node for node in graph.nodes if node.name.startswith("view_as_real")))
+    views = [group for group in choice.groups if storage_of(group.base) == shared]
     assert len(views) == 2, "nothing with elements of theirs spans them and begins the storage"
     assert all(group.members == (group.base,) for group in views)
-
-
-def _named(choice: Choice, name: str) -> object:
-    graph = choice.groups[0].base.graph
-    return storage_of(next(node for node in graph.nodes if node.name.startswith(name)))
 
 
 def test_what_is_counted_from_the_beginning_of_a_storage_that_nothing_covers_stays() -> None:
@@ -186,78 +198,28 @@ def test_what_is_counted_from_the_beginning_of_a_storage_that_nothing_covers_sta
     assert not any(group.counted for group in choice.groups)
 
 
-def test_a_broadcast_stays_as_small_as_it_is() -> None:
-    def program(x: Tensor) -> Tensor:
-        y = x.exp().expand(64, 8)
-        return (y * y).sum()
-
-    x = leaf(8)
-    _, choice = chosen(program, x)
-    assert all(group.nbytes <= x.nbytes for group in choice.groups)
-    _, choice = chosen(program, x, min_bytes=64)
-    assert set(reasons(choice).values()) == {"small"}
-
-
-def test_what_is_small_stays() -> None:
-    def program(x: Tensor) -> Tensor:
-        return (x.exp().sum(-1).sigmoid() * x.sum(-1).sin()).sum()
-
-    _, choice = chosen(program, leaf(8, 64), min_bytes=1024)
-    assert moving(choice) == {"exp"}
-    assert "small" in reasons(choice).values()
-
-
-def test_what_backward_asks_for_first_stays() -> None:
-    def program(x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x.sigmoid()
-        return x.sum()
-
-    _, choice = chosen(program, leaf(8, 8), keep_last_bytes=8 * 8 * 4)
-    assert [name for name, reason in reasons(choice).items() if reason == "newest"] == ["sigmoid_3"]
-    assert moving(choice) == {"sigmoid", "sigmoid_1", "sigmoid_2"}
-
-
-def test_everything_that_is_saved_moves_or_has_a_reason() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.exp()
-        return y, (y.sigmoid() * x.sin()).sum()
-
-    one, choice = chosen(program, leaf(8, 8))
-    members = [node for group in choice.groups for node in group.members]
-    assert set(members) | set(choice.kept) == set(one.saved())
-    assert not set(members) & set(choice.kept)
-    assert len(members) == len(set(members))
-
-
-def test_a_graph_that_has_forgotten_its_views_is_refused() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = (x.exp().view(-1) * 2).sigmoid().sum()
-        return loss, torch.autograd.grad(loss, x)[0]
-
-    module = make_fx(program, tracing_mode="real")(leaf(8, 8))
-    boundary = next(node for node in module.graph.nodes if node.name == "ones_like")
-    with pytest.raises(eo.OffloadError, match="fake"):
-        choose_joint(module.graph, boundary, config_of())
-
-
-def test_a_storage_that_a_graph_writes_to_stays() -> None:
-    """Not from AOTAutograd, whose graphs write to nothing; but ``make_fx`` takes down what a program does."""
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_graph_of_make_fx_says_what_shares_memory_or_is_refused(mode: str) -> None:
+    """AOTAutograd's graphs write to nothing; ``make_fx`` takes down what a program does."""
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
         y.copy_(x.sin())
-        y.add_(1)
+        y.view(-1).add_(1)
         loss = (y.sigmoid() * y).sum()
         return loss, torch.autograd.grad(loss, x)[0]
 
-    module = make_fx(program, tracing_mode="fake")(leaf(8, 8))
-    boundary = next(node for node in module.graph.nodes if node.name == "ones_like")
-    choice = choose_joint(module.graph, boundary, config_of())
-    written = {name for name, reason in reasons(choice).items() if reason == "alive"}
-    assert written
+    graph = make_fx(program, tracing_mode=mode)(leaf(8, 8)).graph
+    boundary = next(node for node in graph.nodes if node.name == "ones_like")
+    if mode == "real":
+        with pytest.raises(eo.OffloadError, match="fake"):
+            choose_joint(graph, boundary, config_of())
+        return
+    choice = choose_joint(graph, boundary, config_of())
+    changed = {name for name, reason in reasons(choice).items() if reason == "alive"}
+    assert changed
     assert choice.groups
-    assert not written & moving(choice)
+    assert not changed & moving(choice)
 
 
 _library = torch.library.Library("eager_offload_test_select", "DEF")  # type: ignore[no-untyped-call]

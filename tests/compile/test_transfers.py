@@ -1,4 +1,4 @@
-"""What a graph asks for, in the order of a device: on the host, simulated, and on the accelerator runtime's double."""
+"""What a graph asks for, in the order of a device: on the host and on a simulated one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
-from eager_offload.simulation.log import Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
-from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
 
 CPU = torch.device("cpu")
@@ -189,10 +188,10 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
     assert not any(offloader_of(offload).census())
 
 
-@pytest.fixture(params=[SimulatedBackend, RecordedBackend], ids=lambda kind: kind.name)
-def checked(request: pytest.FixtureRequest) -> CheckedBackend:
+@pytest.fixture
+def checked() -> CheckedBackend:
     """A backend whose violations a test looks at itself."""
-    return request.param()
+    return SimulatedBackend()
 
 
 @pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])

@@ -1,4 +1,4 @@
-"""The calculator's formulas, against the doctor's and against what the benchmarks worked out."""
+"""The calculator's formulas, against the doctor's and against those of plans."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from eager_offload.observe.doctor.diagnosis import Device, SelfTest, Speed, hidden_from_width, verdict
+from eager_offload.observe.doctor import Device, SelfTest, Speed, hidden_from_width, verdict
+from eager_offload.planning.predict import floor_seconds
 from tests.docs.pages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("roofline")]
 
 SCRIPT = ROOT / "docs" / "javascripts" / "roofline.js"
-RESULTS = ROOT / "benchmarks" / "results"
 GIB = 1 << 30
 
 
@@ -29,29 +29,21 @@ def value(expression: str) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_it_is_the_roofline_of_the_simulated_benchmark() -> None:
-    """Its floor, of forward and backward times and of the bytes without one window."""
-    results = json.loads((RESULTS / "simulate.json").read_text())
-    steps = [(results["summary"][tokens], step) for tokens, steps in results["samples"].items() for step in steps]
-    assert len(steps) >= 9
-    asked = [
-        {
-            "forward": step["forward_seconds"],
-            "backward": step["backward_seconds"],
-            "savedBytes": summary["saved_bytes"],
-            "out": 52e9,
-            "back": 52e9,
-            "window": summary["window_bytes"],
-            "newest": summary["window_bytes"],
-        }
-        for summary, step in steps
+def test_it_is_the_floor_that_plans_have() -> None:
+    """Of forward and backward times, and of the bytes without one window."""
+    rows = [
+        (forward, 2.5 * forward, saved * GIB, window * GIB)
+        for forward in (0.1, 1.0, 10.0)
+        for saved, window in ((37.6, 0.84), (150.2, 3.4), (1.5, 2.0))
     ]
-    found = value(f"{json.dumps(asked)}.map(r.roofline)")
-    assert [one["step"] for one in found] == pytest.approx([step["floor_seconds"] for _, step in steps], rel=1e-6)
-    for one, (summary, step) in zip(found, steps, strict=True):
-        assert one["hidden"] == (one["moved"] <= 52e9 * min(step["forward_seconds"], step["backward_seconds"]))
-        assert step["resident_bytes_peak"] <= one["left"] + summary["largest_saved_bytes"], "what stayed, and one more"
-        assert one["left"] == min(summary["saved_bytes"], 2 * summary["window_bytes"])
+    asked = """([forward, backward, savedBytes, window]) => r.roofline(
+        { forward, backward, savedBytes, out: 52e9, back: 26e9, window, newest: window })"""
+    found = value(f"{json.dumps(rows)}.map({asked})")
+    for (forward, backward, saved, window), one in zip(rows, found, strict=True):
+        moved = max(saved - window, 0)
+        assert one["step"] == pytest.approx(floor_seconds(forward, backward, moved, 52e9, 26e9))
+        assert one["hidden"] == (moved <= 52e9 * forward and moved <= 26e9 * backward)
+        assert one["left"] == min(saved, 2 * window)
 
 
 def test_it_agrees_with_the_doctor_on_the_width() -> None:
@@ -68,7 +60,7 @@ def test_it_agrees_with_the_doctor_on_the_width() -> None:
     }"""
     found = value(f"{json.dumps(rows)}.map({asked})")
     for (flops, out, back, itemsize, checkpointed), (per_byte, width) in zip(rows, found, strict=True):
-        device = Device(name="xpu", model="", flops=flops, dtype="bfloat16", link=Speed(out=out, back=back))
+        device = Device(name="xpu", model="", flops=flops, link=Speed(out=out, back=back))
         ratio = verdict([device], [], [SelfTest("xpu", equal=True, moved_bytes=1)], {}).flop_per_byte["xpu"]
         assert per_byte == pytest.approx(ratio, rel=1e-12)
         assert width == pytest.approx(hidden_from_width(ratio, itemsize, checkpointed=checkpointed), abs=1)

@@ -9,14 +9,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from itertools import product
 from pathlib import Path
-from threading import Thread
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -26,11 +20,8 @@ import eager_offload as eo
 from eager_offload import graphs, kernels
 from eager_offload.version import VERSION
 from tests.docs.pages import PAGES, ROOT, links, name
-from tests.observe.browser import CHROMIUM, Browser
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("site")]
-
-WIDTHS = {"phone": 390, "desktop": 1280}
 
 needs_mkdocs = pytest.mark.skipif(
     any(importlib.util.find_spec(one) is None for one in ("mkdocs", "material", "mkdocstrings")),
@@ -165,61 +156,6 @@ def test_every_link_of_a_source_leads_somewhere(page: Path) -> None:
         if to.fragment and target.suffix == ".md" and target.name != "api.md":  # its anchors come from docstrings
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert to.fragment in {slug(heading) for heading in headings}, f"{name(page)}: {to.geturl()}"
-
-
-@contextmanager
-def served(site: Path) -> Iterator[str]:
-    """The address of the site, from a server that says nothing."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@needs_mkdocs
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_pages_fit_a_phone_and_a_desktop_in_both_schemes(site: Path, tmp_path: Path) -> None:
-    colours: dict[bool, set[str]] = {False: set(), True: set()}
-    pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
-    with served(site) as address, Browser(tmp_path / "profile") as browser:
-        for page, (device, width), dark in product(pages, WIDTHS.items(), (False, True)):
-            events = browser.open(address + page, width, dark=dark)
-            where = f"{page}, {device}, {'dark' if dark else 'light'}"
-            assert_asks_no_other_site(events, address, where)
-            wide = browser.run("document.documentElement.scrollWidth")
-            assert wide <= width, f"{where}: {wide} pixels wide"
-            assert browser.run("[...document.images].every(image => image.naturalWidth > 0)"), where
-            colours[dark].add(browser.run("getComputedStyle(document.body).backgroundColor"))
-        answer = "document.querySelector('#roofline .verdict').textContent"
-        browser.open(address + "when_it_pays.html", WIDTHS["phone"], dark=False)
-        assert browser.run(answer).startswith("The link is the limit")
-        browser.run(
-            "(() => {const field = document.querySelector('#roofline [name=width]'); field.value = 32768; "
-            "field.dispatchEvent(new Event('input', {bubbles: true}))})()"
-        )
-        assert browser.run(answer).startswith("Hidden")
-    assert all(len(found) == 1 for found in colours.values()), colours
-    assert colours[False] != colours[True]
-
-
-def assert_asks_no_other_site(events: list[dict[str, Any]], address: str, where: str) -> None:
-    asked = 0
-    for event in events:
-        assert event["method"] not in ("Runtime.exceptionThrown", "Network.loadingFailed"), (where, event)
-        if event["method"] == "Network.requestWillBeSent":
-            url = event["params"]["request"]["url"]
-            assert url.startswith((address, "data:", "blob:")), (where, url)
-            asked += 1
-    assert asked, where
 
 
 def test_the_navigation_names_each_page_once() -> None:

@@ -66,6 +66,11 @@ class StandIn:
         return self._count("kernels")
 
     @property
+    def launched(self) -> tuple[int, int]:
+        """Threads of the kernels that were launched by the driver's API, and bytes of shared memory of their blocks."""
+        return self._count("threads"), self._count("shared bytes")
+
+    @property
     def host_waits(self) -> int:
         """How often the host has slept until something was done."""
         return self._count("host waits")

@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.codec_scenarios import CODEC_SCENARIOS
 from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
-from tests.gpu.machine import DeviceMachine, Skipped
+from tests.gpu.machine import Machine, Skipped
 from tests.gpu.scenarios import SCENARIOS
 from tests.gpu.step_scenarios import STEP_SCENARIOS
 
@@ -36,7 +36,7 @@ def main() -> int:
         if any(name in scenario.__name__ for name in names)
     ]
     for scenario in chosen:
-        machine, began = DeviceMachine(), time.perf_counter()
+        machine, began = Machine(), time.perf_counter()
         try:
             scenario(machine)
             verdict = "passed"

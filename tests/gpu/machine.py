@@ -1,20 +1,20 @@
-"""A device for the hazards that streams matter to: the accelerator of this machine, or the recording double."""
+"""A device for the hazards that streams matter to: the accelerator of this machine."""
 
 from __future__ import annotations
 
-import abc
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator import AcceleratorEvent, accelerator_runtime
 from eager_offload.runtime.base import Event
 from tests.fake_cuda import LIBRARY
 from tests.hazards.programs import assert_identical
@@ -22,6 +22,9 @@ from tests.threads import on_a_thread
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# CUDA's headers come with a torch that pip has installed, where torch does not look for them.
+for home in Path(torch.__file__).parents[1].glob("nvidia/cu[0-9]*"):
+    os.environ.setdefault("CUDA_HOME", str(home))
 
 #: A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one.
 SLEEP_CYCLES = 8_000_000
@@ -31,19 +34,28 @@ class Skipped(Exception):
     """This machine cannot show it."""
 
 
-class Machine(abc.ABC):
-    """A device, its runtime, and the offloads that a scenario made on it."""
+class Machine:
+    """The accelerator that torch names, its runtime, and the offloads that a scenario made on it."""
 
-    #: The rows and columns of what is saved.
-    width: int
     #: Whether kernels compute. Where they do not, what a scenario compares of values is granted; all else is as it is.
     computes = True
 
-    def __init__(self, runtime: AcceleratorRuntime, device: torch.device) -> None:
-        self.runtime = runtime
-        self.device = device
+    def __init__(self) -> None:
+        self.runtime = runtime = accelerator_runtime()
+        self.device = torch.device(runtime.device_type, torch.accelerator.current_device_index())
         self.offloads: list[Offload] = []
         self._lags = 0
+        #: The rows and columns of what is saved. The virtual device computes on the CPU: less, and so it need not be
+        #: late by as much.
+        self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, SLEEP_CYCLES)
+        if LIBRARY in os.environ:  # whose copies are those of the CPU
+            self.width, self.computes = 256, False
+        # What is enqueued for the first time may load a kernel or get memory from the driver, and both make the host
+        # wait for the device: then nothing is late.
+        weight = self.weight()
+        ((weight @ weight).tanh().exp() * weight).sin().sum().backward()
+        self.doze()
+        self.finish()
 
     def assert_identical(self, expected: object, actual: object, where: str = "") -> None:
         """Asserts that two structures are equal, their tensors bit for bit where the machine computes."""
@@ -51,7 +63,7 @@ class Machine(abc.ABC):
 
     def offload(self, **fields: Any) -> Offload:
         """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
-        offload = self._make({"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, **fields})
+        offload = Offload(**{"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, **fields})
         self.offloads.append(offload)
         return offload
 
@@ -99,11 +111,7 @@ class Machine(abc.ABC):
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
 
-        def watched() -> None:
-            with self.watching():
-                work()
-
-        on_a_thread(watched)
+        on_a_thread(work)
 
     def meet(self, *streams: torch.Stream) -> None:
         """Each of ``streams`` waits for all of them, as a program does that changes streams."""
@@ -119,10 +127,6 @@ class Machine(abc.ABC):
         """The program computes on ``stream`` inside."""
         return self.runtime.enter(stream)
 
-    def watching(self) -> AbstractContextManager[object]:
-        """What a further thread that computes has to be in."""
-        return nullcontext()
-
     def require_graphs(self) -> None:
         if not self.runtime.captures:
             raise Skipped("this torch captures nothing on this device")
@@ -131,52 +135,9 @@ class Machine(abc.ABC):
         for offload in self.offloads:
             offload.close()
 
-    @abc.abstractmethod
     def side_stream(self) -> torch.Stream:
         """A stream of the program's own."""
-
-    @abc.abstractmethod
-    def backward_of(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        """What the backward of a graph has to be called in whose forward ran on ``stream``."""
-
-    @abc.abstractmethod
-    def doze(self) -> None:
-        """Keeps the current stream busy for a while."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """The host waits for everything."""
-
-    @abc.abstractmethod
-    def allocated_bytes(self) -> int | None:
-        """Bytes of all tensors on the device, or ``None`` where torch does not say."""
-
-    @abc.abstractmethod
-    def _make(self, fields: dict[str, Any]) -> Offload: ...
-
-
-class DeviceMachine(Machine):
-    """The accelerator that torch names."""
-
-    def __init__(self) -> None:
-        runtime = accelerator_runtime()
-        # The virtual device computes on the CPU: less, and so it need not be late by as much.
-        self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, SLEEP_CYCLES)
-        if LIBRARY in os.environ:  # whose copies are those of the CPU
-            self.width, self.computes = 256, False
-        super().__init__(runtime, torch.device(runtime.device_type, torch.accelerator.current_device_index()))
-        # What is enqueued for the first time may load a kernel or get memory from the driver, and both make the host
-        # wait for the device: then nothing is late.
-        weight = self.weight()
-        ((weight @ weight).tanh().exp() * weight).sin().sum().backward()
-        self.doze()
-        self.finish()
-
-    def side_stream(self) -> torch.Stream:
         return torch.Stream(device=self.device)
-
-    def backward_of(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        return nullcontext()  # autograd sees to it
 
     def doze(self) -> None:
         """Has the current stream do nothing for so many cycles, or compute for a while where it cannot."""
@@ -189,11 +150,6 @@ class DeviceMachine(Machine):
             block = block @ block
 
     def finish(self) -> None:
+        """The host waits for everything."""
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(index)
-
-    def allocated_bytes(self) -> int | None:
-        return torch.accelerator.memory_allocated(self.device)
-
-    def _make(self, fields: dict[str, Any]) -> Offload:
-        return Offload(**fields)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import SavedTensorModifiedError
+from eager_offload.kernels import CapabilityError, Kernel, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
 from eager_offload.runtime.base import Layout
 from eager_offload.trace_file import SliceKind, read_trace
 from tests.gpu.machine import Machine, Skipped
@@ -85,8 +86,7 @@ class Step:
         """Forward and backward while the program computes on ``side``."""
         with self._machine.computing_on(side):
             self.forward(around)
-        with self._machine.backward_of(side):
-            return self.backward()
+        return self.backward()
 
     @property
     def result(self) -> object:
@@ -358,7 +358,7 @@ def h18_slots_are_used_again_while_reloads_from_them_are_only_enqueued(machine: 
 def h19_what_was_not_asked_for_goes(machine: Machine) -> None:
     gc.collect()
     machine.finish()
-    before = machine.allocated_bytes()
+    before = torch.accelerator.memory_allocated(machine.device)
 
     def program(around: Around) -> object:
         results = []
@@ -375,8 +375,8 @@ def h19_what_was_not_asked_for_goes(machine: Machine) -> None:
     same(machine, program)
     gc.collect()
     machine.finish()
-    after = machine.allocated_bytes()
-    assert before is None or after == before, f"{after} bytes are allocated, {before} were before"
+    after = torch.accelerator.memory_allocated(machine.device)
+    assert after == before, f"{after} bytes are allocated, {before} were before"
 
 
 def h20_backward_asks_in_another_order(machine: Machine) -> None:
@@ -489,6 +489,44 @@ def the_disk_behind_the_device(machine: Machine) -> None:
 
 def pageable_memory_is_exact_too(machine: Machine) -> None:
     same(machine, lambda around: Step(machine, 1).forward(around).backward().result, pin_memory=False)
+
+
+TURNED = """
+template <int factor>
+__global__ void turned(const float* x, const long long* number, float* y) {
+  extern __shared__ float staged[];
+  long long at = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  staged[threadIdx.x] = x[at] * factor * *number;
+  __syncthreads();
+  y[at] = staged[blockDim.x - 1 - threadIdx.x];
+}
+"""
+
+
+def a_kernel_in_cuda_runs_on_the_current_stream(machine: Machine) -> None:
+    """With its grid, its block, its shared memory, and a number that takes more than 32 bits."""
+    if machine.device.type != "cuda":
+        raise Skipped("a kernel in CUDA C++ needs CUDA")
+    rows = TensorSpec((machine.width, 256), torch.float32)
+    kernel = Kernel(
+        "turned<4>",
+        Signature((rows, Scalar(torch.int64)), (rows,)),
+        LaunchSpec((machine.width, 1, 1), (256, 1, 1), shared=64 << 10),
+        {"torch": lambda x, number, y: y.copy_(x.flip(1) * 4 * number), "cuda": TURNED},
+    )
+    turned, reference = as_torch_kernel(kernel, "cuda"), as_torch_kernel(kernel, "torch")
+    x = torch.randn(rows.shape, device=machine.device)
+    try:
+        turned(x, 1)  # compiles
+    except CapabilityError as reason:
+        raise Skipped(str(reason)) from reason
+    side = machine.side_stream()
+    machine.meet(machine.current, side)
+    with machine.computing_on(side):
+        machine.doze()
+        y = turned(x * 3, 1 << 33)
+    machine.meet(machine.current, side)
+    assert torch.equal(y, reference(x * 3, 1 << 33)) or not machine.computes
 
 
 def a_trace_tells_the_times_of_the_device(machine: Machine) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload import CodecPolicy, Offload
-from eager_offload.codecs import BlockInt
+from eager_offload import Offload
 from eager_offload.graphs import (
     CaptureMode,
     CaptureStatus,
@@ -211,8 +210,7 @@ def a_thread_pins_while_a_step_is_captured_in_each_mode(machine: Machine) -> Non
             assert_replays_are_eager_steps(machine, step, replay, 3)
 
 
-def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
-    """The gradient is affine in what is rounded, so the mean of what replays draw is that of an exact step."""
+def a_step_that_rounds_replays_the_same_numbers(machine: Machine) -> None:
     machine.require_graphs()
     x, factor = batch(machine, 0)
     weights = [machine.leaf(seed) for seed in range(1, 7)]
@@ -226,15 +224,13 @@ def a_step_that_rounds_draws_anew_on_each_replay(machine: Machine) -> None:
         return torch.autograd.grad(loss + z.sum(), [second, *weights])[0]
 
     exact = step(x).cpu()
-    rules = CodecPolicy(lossless=False).rule("MmBackward0", BlockInt(8, rounding="sr"))
-    offload = machine.offload(codec=rules, max_inflight_bytes=1)
+    offload = machine.offload(codec="int8", max_inflight_bytes=1)
     with capture_step(step, (x,), offload=offload, warmup=WARMUP) as replay:
         assert any(save.coded is not None for save in replay.plan.saves), f"nothing is rounded\n{replay.plan}"
-        drawn = torch.stack([replay(x).cpu() for _ in range(REPLAYS)])
+        found = [replay(x).cpu() for _ in range(REPLAYS)]
     machine.finish()
-    assert len({one.numpy().tobytes() for one in drawn}) == REPLAYS or not machine.computes
-    one, mean = ((found - exact).square().mean() for found in (drawn[0], drawn.mean(0)))
-    assert 0 < mean < 4 * one / REPLAYS or not machine.computes
+    assert all(torch.equal(one, found[0]) for one in found) or not machine.computes
+    assert 0 < float((found[0] - exact).norm() / exact.norm()) < 0.03 or not machine.computes
 
 
 STEP_SCENARIOS = scenarios_in(globals())

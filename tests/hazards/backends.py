@@ -19,11 +19,11 @@ from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import host_runtime
-from eager_offload.simulation.checker import AccessKind, Checker, Violation
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskSlot
 from tests.sampling import run_seed
+from tests.simulation.checker import AccessKind, Checker, Violation
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import on_a_thread
 
 #: Bytes: a window that no test fills.

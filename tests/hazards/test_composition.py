@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, one_step, same_gradients
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf, same_gradients
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -55,17 +55,6 @@ def test_h22_a_validation_pass_between_steps_changes_nothing(
     same_gradients(program, backend)
 
 
-def test_h22_eval_with_gradients_is_a_forward_like_any_other(backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        model = nn.Sequential(*blocks(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).eval()
-        x = leaf(ROWS, WIDTH)
-        y = model(x * 2)
-        return y.square(), x, *model.parameters()
-
-    same_gradients(program, backend)
-
-
 def test_h22_what_was_made_in_inference_mode_is_used_in_training(backend: Backend) -> None:
     def program(offload: Around) -> object:
         with torch.inference_mode():
@@ -76,22 +65,6 @@ def test_h22_what_was_made_in_inference_mode_is_used_in_training(backend: Backen
         del features, frozen
         y.sum().backward()
         return w.grad
-
-    same_gradients(program, backend)
-
-
-def test_h23_gradient_accumulation(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = nn.Sequential(*blocks(2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(2):
-            for micro in range(3):
-                with offload:
-                    loss = model(leaf(ROWS, WIDTH, seed=10 * step + micro)).square().mean() / 3
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in model.parameters()]
 
     same_gradients(program, backend)
 
@@ -180,36 +153,3 @@ def test_h23_checkpointing_around_the_context(kind: str, backend: Backend) -> No
         if kind != "reentrant":
             assert_moved(stats)
         assert hooks_are_gone()
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_h23_nested_checkpoints(kind: str, backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        model, x = blocks(), leaf(ROWS, WIDTH)
-
-        def pair(first: int, h: Tensor) -> Tensor:
-            return checkpointed(model[first + 1], checkpointed(model[first], h, kind), kind)
-
-        h = x * 2
-        for first in (0, 2):
-            h = checkpointed(partial(pair, first), h, kind)
-        return h.square().mean(), x, *model.parameters()
-
-    same_gradients(program, backend)
-
-
-def test_h23_checkpointing_with_dropout_and_accumulation(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model, x = blocks(), leaf(ROWS, WIDTH)
-        for _ in range(2):
-            with offload:
-                h = x * 2
-                for block in model:
-                    h = checkpoint(lambda h, block=block: nn.functional.dropout(block(h), 0.3), h, use_reentrant=False)
-                loss = h.square().mean()
-            del h
-            loss.backward()
-        return x.grad, gradients(model)
-
-    same_gradients(program, backend)

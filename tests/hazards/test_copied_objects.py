@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import eager_offload as eo
 from eager_offload.compile.modules import OffloadedModule
-from eager_offload.tiers.base import Tier
+from tests.copies import pickled, saved
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 
@@ -40,17 +39,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
     model(leaf(8, 16)).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES = [copy.copy, copy.deepcopy]
@@ -97,20 +85,6 @@ def test_h48_one_that_is_entered_and_has_graphs_of_its_own(make: Callable[..., A
 
 
 @every_way
-def test_h48_one_that_is_being_traced(make: Callable[..., Any], tmp_path: Any, disk: Backend) -> None:
-    offload = disk.offload()
-    with offload.trace(tmp_path / "trace.json"):
-        gradients(Layers(offload))
-        copied = make(offload)
-        disk.offloads.append(copied)
-        assert_new(copied, offload)
-    with copied.trace(tmp_path / "other.json"):
-        gradients(Layers(copied))
-    assert (tmp_path / "other.json").stat().st_size > 0
-    assert copied.stats(synchronize=True).bytes_out > 0
-
-
-@every_way
 def test_h48_modules_that_hold_one(make: Callable[..., Any], disk: Backend) -> None:
     offload, expected = disk.offload(), gradients(Layers(None))
     block = Layers(offload)
@@ -124,29 +98,6 @@ def test_h48_modules_that_hold_one(make: Callable[..., Any], disk: Backend) -> N
     for used in {offload, copied[0].offload}:
         disk.offloads.append(used)
         assert_moved(assert_settled(used))
-
-
-def test_h48_an_averaged_model(disk: Backend) -> None:
-    model = Layers(disk.offload())
-    averaged = AveragedModel(model)
-    averaged.update_parameters(model)
-    assert_identical(gradients(Layers(None)), gradients(averaged))
-    disk.offloads.append(averaged.module.offload)
-    assert_moved(assert_settled(averaged.module.offload))
-
-
-def passing(tier: Tier) -> Tier:
-    return tier
-
-
-def test_h48_a_tier_of_the_users_own_is_taken_along() -> None:
-    offload = eo.Offload(tier="disk", around_tier=passing)
-    for make in ALL:
-        copied = make(offload)
-        assert copied._offloaders.around_tier is passing
-        assert copied._offloaders.given_runtime is None
-        copied.close()
-    offload.close()
 
 
 class Named(eo.Offload):

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.engine.transfer import State
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.log import Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, assert_settled, gate_before, saves_of
+from tests.hazards.backends import Backend, assert_settled, gate_before
 from tests.hazards.blocks import Step
 from tests.hazards.probes import Transfers, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 
 
 def test_h16_the_copy_reads_the_old_bytes_when_the_block_gets_a_new_owner(backend: Backend) -> None:
@@ -78,23 +77,6 @@ def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend
         assert stats.forwarded_bytes == stats.offloaded_bytes > 0
         assert stats.bytes_in == 0
         gate.open()
-    assert_moved(assert_settled(offload))
-
-
-def test_h17_a_reload_waits_for_its_own_copy_out(backend: Backend) -> None:
-    """Where the source is gone from the device the bytes have arrived, and never the other way round."""
-    offload = backend.offload(max_inflight_bytes=1)
-    step = Step(1)
-    with Transfers(backend.runtime) as transfers:
-        step.forward(offload)
-        for saved in saves_of(offload).storages():
-            assert (saved.record.state is State.AWAY) == (saved.aliases == [])
-            if saved.record.state is State.AWAY:
-                assert all(fence.passed() for fence in saved.slot.fences)
-        del saved
-        step.backward()
-    assert transfers.back
-    del step
     assert_moved(assert_settled(offload))
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -17,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload import CodecPolicy, Offload, OffloadStats
-from eager_offload.eager.handles import SavedView
-from eager_offload.tiers.disk import DiskSlot
-from tests.codecs.test_rounding import failing_behind
-from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, saves_of
+from eager_offload import Offload, OffloadStats
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.functions import custom
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf, noise, one_step
-from tests.hazards.test_following import assert_as_without, deep, follows, knowing, plan_of, with_a_late_share
+from tests.hazards.test_following import deep, follows, knowing, plan_of, with_a_late_share
 from tests.hazards.test_streams import Streams
 from tests.hazards.wrappers import Dissolving
 from tests.threads import collect
@@ -162,19 +156,6 @@ def test_h54_what_another_stream_computes_does_not_leave_by_the_plan() -> None:
 # -- of what shares ---------------------------------------------------------------------------------------------------
 
 
-def test_h54_a_storage_whose_first_save_is_gone_is_saved_anew(backend: Backend) -> None:
-    @one_step
-    def step(is_gone: bool) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = x * 2
-        other = y.sin()
-        if is_gone:
-            other = x * 3
-        return (other + y.cos()).exp(), x
-
-    follows(backend, step, [False, False, True], 2, {"share": 1}, 0.7)
-
-
 def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: Backend) -> None:
     @one_step
     def step(*, as_complex: bool) -> tuple[Tensor, ...]:
@@ -184,7 +165,7 @@ def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: 
         other = torch.view_as_complex(pairs) if as_complex else pairs
         return (y * w).sum() + (other * other).real.sum(), x, w
 
-    offload = backend.offload(step_plans=True, codec=CodecPolicy().rule("MulBackward0", "bf16"))
+    offload = backend.offload(step_plans=True, codec="bf16")
     for _ in range(4):
         _, *rounded = step(Settled(offload), as_complex=False)
         collect()
@@ -193,7 +174,7 @@ def test_h54_bits_of_another_type_are_not_rounded_with_what_they_share(backend: 
     assert_identical(step(nullcontext(), as_complex=True), step(Settled(offload), as_complex=True))
     stats = assert_settled(offload)
     assert stats.followed_forwards > 1
-    assert stats.plan_misses == {"share": 1}
+    assert stats.plan_misses == {"codec": 1}
     assert stats.packed_bytes["bf16"] > 0
 
 
@@ -281,57 +262,6 @@ def test_h54_a_storage_that_has_begun_to_leave_is_not_shared_whatever_its_plan_s
     assert_moved(stats)
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. (offloading failed|the step plan that was given does not fit)")
-def test_h54_what_was_packed_and_did_not_arrive_is_not_shared_whatever_its_plan_says(
-    monkeypatch: pytest.MonkeyPatch, disk: Backend
-) -> None:
-    """It stays as it was then, and its source may have been written since."""
-
-    def step(offload: Offload, arrive: Callable[[], object] = lambda: None) -> list[Tensor | None]:
-        x = leaf(SIDE, SIDE)
-        with Settled(offload):
-            h = (x * 2).bfloat16().float()
-            y = h.sin().exp().cos()
-            arrive()
-            offload.stats(synchronize=True)
-            h.data.mul_(2)
-            loss = (y + h.cos()).sum()
-        del h, y
-        loss.backward()
-        return [loss.detach(), x.grad]
-
-    expected = step(disk.offload(step_plans=False, codec="lossless"))
-    plan = plan_of(disk, lambda around: step(around.offload), codec="lossless")
-    offload = disk.offload(step_plans=True, codec="lossless", plan=with_a_late_share(plan, 0, 3))
-    with disk.gate() as gate, monkeypatch.context() as patch:
-        patch.setattr(DiskSlot, "write", failing_behind(gate))
-        assert_identical(expected, step(offload, gate.open))
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
-    assert stats.kept_bytes["failed"] > 0
-
-
-def test_h54_what_shares_a_storage_that_stays_is_counted_with_it(backend: Backend) -> None:
-    """A plan has it share what has begun to leave; here that has stayed by then."""
-
-    @one_step
-    def step(is_given_up: bool = False) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        h = x * 2
-        y, values = h.sin(), h.detach().clone()
-        if is_given_up:
-            h.untyped_storage().resize_(0)
-        y = y.exp()
-        if is_given_up:
-            h.untyped_storage().resize_(values.nbytes)
-            h.data.copy_(values)
-        return y.cos() + h.cos(), x
-
-    plan = with_a_late_share(plan_of(backend, step), 0, 3)
-    stats = follows(backend, step, [True], 1, {}, 0.5, plan=plan)
-    assert stats.kept_bytes["layout"] == 2 * SIDE * SIDE * 4
-
-
 # -- of what stays ----------------------------------------------------------------------------------------------------
 
 
@@ -416,25 +346,6 @@ def test_h54_what_begins_in_the_middle_of_a_forward_ends_the_following(
     assert_identical(expected, step(Settled(offload), nullcontext()))
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_h54_what_is_saved_after_a_backward_in_another_order_is_no_second_miss(is_last: bool, backend: Backend) -> None:
-    """In the same forward, of which the plan knows more saves, or none."""
-
-    def step(around: Around, goes_back: bool) -> list[Tensor | None]:
-        x, y, z = (leaf(SIDE, SIDE, seed=seed) for seed in range(3))
-        with around:
-            first, second = deep(x, nullcontext(), 3), deep(y, nullcontext(), 3)
-            if goes_back:
-                first.backward()
-            losses = [deep(z, nullcontext(), 3)] if goes_back or not is_last else []
-        losses += [second] if goes_back else [second, first]
-        for loss in losses:
-            loss.backward()
-        return [x.grad, y.grad, z.grad]
-
-    follows(backend, step, [False, False, True], 2, {"order": 1}, 0.7)
-
-
 @pytest.mark.parametrize("what", ["memory", "order"])
 def test_h54_a_device_without_room_for_a_reload_is_a_miss_where_there_was_none(
     what: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
@@ -499,20 +410,6 @@ def test_h54_what_comes_between_a_save_and_its_copy_is_seen(
     assert stats.kept_bytes[reason] == SIDE * SIDE * 4
 
 
-def test_h54_what_is_gone_before_its_copy_is_to_start_does_not_leave(backend: Backend) -> None:
-    @one_step
-    def step(is_dropped: bool) -> tuple[Tensor, ...]:
-        x = leaf(SIDE, SIDE)
-        y = (x * 2).sin()
-        if is_dropped:
-            del y
-        z = (x * 3).cos().exp()
-        return (z.sum() if is_dropped else (y + z).sum()), x
-
-    stats = follows(backend, step, [False, False, True], 2, {}, 0.8)
-    assert stats.bytes_out == (2 * 3 + 2) * SIDE * SIDE * 4
-
-
 def test_h54_what_backward_has_come_to_before_its_copy_is_to_start_stays(backend: Backend) -> None:
     """The last save leaves with the context at the earliest."""
 
@@ -548,26 +445,6 @@ def test_h54_a_backward_after_an_interrupt_follows_no_plan(backend: Backend) -> 
     assert_identical(expected, two(Settled(offload)))
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_h54_a_plan_that_was_given_is_told_of_until_a_step_has_followed_it_whole(
-    is_whole: bool, backend: Backend
-) -> None:
-    """The first step that differs from it does so only at the fourth unpack."""
-    plan, expected = plan_of(backend, two), two(nullcontext())
-    asks = list(plan.asks)
-    asks[3:5] = asks[4:2:-1]
-    offload = backend.offload(plan=plan if is_whole else dataclasses.replace(plan, asks=tuple(asks)), step_plans=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert_identical(expected, two(Settled(offload)))
-        assert_identical(expected, two(Settled(offload), in_order=not is_whole))
-        assert_identical(expected, two(Settled(offload)))
-    assert ["does not fit this model" in str(one.message) for one in told] == ([] if is_whole else [True])
-    stats = assert_settled(offload)
-    assert stats.plan_misses == {"order": 1}
-    assert_moved(stats)
-
-
 def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backend) -> None:
     size, offload = SIDE * SIDE * 4, backend.offload(step_plans=True)
     for _ in range(3):
@@ -583,110 +460,3 @@ def test_h54_what_the_plan_expects_next_comes_back_early_and_once(backend: Backe
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {})
     assert (stats.bytes_out, early, stats.bytes_in) == (6 * size, 6 * size, 6 * size)
-
-
-@pytest.mark.parametrize("ends", ["not", "all", "first"])
-def test_h54_what_several_graphs_expect_next_is_bounded_together(ends: str, backend: Backend) -> None:
-    """The second branch of each goes backward first, and has what the first one needs brought back.
-
-    Args:
-        ends: which of them are known no more to be like the plan, then.
-    """
-    size, count = SIDE * SIDE * 4, 4
-    offload = backend.offload(step_plans=True, prefetch_bytes=3 * size)
-
-    def forward(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, y = leaf(SIDE, SIDE, seed=seed), leaf(SIDE, SIDE, seed=seed + 1)
-        with Settled(offload):
-            return x, y, deep(x, nullcontext(), 6), deep(y, nullcontext(), 3)
-
-    for _ in range(2):
-        *_, first, second = forward(0)
-        second.backward()
-        first.backward()
-        del first, second
-    graphs = [forward(2 * seed) for seed in range(count)]
-    for number, (*_, second) in enumerate(graphs):
-        second.backward()
-        offload.stats(synchronize=True)
-        if ends == "all" or (ends == "first" and number == 0):
-            with offloader_of(offload).lock:
-                next(iter(saves_of(offload).plans.runs)).miss("order")
-        assert offloader_of(offload).census().resident_bytes <= 3 * size
-    for x, y, first, _ in graphs:
-        first.backward()
-        assert_as_without(x, partial(deep, count=6))
-        assert_as_without(y, partial(deep, count=3))
-        assert offloader_of(offload).census().resident_bytes <= 3 * size
-    del graphs, first, second, x, y
-    stats = assert_settled(offload)
-    assert stats.followed_forwards == 1 + count
-    assert_moved(stats)
-
-
-def test_h54_what_arrives_when_it_is_expected_stays_until_it_is_asked_for_the_last_time(backend: Backend) -> None:
-    kept: list[Tensor] = []
-    before: list[int] = []
-
-    def step(around: Around, arrive: Callable[[], object] = lambda: None) -> list[Tensor | None]:
-        x, y = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        with around:
-            h = x * 2
-            loss, other = (h.sin() + h.cos()).sum(), deep(y, nullcontext(), 3)
-        del h
-        other.backward()
-        arrive()
-        loss.backward(retain_graph=True)
-        kept[:] = [loss]
-        return [x.grad, y.grad]
-
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
-    for _ in range(2):
-        assert_identical(expected, step(Settled(offload)))
-        kept.clear()
-    offload.reset_stats()
-    with backend.gate() as gate:
-
-        def arrive() -> None:
-            gate.open()
-            before.append(offload.stats(synchronize=True).bytes_in)
-
-        assert_identical(expected, step(offload, arrive))
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses, stats.bytes_in) == (1, {}, *before)
-    assert stats.bytes_out > 0
-    assert offloader_of(offload).census().resident_bytes == 0, "the graph is kept, and asks for nothing soon"
-    kept.clear()
-
-
-def test_h54_an_unpack_after_another_thread_has_ended_the_following_is_no_second_miss(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True)
-    for order in ((0, 1, 2), (0, 1, 2), (1, 0, 2)):
-        with Settled(offload):
-            tensors = [leaf(SIDE, SIDE, seed=seed, grad=False) * 1 for seed in range(3)]
-            handles = [offload._hooks.pack(tensor) for tensor in tensors]
-            del tensors
-        views = [handle for handle in handles if isinstance(handle, SavedView)]
-        run = views[0].run
-        for number in order:
-            if number == 0 and run is not None and order[0] != 0:
-                assert run.unpack(views[0]) is None
-            assert torch.equal(views[number].unpack(), leaf(SIDE, SIDE, seed=number, grad=False) * 1)
-        del handles, views, run
-    stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {"order": 1})
-    assert_moved(stats)
-
-
-def test_h54_a_nested_tensor_in_the_place_of_one_that_shares_is_decided_anew(backend: Backend) -> None:
-    """It has no sizes to make a view of."""
-
-    @one_step
-    def step(is_nested: bool) -> tuple[Tensor, ...]:
-        x = leaf(2, SIDE, SIDE)
-        y = x * 2
-        first = y.sin()
-        second = (torch.nested.as_nested_tensor(y) if is_nested else y).cos()
-        return first.sum() + sum(part.sum() for part in second.unbind()), x
-
-    follows(backend, step, [False, False, True, False], 2, {"layout": 1})

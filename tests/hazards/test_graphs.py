@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,13 +18,10 @@ from tests.hazards.probes import Transfers
 from tests.hazards.programs import (
     REGIMES,
     Around,
-    Regime,
-    assert_identical,
     assert_moved,
     leaf,
     one_step,
     same_gradients,
-    trained,
 )
 
 
@@ -161,21 +157,6 @@ def test_h08_double_backward(inside: bool, backend: Backend) -> None:
     same_gradients(program, backend, moved=0.7 if inside else 0.9)
 
 
-def test_h08_a_gradient_penalty_step_after_step(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = network()
-
-        def penalized(seed: int) -> Tensor:
-            x = leaf(16, 32, seed=seed)
-            loss = model(x).square().mean()
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            return loss + slope.square().sum()
-
-        return trained(model.parameters(), offload, penalized)
-
-    same_gradients(program, backend, moved=0.7)  # as above
-
-
 class Branches:
     """Eight branches of one forward, each with a graph of its own."""
 
@@ -224,27 +205,6 @@ def test_h20_backward_visits_half_of_the_graph_and_later_the_rest(prefetch: int,
         return first, second
 
     same_gradients(program, backend, reloads=True, prefetch_bytes=prefetch)
-
-
-@pytest.mark.parametrize("regime", REGIMES, ids=str)
-def test_h20_a_wrong_hint_leaves_nothing_resident(regime: Regime, backend: Backend) -> None:
-    limit = 1 << 14
-
-    def program(around: Around, look: Callable[[], object]) -> object:
-        branches = Branches(around)
-        results = [branches.backward(index)[index] for index in (7, 0, 6, 1, 5)]
-        look()
-        return results
-
-    offload = backend.offload(**{**regime.fields, "prefetch_bytes": limit})
-
-    def resident_is_bounded() -> None:
-        offload.stats(synchronize=True)
-        assert offloader_of(offload).resident_bytes <= limit + (1 << 12)
-
-    expected = program(nullcontext(), lambda: None)
-    assert_identical(expected, program(regime.around(offload), resident_is_bounded))
-    assert_moved(assert_settled(offload))
 
 
 @pytest.mark.sampled(5, quick=True)

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import pytest
 import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.eager.offloading import Offloading
-from eager_offload.engine.offloader import Census, DeviceOffloader
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
-from eager_offload.schedule import PrefetchOrder, ResidentQueue, Windows
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
+from eager_offload.schedule import Windows
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
-from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.host import HostTier
-from tests.hazards.backends import Backend, offloader_of, saves_of, tracked
+from tests.hazards.backends import Backend, offloader_of
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import leaf
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
 CPU = torch.device("cpu")
-
-
-def test_h09_a_storage_that_dies_as_its_turn_to_leave_comes_is_not_counted_on() -> None:
-    runtime = SimulatedRuntime()
-    tiers = [HostTier(Arena(runtime.host_buffer), 1 << 20)]
-    offloader = DeviceOffloader(CPU, runtime, tiers, Accounts(), windows=Windows(1 << 20, 1 << 20))
-    queue = ResidentQueue(0)
-    queue.push(FinalizerRecord(torch.empty(0)), 4096, 0)  # another thread drops the last handle before the copy starts
-    offloader.hold(4096)
-    Offloading(offloader).start_due(queue, None)
-    assert queue.nbytes == 0
-    assert offloader.census() == Census(0, 0, 0, 0)
 
 
 # -- an Offload that goes while bytes travel ------------------------------------------------------------------------
@@ -109,89 +94,7 @@ def test_h18_a_slot_is_there_until_it_has_been_read_though_everyone_has_gone() -
     assert_slots_are_there_until_copies_are_over(runtime, slots)
 
 
-def test_h16_what_is_gathered_keeps_the_block_that_it_is_gathered_from() -> None:
-    """The block is of a stream that was told to wait for the last operator that reads it; gathering comes later."""
-    runtime, offload, *_ = on_a_device(launch_seconds=0.0)
-    weight, other = leaf(64, 4), leaf(64, 64)
-    with runtime.checked() as checker:
-        loader = SimulatedStream("loader")
-        with runtime.stream(loader):
-            batch = torch.randn(64, 64)
-        runtime.wait(runtime.default_stream, runtime.record(loader))
-        with offload:
-            product = batch[:, :4] * weight
-            runtime.wait(loader, runtime.record(runtime.default_stream))
-            squared = other.square()  # its pack starts the copy of what was saved before
-            squared_again = squared.sin()
-            del product, batch
-        with runtime.stream(loader):
-            torch.randn(64, 64)
-        offload.stats(synchronize=True)
-        assert offload.stats().bytes_out >= weight.nbytes
-        del squared, squared_again
-        offload.close()
-    checker.assert_clean()
-
-
-# -- an interrupt in the middle of an unpack ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["_reloading.order.unpacked", "_reloading._hand_over"])
-def test_h10_a_reload_for_another_stream_is_given_up_when_unpack_is_interrupted(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime, offload, _, x = on_a_device(launch_seconds=0.0)
-    with offload:
-        y = (x + 1.0).sin()
-    offload.stats(synchronize=True)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    owner, _, method = name.rpartition(".")
-    monkeypatch.setattr(attrgetter(owner)(saves_of(offload)), method, interrupted)
-    with runtime.stream(SimulatedStream("side")), pytest.raises(KeyboardInterrupt):
-        y.sum().backward()
-    monkeypatch.undo()
-    del y
-    offload.stats(synchronize=True)
-    assert offloader_of(offload).census() == Census(0, 0, 0, 0)
-    assert runtime.faults == []
-
-
 # -- what was brought back early and is not wanted, while its graph lives on ----------------------------------------
-
-
-def test_h14_a_reload_that_another_stream_cannot_use_is_let_go_once_that_stream_has_its_own() -> None:
-    runtime, offload, _, x = on_a_device()
-    with offload:
-        y = (x + 1.0).sin()
-        z = y.cos()
-    offload.stats(synchronize=True)
-    offloader = offloader_of(offload)
-    torch.autograd.grad(z.sum(), y, retain_graph=True)
-    assert offloader.census().resident_bytes == 32 * 32 * 4, "what sin saved is expected next, on the same stream"
-    with runtime.stream(SimulatedStream("side")):
-        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert torch.equal(gradient, (x.detach() + 1.0).cos())
-    offload.stats(synchronize=True)
-    assert offloader.census().resident_bytes == 0
-
-
-def test_h17_what_stayed_because_it_was_expected_is_let_go_once_it_has_been_asked_for() -> None:
-    _, offload, _, x = on_a_device(launch_seconds=0.0)
-    with offload:
-        y = (x + 1.0).sin()
-        z = y.cos()
-    torch.autograd.grad(z.sum(), y, retain_graph=True)  # what sin saved is still on its way out, and expected next
-    offload.stats(synchronize=True)
-    offloader = offloader_of(offload)
-    assert offloader.census().resident_bytes == 32 * 32 * 4
-    (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert torch.equal(gradient, (x.detach() + 1.0).cos())
-    stats = offload.stats(synchronize=True)
-    assert (stats.bytes_out, stats.bytes_in) == (2 * 32 * 32 * 4, 0)
-    assert offloader.census().resident_bytes == 0
 
 
 def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,29 +119,6 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
         (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, expected)
     assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"
-
-
-def test_h19_what_is_not_taken_up_makes_room_for_what_is_needed(backend: Backend) -> None:
-    nbytes = 32 * 32 * 4
-    offload = backend.offload(prefetch_bytes=2 * nbytes)
-    x = leaf(32, 32)
-    with offload:
-        y = (x + 1.0).sin().sin()
-        left = y.sin()
-    with offload:
-        z = x + 2.0
-        for _ in range(2 * PrefetchOrder.PATIENCE):
-            z = z.sin()
-    offload.stats(synchronize=True)
-    torch.autograd.grad(left.sum(), y)
-    offloader = offloader_of(offload)
-    assert offloader.census().resident_bytes == 2 * nbytes, "two were brought back, and are not asked for"
-    z.sum().backward()
-    del z
-    offload.stats(synchronize=True)
-    known = tracked(saves_of(offload))
-    assert (offloader.census().resident_bytes, known.promised_bytes) == (0, 0)
-    assert known.storages == 2, "of the first graph, which lives on"
 
 
 # -- two threads that need the same bytes ---------------------------------------------------------------------------

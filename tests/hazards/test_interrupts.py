@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from types import FrameType, FunctionType
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from types import FrameType
 
 import pytest
 from torch import Tensor
 
-from eager_offload.tiers.disk import DiskSlot, DiskTier
-from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
 from tests.hazards.blocks import Trainer
 from tests.hazards.probes import meanwhile
@@ -102,87 +98,6 @@ def test_h10_an_exception_inside_nested_contexts_and_threads(kind: type[BaseExce
     assert_identical(undisturbed(4), (losses, trainer.state))
     assert_moved(assert_settled(outer))
     assert_moved(assert_settled(inner))
-
-
-# -- in the middle of pack and unpack ---------------------------------------------------------------------------------
-
-
-class Tripwire:
-    """Raises ``KeyboardInterrupt`` once, before or after the given call of a method of the library."""
-
-    def __init__(self, owner: type, name: str, *, call: int, after: bool) -> None:
-        self.owner, self.name = owner, name
-        self._call, self._after = call, after
-        self._thread = threading.current_thread()
-        self.calls = 0
-        self.tripped = False
-
-    def __enter__(self) -> Tripwire:
-        self._original = original = getattr(self.owner, self.name)
-
-        def tripping(*args: Any, **kwargs: Any) -> Any:
-            # An interrupt comes to the main thread only.
-            armed = threading.current_thread() is self._thread and not self.tripped and not _observing(sys._getframe(1))
-            if armed:
-                self.calls += 1
-            trips = armed and self.calls == self._call
-            if trips and not self._after:
-                self.tripped = True
-                raise KeyboardInterrupt(f"before {self.name}")
-            # What is written in C takes no instance.
-            result = original(*(args if isinstance(original, FunctionType) else args[1:]), **kwargs)
-            if trips:
-                self.tripped = True
-                raise KeyboardInterrupt(f"after {self.name}")
-            return result
-
-        setattr(self.owner, self.name, tripping)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self.owner, self.name, self._original)
-
-
-def _observing(caller: FrameType) -> bool:
-    """Whether the call is not the library's but that of what watches it."""
-    return caller.f_globals["__name__"].endswith(".observer")
-
-
-#: What a pack and an unpack call of a runtime and a tier, each time.
-CALLS = ["copy", "record", "wait", "query", "synchronize", "allocate", "current_stream", "at_hand"]
-
-
-def owner_of(name: str, backend: Backend) -> type:
-    tier = DiskTier if backend.name == "disk" else HostTier
-    return next(kind for kind in (tier if name == "at_hand" else type(backend.runtime)).__mro__ if name in vars(kind))
-
-
-@pytest.mark.sampled(5, quick=True)  # prime to the number of each choice: a run meets all of them
-@pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2], REGIMES[3]], ids=str)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", CALLS)
-def test_h10_an_interrupt_in_the_middle_of_pack_or_unpack(
-    name: str, after: bool, regime: Regime, backend: Backend
-) -> None:
-    expected = undisturbed(2)
-    offload = backend.offload(**{**regime.fields, "prefetch_bytes": 1 << 12})
-    tripped = 0
-    for call in itertools.count(1, 3):
-        trainer = Interrupted()
-        losses = [trainer.step(regime.around(offload), 0)]
-        victim = Interrupted()
-        with Tripwire(owner_of(name, backend), name, call=call, after=after) as wire, suppress(KeyboardInterrupt):
-            victim.step(regime.around(offload), 100)
-        del victim
-        assert hooks_are_gone()
-        if not wire.tripped:
-            break
-        tripped += 1
-        losses.append(trainer.step(regime.around(offload), 1))
-        assert_identical(expected, (losses, trainer.state))
-        assert_settled(offload)
-    assert tripped > 0 or not regime.settled, f"{name} was never called"
-    assert_moved(assert_settled(offload), 0.7)  # what waits when a step is cut short does not leave any more
 
 
 # -- a real signal, while the host waits ------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ import eager_offload
 from eager_offload import OffloadStats
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
-from tests.doubles.recorded_backend import RecordedBackend
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.programs import Around, assert_identical, leaf
 from tests.sampling import one_in
@@ -69,7 +68,7 @@ def is_ours(code: CodeType) -> bool:
     path = Path(code.co_filename)
     return (
         PACKAGE in path.parents
-        and PACKAGE / "simulation" not in path.parents
+        and path != PACKAGE / "planning" / "simulated.py"
         and path not in _OUTSIDE
         and not (path.name in ("offload.py", "context.py") and code.co_name in ("__init__", "__exit__"))
     )
@@ -416,7 +415,7 @@ def strides(**of: list[tuple[type[Backend], int]]) -> pytest.MarkDecorator:
 
 @strides(
     short=[(DiskBackend, 40), (SimulatedBackend, 40)],
-    long=[(DiskBackend, 9), (SimulatedBackend, 9), (RecordedBackend, 11)],
+    long=[(DiskBackend, 9), (SimulatedBackend, 9)],
 )
 def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int) -> None:
     run_all(Trials, kind, stride)
@@ -428,7 +427,7 @@ def test_h10_h41_an_interrupt_in_a_step_for_which_a_tier_grows_is_harmless() -> 
 
 @strides(
     short=[(DiskBackend, 20), (SimulatedBackend, 20)],
-    long=[(DiskBackend, 2), (SimulatedBackend, 7), (RecordedBackend, 7)],
+    long=[(DiskBackend, 2), (SimulatedBackend, 7)],
 )
 def test_h10_h54_an_interrupt_in_a_step_that_follows_a_plan_is_harmless(kind: type[Backend], stride: int) -> None:
     run_all(FollowedTrials, kind, stride)

@@ -6,7 +6,6 @@ Nothing here asks for stats, packs, unpacks or enters a context between what end
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import Direction
-from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
 from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
@@ -72,32 +70,6 @@ def test_h40_the_sources_of_a_step_go_with_the_end_of_their_copies(asked: str, d
     stats = assert_settled(offload)
     assert_moved(stats)
     assert on_their_way or stats.bytes_in > 0
-
-
-def test_h40_a_warning_of_a_write_that_failed_waits_for_a_line_of_the_user(
-    disk: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload, opened, polled = disk.offload(), threading.Event(), threading.Event()
-
-    def refuse(slot: DiskSlot, source: Tensor) -> None:
-        assert opened.wait(60)
-        raise OSError(5, "broken")
-
-    monkeypatch.setattr(DiskSlot, "write", refuse)
-    out = disk.runtime.transfer_stream(torch.device("cpu"), Direction.OUT)
-    poll = out.pauses
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with offload:
-            loss = forward(leaf(SIDE, SIDE), Gone())
-        monkeypatch.setattr(out, "pauses", lambda: (poll(), polled.set())[0])
-        opened.set()
-        assert polled.wait(60)
-    with pytest.warns(RuntimeWarning, match="the saved tensor stays on cpu: .* broken") as warned:
-        stats = offload.stats(synchronize=True)
-    assert len(warned) == 1
-    assert stats.demotions == {"write_failed": 11}
-    loss.backward()
 
 
 @pytest.fixture

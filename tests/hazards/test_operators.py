@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import eager_offload as eo
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend
 from tests.hazards.functions import custom
 from tests.hazards.programs import (
     REGIMES,
     Around,
-    Settled,
-    assert_identical,
-    assert_moved,
     leaf,
     named,
     noise,
@@ -90,121 +83,6 @@ def test_h31_modules_that_save_in_their_own_ways(case: Model, backend: Backend) 
             return (y * y.sigmoid()).mean()
 
         return trained([x, *model.parameters()], offload, loss), list(model.buffers())
-
-    same_gradients(program, backend)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda kernel: kernel.name)
-def test_h31_scaled_dot_product_attention(kernel: SDPBackend, causal: bool, backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        x, w = leaf(2, 4, 16, 8), leaf(8, 24, seed=2)
-        with sdpa_kernel(kernel):
-            q, k, v = (x.tanh() @ w).chunk(3, dim=-1)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return y.square(), x, w
-
-    same_gradients(program, backend)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_h31_attention_with_a_mask_and_dropout(masked: bool, backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        x = leaf(2, 4, 16, 8)
-        mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
-        h = (x * 2).tanh()
-        y = F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=0.2)
-        return y.square(), x
-
-    same_gradients(program, backend)
-
-
-class Polynomial(torch.autograd.Function):
-    """Saves an input, an intermediate and its result, and something for later that is no tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, power: int) -> Tensor:
-        inner = x**power
-        result = inner + x
-        ctx.save_for_backward(x, inner, result, None)
-        ctx.power = power
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        x, inner, result, nothing = ctx.saved_tensors
-        assert nothing is None
-        return gradient * (ctx.power * inner / x + result / (inner + x)), None
-
-
-def test_h31_custom_functions(backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        x = leaf(16, 16).detach().abs().add(1).requires_grad_()
-        return Polynomial.apply(Polynomial.apply(x * 2, 3) / 100, 2), x
-
-    same_gradients(program, backend)
-
-
-TRANSFORMS: dict[str, Callable[[Tensor], object]] = {
-    "grad": lambda x: torch.func.grad(lambda x: x.sin().square().sum())(x),
-    "vjp": lambda x: torch.func.vjp(lambda x: x.sin().square(), x)[1](torch.ones_like(x)),
-    "jacrev": lambda x: torch.func.jacrev(lambda x: x.sin().square())(x),
-    "hessian": lambda x: torch.func.hessian(lambda x: x.pow(3).sum())(x),
-    "vmap of grad": lambda x: torch.func.vmap(torch.func.grad(lambda x: x.sin().square().sum()))(x.expand(3, -1)),
-}
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["transform inside", "context inside"])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_h31_where_torch_forbids_hooks_the_error_is_ours_and_nothing_is_lost(
-    name: str, inside: bool, backend: Backend
-) -> None:
-    offload, x = backend.offload(), leaf(8)
-    transform = TRANSFORMS[name]
-    expected = transform(x.detach())
-
-    def offloaded(x: Tensor) -> Tensor:
-        with offload:
-            return x.sin().square().sum()
-
-    def forbidden() -> None:
-        if inside:
-            torch.func.grad(offloaded)(x.detach())
-        else:
-            with offload:
-                transform(x.detach())
-
-    with pytest.raises(eo.OffloadError, match="outside") as caught:
-        forbidden()
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert not isinstance(caught.value.__cause__, eo.OffloadError)
-    caught.value.with_traceback(None)
-    assert hooks_are_gone()
-    assert_identical(expected, transform(x.detach()))
-
-    @one_step
-    def training_goes_on() -> tuple[Tensor, ...]:
-        w = leaf(16, 16)
-        return (w * 2).tanh().exp(), w
-
-    assert_identical(training_goes_on(nullcontext()), training_goes_on(Settled(offload)))
-    del caught
-    assert_moved(assert_settled(offload))
-
-
-def test_h31_transforms_that_torch_allows(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x, w = leaf(8, 16), leaf(16, 16, seed=2)
-        with offload:
-            h = torch.func.vmap(lambda row: (row @ w).tanh())(x * 2)
-            y, tangent = torch.func.jvp(lambda x: x.sin(), (h.detach(),), (torch.ones_like(h),))
-            z = (h.exp() * y).sum()
-        del h
-        z.backward()
-        return x.grad, w.grad, tangent
 
     same_gradients(program, backend)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -147,40 +146,6 @@ def test_h62_backward_is_given_the_type_and_the_attributes_of_what_was_saved(cas
     same_gradients(program, backend)
 
 
-def test_h62_tensors_of_one_storage_have_attributes_of_their_own(backend: Backend) -> None:
-    @one_step
-    def program() -> list[object]:
-        x, seen, whole = leaf(16, 16), list[object](), noise(16, 16)
-        saved = [with_unit(whole, "a"), with_unit(whole.view(256), "b"), with_unit(whole.detach(), "c"), whole[:]]
-        saved.append(with_unit(whole.as_subclass(Image), "d"))
-        y = watching((x * 3).tanh(), lambda tensor: seen.append(told(tensor)), *saved)
-        return [y, x, seen]
-
-    for stats in same_gradients(program, backend):
-        assert stats.shared_bytes == 4 * 16 * 16 * 4
-
-
-def test_h62_a_graph_that_is_kept_gives_the_same_attributes_again(backend: Backend) -> None:
-    def program(around: Around) -> list[object]:
-        x, seen = leaf(16, 16), list[object]()
-
-        def look(tensor: Any) -> None:
-            seen.append([tensor.unit, tensor.times[:]])
-            tensor.times.append(len(seen))
-            tensor.unit += "!"
-
-        with around:
-            saved: Any = with_unit(noise(16, 16).as_subclass(Image))
-            saved.times = []
-            y = watching((x * 3).tanh(), look, saved).sum()
-        del saved
-        for _ in range(3):
-            y.backward(retain_graph=True)
-        return [x.grad, seen]
-
-    same_gradients(program, backend)
-
-
 def test_h62_what_lives_is_given_itself(backend: Backend) -> None:
     offload, seen = backend.offload(), list[Tensor]()
     tensors = [with_unit(noise(16, 16)), with_unit(noise(16, 16).as_subclass(Image))]
@@ -278,32 +243,6 @@ def test_h62_attributes_go_with_the_graph(backend: Backend) -> None:
         del y
         assert ref() is None
     assert assert_settled(offload).bytes_out > 0
-
-
-def test_h62_a_tensor_that_its_own_attributes_lead_to_is_garbage(backend: Backend) -> None:
-    offload, held = backend.offload(), Held()
-    ref = weakref.ref(held)
-    with Settled(offload):
-        saved: Any = noise(16, 16)
-        saved.held, held.tensor = held, saved
-        y = watching((leaf(16, 16) * 3).tanh(), lambda tensor: None, saved).sum()
-    del saved, held
-    y.backward()
-    del y
-    gc.collect()
-    assert ref() is None
-    assert assert_settled(offload).bytes_out > 0
-
-
-def test_h62_attributes_do_not_hold_the_tensors_inside_a_wrapper(backend: Backend) -> None:
-    offload = backend.offload()
-    with Settled(offload):
-        saved: Any = with_unit(TwoTensor(noise(16, 16), noise(16, 16) * 2))
-        inside = [weakref.ref(part.untyped_storage()) for part in parts_of(saved)]
-        y = watching((leaf(16, 16) * 3).tanh(), lambda tensor: None, saved).sum()
-        del saved
-    assert [ref() for ref in inside] == [None, None]
-    y.backward()
 
 
 def test_h62_a_wrapper_that_does_not_say_what_it_is_made_of_stays_and_is_not_called_sparse(tmp_path: Any) -> None:

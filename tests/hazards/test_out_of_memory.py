@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,12 +20,6 @@ from tests.hazards.probes import Allocations
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
 
 ROWS, WIDTH = 8, 16
-_BACKENDS = ["disk", "simulated", "recorded"]
-#: Quick runs take the recording double too: it is the one whose memory is that of a device.
-on_the_double_too = pytest.mark.parametrize("backend", _BACKENDS, indirect=True)
-everywhere = pytest.mark.parametrize(
-    "backend", ["virtual"] if "tests.virtual_device.plugin" in sys.modules else _BACKENDS, indirect=True
-)
 
 
 class Retrying(Trainer):
@@ -80,7 +73,6 @@ def retried_at(step: int, retried: bool) -> list[Tensor]:
     return trainer.state
 
 
-@everywhere
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
 def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Backend) -> None:
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
@@ -120,7 +112,6 @@ def gathered_program() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("refuse", [refuse_as_accelerators_do, refuse_as_the_cpu_does])
-@on_the_double_too
 def test_h10_what_finds_no_room_to_be_gathered_stays(
     backend: Backend, refuse: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +142,6 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
 # -- reload targets ---------------------------------------------------------------------------------------------------
 
 
-@everywhere
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
@@ -180,44 +170,22 @@ def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Bac
     assert stats.bytes_in > 0
 
 
-def saved(backend: Backend, around: Around, offload: Offload, count: int) -> tuple[list[Any], list[Tensor]]:
-    """Handles of tensors that they alone hold, and their values."""
+def saved(around: Around, offload: Offload, tensors: list[Tensor]) -> list[Any]:
+    """Handles of ``tensors``, which they alone hold."""
     with around:
-        tensors = [leaf(32, 32, seed=seed, grad=False) * 1 for seed in range(count)]
-        values = [tensor.tolist() for tensor in tensors]
         handles = [offload._hooks.pack(tensor) for tensor in tensors]
-        del tensors
-    return handles, [torch.tensor(value) for value in values]
+        tensors.clear()
+    return handles
 
 
-@on_the_double_too
-def test_what_was_brought_back_early_makes_room_for_what_is_needed(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is room for three; two were brought back early when something else is asked for."""
-    offload = backend.offload(prefetch_bytes=2 * 32 * 32 * 4)
-    handles, values = saved(backend, Settled(offload), offload, 6)
-    allocations = Allocations(backend.runtime, monkeypatch, lambda number: number > 3 and allocations.alive >= 3)
-    last = handles[5].unpack()
-    assert torch.equal(last, values[5])
-    assert allocations.calls == 3
-    first = handles[0].unpack()
-    assert torch.equal(first, values[0])
-    assert allocations.refused
-    del first, last, handles
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert stats.bytes_in > 0
-
-
-@on_the_double_too
 def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload = backend.offload(prefetch_bytes=0)
-    handles, values = saved(backend, Settled(offload), offload, 2)
+    values, made, more = ([leaf(32, 32, seed=seed, grad=False) * 1 for seed in range(count)] for count in (2, 2, 3))
+    handles = saved(Settled(offload), offload, made)
     with backend.gate() as gate:
-        later, _ = saved(backend, offload, offload, 3)
+        later = saved(offload, offload, more)
         sources = [weakref.ref(handle.storage.origin()) for handle in later if handle.storage.origin() is not None]
         allocations = Allocations(
             backend.runtime, monkeypatch, lambda _: any(source() is not None for source in sources)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import eager_offload as eo
-from eager_offload import active
-from eager_offload.eager import foreign
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.programs import Around, assert_identical, assert_moved, leaf
 
@@ -170,25 +167,6 @@ def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Ba
     assert saved(4) == [False, False]
 
 
-@kinds
-@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_h42_left_with_an_error(error: BaseException, kind: str, backend: Backend) -> None:
-    first, second = offloads = KINDS[kind](backend, 2)
-    x = leaf(16, 16)
-    first.__enter__()
-    second.__enter__()
-    h = stage(x, x)
-    first.__exit__(type(error), error, None)
-    h = stage(h, x)
-    second.__exit__(type(error), error, None)
-    assert hooks_are_gone()
-    h.sum().backward()
-    assert_identical(plain(2), x.grad)
-    del h
-    settle([second])
-    assert_identical(plain(4), enter_and_leave(offloads, [0, 1, 1, 0]))
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
 @pytest.mark.parametrize("order", sorted(orders(3)), ids=str)
 def test_h42_with_hooks_of_others_in_between(order: tuple[int, ...], backend: Backend) -> None:
@@ -199,23 +177,6 @@ def test_h42_with_hooks_of_others_in_between(order: tuple[int, ...], backend: Ba
         assert_identical(plain(6), enter_and_leave(arounds, order))
         assert theirs.packed > 0
     assert_moved(assert_settled(first))
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
-def test_h42_hooks_of_others_stay_on_until_they_are_left(backend: Backend) -> None:
-    offload, theirs, x = backend.offload(), Theirs(), leaf(16, 16)
-    offload.__enter__()
-    h = stage(x, x)
-    with theirs:
-        offload.__exit__(None, None, None)
-        before = theirs.packed
-        h = stage(h, x)
-        assert theirs.packed > before
-    assert hooks_are_gone()
-    h.sum().backward()
-    assert_identical(plain(2), x.grad)
-    del h
-    assert_moved(assert_settled(offload))
 
 
 def test_h42_leaving_too_often_is_an_error_and_leaves_others_on(backend: Backend) -> None:
@@ -257,37 +218,6 @@ def test_h42_entered_in_one_thread_and_left_in_another(kind: str, backend: Backe
     assert_identical(plain(1), x.grad)
     del h
     assert_moved(assert_settled(second))
-
-
-@kinds
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
-def test_h42_an_interrupt_of_one_leaves_the_other_on(
-    where: str, when: str, kind: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = KINDS[kind](backend, 2)
-    x = leaf(16, 16)
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.undo()
-        if when == "after":
-            getattr(saved_tensors_hooks, where)(*arguments)
-        raise KeyboardInterrupt
-
-    first.__enter__()
-    if where == "__exit__":
-        second.__enter__()
-    monkeypatch.setattr(foreign.ours, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        second.__enter__() if where == "__enter__" else second.__exit__(None, None, None)
-    assert len(active.thread.contexts) == 1
-    h = stage(x, x)
-    first.__exit__(None, None, None)
-    assert hooks_are_gone()
-    assert active.thread.contexts == []
-    h.sum().backward()
-    del h
-    assert_moved(assert_settled(first))
 
 
 def test_h43_a_ban_on_hooks_that_an_error_left_behind_ends_with_the_context(backend: Backend) -> None:

@@ -1,23 +1,16 @@
-"""H28, H32: how processes end, and what is left of their files."""
+"""H28: how processes end, and what is left of their files."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import stat
-import subprocess
 import tempfile
 import textwrap
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from tests.hazards.backends import Backend, offloader_of
-from tests.hazards.programs import Settled, assert_moved, leaf
 from tests.processes import printed_by
 
 #: What every child process begins with. It trains with the disk tier, on the host runtime or on the simulated one.
@@ -26,7 +19,7 @@ import contextlib, gc, json, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
-from eager_offload.simulation.simulated import SimulatedRuntime
+from tests.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers.disk import DiskSlot
 
 transfer_threads._STOP_SECONDS = 0.1  # the end of a process waits for so long for a transfer that never ends
@@ -301,72 +294,3 @@ def test_h28_a_process_ends_well_and_leaves_no_file(backend: str, name: str) -> 
     ended = ends(backend)[name]
     assert ended.error is None, f"{ended.error}\n{ended.complaints}"
     assert name not in QUIET or ended.complaints == ""
-
-
-def deleted_files(directory: Path) -> list[int]:
-    """Descriptors of this process on files without a name that lie in ``directory``."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue
-        if target.startswith(f"{directory}/") and target.endswith(" (deleted)"):
-            found.append(int(entry.name))
-    return found
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are looked up in /proc")
-def test_h32_the_spill_file_has_no_name_and_is_for_its_owner_only(backend: Backend, tmp_path: Path) -> None:
-    mask = os.umask(0)  # nothing of the mode is the mask's doing
-    try:
-        offload = backend.offload(tier="disk", disk_path=tmp_path)
-    finally:
-        os.umask(mask)
-    secret = leaf(64, 64, grad=False)
-    w = leaf(64, 64, seed=2)
-
-    def step() -> None:
-        with Settled(offload):
-            loss = (w * secret.clone()).sum()
-        assert list(tmp_path.iterdir()) == []
-        (descriptor,) = deleted_files(tmp_path)
-        status = os.fstat(descriptor)
-        assert status.st_nlink == 0
-        assert stat.S_IMODE(status.st_mode) == 0o600
-        assert status.st_uid == os.getuid()
-        if backend.name == "disk":
-            assert secret.numpy().tobytes() in _content(descriptor), "the bytes are somewhere else"
-        loss.backward()
-        assert torch.equal(w.grad if w.grad is not None else w, secret)
-
-    step()
-    assert_moved(offload.stats())
-    assert offloader_of(offload).tiers[0].used_bytes == 0
-    offload.close()
-    assert deleted_files(tmp_path) == [], "the file is still open"
-    assert list(tmp_path.iterdir()) == []
-
-
-def _content(descriptor: int) -> bytes:
-    # Through a descriptor of its own: the library's may ask for aligned memory.
-    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-    try:
-        return os.pread(again, os.fstat(descriptor).st_size, 0)
-    finally:
-        os.close(again)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are looked up in /proc")
-def test_h32_a_child_program_does_not_inherit_the_file(backend: Backend, tmp_path: Path) -> None:
-    offload = backend.offload(tier="disk", disk_path=tmp_path)
-    w = leaf(64, 64)
-    with Settled(offload):
-        loss = (w * 2).tanh().exp().sum()
-    (descriptor,) = deleted_files(tmp_path)
-    assert not os.get_inheritable(descriptor)
-    listing = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
-    assert str(tmp_path) not in listing.stdout
-    loss.backward()
-    del loss
-    assert_moved(offload.stats())

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.simulation.log import Operation, Recorded, Waited, WrittenLog
-from eager_offload.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.blocks import Step
 from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_moved, exact, leaf
+from tests.simulation.log import Operation, Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
 
@@ -102,21 +102,6 @@ def test_h14_ordering_follows_the_stream_of_each_pack_and_unpack(places: str, re
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
-def test_h14_streams_that_change_from_step_to_step(regime: Regime, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        streams, steps = Streams(backend), [Step(seed) for seed in range(8)]
-        for index, step in enumerate(steps):
-            streams.run(lambda step=step: step.forward(offload), aside=index % 2 == 1)
-        for index in (7, 2, 5, 0, 3, 6, 1, 4):
-            streams.run(steps[index].backward, aside=index % (3 if streams.are_threads else 2) == 1)
-        results = [step.result for step in steps]
-        streams.meet()
-        return results
-
-    assert_moved(exact(program, regime.around(backend.offload(**regime.fields))))
-
-
-@pytest.mark.parametrize("regime", REGIMES, ids=str)
 @pytest.mark.parametrize("places", [(True,), (False, True), (True, False), (True, True, False, True)], ids=str)
 def test_h14_a_saved_tensor_is_read_on_other_streams(
     places: tuple[bool, ...], regime: Regime, backend: Backend
@@ -153,16 +138,14 @@ def test_h14_what_is_packed_meanwhile_is_read_on_another_stream() -> None:
 
         for step in range(3):
             first = forward()
-            with streams.aside() if step else nullcontext():  # the first step is exact
+            with streams.aside() if step else nullcontext():
                 second = forward()
                 found += torch.autograd.grad(first, weight)
                 del first, second
                 offload.stats(synchronize=True)
             collect()
         backend.assert_nothing_is_held()
-    assert torch.equal(found[0], exact)
-    assert torch.equal(found[1], exact.bfloat16().float())
-    assert torch.equal(found[2], found[1])
+    assert [torch.equal(one, exact.bfloat16().float()) for one in found] == [True] * 3
 
 
 def test_h14_a_batch_of_another_stream_stays_until_it_is_packed() -> None:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import eager_offload as eo
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients, trained
-from tests.hazards.test_lifetime import without_gc
-from tests.hazards.wrappers import KINDS, Dissolving, Kind, Scaled, kinds, parts_of, two, wrapped
+from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients
+from tests.hazards.wrappers import KINDS, Dissolving, Kind, Scaled, kinds, parts_of, wrapped
 from tests.threads import collect
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -44,19 +43,6 @@ def test_h13_what_is_inside_moves_and_gradients_are_exact(kind: Kind, backend: B
 
 
 @kinds
-def test_h13_three_steps_of_an_optimizer(kind: Kind, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        w = nn.Parameter(wrapped(kind, 16, 16, seed=1))
-
-        def loss(seed: int) -> Tensor:
-            return (wrapped(kind, 16, 16, seed=seed, grad=False) @ w).tanh().square().sum()
-
-        return trained([w], offload, loss)
-
-    same_gradients(program, backend)
-
-
-@kinds
 def test_h13_backward_is_given_the_wrapper_that_was_saved(kind: Kind, backend: Backend) -> None:
     @one_step
     def program() -> Sequence[object]:
@@ -72,65 +58,6 @@ def test_h13_backward_is_given_the_wrapper_that_was_saved(kind: Kind, backend: B
         return watching(x, look, h, h.t(), h.detach(), h[2:7, ::2]), x, seen
 
     same_gradients(program, backend)
-
-
-def test_h13_what_every_result_hands_on_stays_and_is_the_same_object(backend: Backend) -> None:
-    def look(tensor: Tensor) -> None:
-        assert isinstance(tensor, Scaled)
-        seen.append(tensor.scale)
-
-    offload, seen, scale = backend.offload(), list[Tensor](), torch.tensor([0.5])
-    x = Scaled(leaf(16, 16, grad=False), scale, "seconds").requires_grad_()
-    with Settled(offload):
-        y = watching(leaf(16, 16), look, (x * 2).tanh())
-    y.sum().backward()
-    del y
-    assert [found is scale for found in seen] == [True]
-    stats = assert_settled(offload)
-    assert stats.kept_bytes["layout"] == 2 * scale.nbytes  # of both that were saved
-    assert_moved(stats)
-
-
-@kinds
-def test_h13_saved_tensors_are_read_again_and_again_and_double_backward(kind: Kind, backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x = wrapped(kind, 16, 16)
-        with offload:
-            y = (x * 2).tanh().exp().square().sum()
-        for _ in range(2):
-            y.backward(retain_graph=True)
-        with offload:
-            (slope,) = torch.autograd.grad(y, x, create_graph=True)
-            penalty = (slope * slope).sum()
-        penalty.backward()
-        return parts_of(x.grad), parts_of(slope)
-
-    same_gradients(program, backend)
-
-
-def test_h13_wrappers_beside_plain_tensors_in_one_graph(backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        x, plain = wrapped(KINDS[0], 16, 16), leaf(16, 16)
-        h = (plain * 2).tanh()
-        return watching(h, lambda tensor: None, x * 2).exp().sum() + parts_sum((x * 3).tanh() * 2), x, plain
-
-    def parts_sum(tensor: Tensor) -> Tensor:
-        return _Unwrapped.apply(tensor).sum()
-
-    same_gradients(program, backend)
-
-
-class _Unwrapped(torch.autograd.Function):
-    """The sum of what is inside a wrapper of two."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        return x.a + x.b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return two(lambda number: gradient.clone())
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
@@ -169,46 +96,6 @@ def test_h13_bytes_are_on_the_device_only_while_they_are_used(kind: Kind, backen
     del y
 
 
-def test_h13_the_tensors_inside_are_what_is_counted(backend: Backend) -> None:
-    offload, x = backend.offload(min_bytes=2000), wrapped(KINDS[0], 16, 32)
-    with Settled(offload):
-        y = x.exp().sum() + x[:2].exp().sum()
-    stats = offload.stats()
-    assert (stats.saved_tensors, stats.saved_bytes) == (4, 2 * 16 * 32 * 4 + 2 * 2 * 32 * 4)
-    assert stats.offloaded_bytes == 2 * 16 * 32 * 4
-    assert stats.kept_bytes == {"small": 2 * 2 * 32 * 4}
-    del y
-
-
-def test_h13_marks_and_regions_hold_for_what_is_inside(backend: Backend) -> None:
-    offload, x = backend.offload(), wrapped(KINDS[1], 16, 16)
-    nbytes = 4 * 16 * 16 * 4
-    with Settled(offload):
-        kept = eo.keep(x.exp())
-        y = kept.exp().sum()
-        with eo.no_offload():
-            z = x.exp()
-        moved = x.exp()
-    stats = offload.stats()
-    assert stats.kept_bytes == {"marked": nbytes, "region": nbytes}
-    assert stats.offloaded_bytes == 2 * nbytes
-    del kept, y, z, moved
-
-
-def test_h13_a_graph_that_is_dropped_leaves_nothing(backend: Backend) -> None:
-    offload, storages = backend.offload(), []
-    with without_gc():
-        for seed in range(20):
-            x = wrapped(KINDS[seed % 3], 16, 16, seed=seed)
-            with offload:
-                y = (x * 2).tanh().exp()
-            storages.append(weakref.ref(parts_of(y)[0].untyped_storage()))
-            del x, y
-            offload.stats(synchronize=True)
-        assert [ref() for ref in storages] == [None] * 20
-    assert assert_settled(offload).released_bytes > 0
-
-
 def test_h13_a_wrapper_that_detach_does_not_make_again_stays_whole(backend: Backend) -> None:
     @one_step
     def program() -> tuple[Tensor, ...]:
@@ -216,25 +103,6 @@ def test_h13_a_wrapper_that_detach_does_not_make_again_stays_whole(backend: Back
         return (w * (x * 2).tanh()).exp(), x
 
     same_gradients(program, backend)
-
-
-class Plain(Tensor):
-    """A subclass that only adds methods."""
-
-
-def test_h13_a_subclass_that_wraps_nothing_moves_as_a_plain_tensor_does(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        x = leaf(16, 16)
-        with offload:
-            h = (x * 2).as_subclass(Plain)
-            y = (h * h).sum().as_subclass(Tensor) + (x * 2).tanh().exp().sum()
-        del h
-        y.backward()
-        return x.grad.as_subclass(Tensor)
-
-    for stats in same_gradients(program, backend):
-        assert stats.offloaded_tensors == 3
-    assert hooks_are_gone()
 
 
 # -- what counts as a change ------------------------------------------------------------------------------------------

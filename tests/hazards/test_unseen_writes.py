@@ -117,29 +117,6 @@ def test_h37_what_is_saved_again_in_each_step_leaves_once_when_that_is_known(bac
     assert_moved(assert_settled(offload))
 
 
-def test_h37_a_step_that_differs_waits_for_no_save_that_does_not_come(backend: Backend) -> None:
-    offload = backend.offload()
-    for _ in range(2):
-        gated(offload)
-    before = offload.stats(synchronize=True).bytes_out
-    x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-    with offload:
-        h = x * 2
-        y = (h @ w).sigmoid()
-        del h
-        for _ in range(4):
-            y = y.exp()
-        offload.stats(synchronize=True)
-        assert offload.stats().bytes_out - before >= 3 * SQUARE, "the input too, though it was to be saved again"
-    y.sum().backward()
-    plain = leaf(SIDE, SIDE)
-    z = (plain * 2 @ w.detach()).sigmoid()
-    for _ in range(4):
-        z = z.exp()
-    z.sum().backward()
-    assert_identical(plain.grad, x.grad)
-
-
 @pytest.mark.parametrize("saved_again", [False, True])
 def test_h37_what_is_written_after_a_copy_is_not_seen_by_earlier_saves_once_the_source_is_gone(
     saved_again: bool, backend: Backend
@@ -166,24 +143,3 @@ def test_h37_what_is_written_after_a_copy_is_not_seen_by_earlier_saves_once_the_
         (gradient,) = torch.autograd.grad(z, w)
         assert torch.equal(gradient, after)
     assert offload.stats(synchronize=True).bytes_out >= (1 + saved_again) * SQUARE
-
-
-def test_h37_what_the_library_holds_for_a_second_copy_is_not_taken_for_alive(backend: Backend) -> None:
-    """Backward asks for the first save while the second copy of the same storage is still on its way."""
-    offload, expected = backend.offload(), gated(nullcontext())
-    for _ in range(2):
-        x, w = leaf(SIDE, SIDE), leaf(SIDE, SIDE, seed=2)
-        with offload:
-            h = x * 2
-            gate = (h @ w).sigmoid()
-            offload.stats(synchronize=True)
-            with backend.gate() as held_back:
-                y = (gate * (h @ w.t())).sum()
-                del h, gate
-                y.backward()
-                held_back.open()
-        assert_identical(expected, x.grad)
-        del y
-    stats = assert_settled(offload)
-    assert "alive" not in stats.kept_bytes
-    assert stats.bytes_out > 0

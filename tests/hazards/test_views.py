@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of
 from tests.hazards.functions import saving
@@ -82,16 +81,6 @@ def test_h04_what_is_saved_of_a_storage_that_has_left_is_right(backend: Backend)
     same_gradients(program, backend)
 
 
-def test_h04_a_view_of_a_base_that_requires_no_grad(backend: Backend) -> None:
-    @one_step
-    def program() -> Sequence[object]:
-        w, seen, data = leaf(SIDE, SIDE), [], leaf(3, SIDE, SIDE, seed=3, grad=False)
-        y = sum((w * part).sum() for part in data) + (w * data[1].t()).sum()
-        return y + saving(w, data[0].t() + 0, data[2][1:].clone().t(), seen=seen).sum(), w, seen
-
-    same_gradients(program, backend)
-
-
 class Shape(NamedTuple):
     name: str
     #: Makes the view of a base of 32 by 32 by 16 float32 elements.
@@ -149,17 +138,6 @@ def test_h05_kernels_that_sum_in_the_order_of_strides_stay_exact(case: Shape, ba
         return (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm(), x
 
     same_gradients(program, backend, regimes=REGIMES[1:3])
-
-
-def test_h05_convolutions_in_channels_last(backend: Backend) -> None:
-    @one_step
-    def program() -> tuple[Tensor, ...]:
-        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2))
-        model = model.to(memory_format=torch.channels_last)
-        x = leaf(4, 8, 20, 20).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
-        return F.max_pool2d(model(x * 1.1), 2).square(), x, *model.parameters()
-
-    same_gradients(program, backend)
 
 
 def attention() -> tuple[Tensor, ...]:

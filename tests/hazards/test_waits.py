@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,11 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
-from eager_offload import Offload, marks
-from eager_offload.config import OffloadConfig
-from eager_offload.eager.saving import SavedTensors
-from eager_offload.engine.offloader import DeviceOffloader, FoundSlot
-from eager_offload.runtime.host import host_runtime
-from eager_offload.schedule import Windows
-from eager_offload.stats import Accounts
-from eager_offload.tiers.arena import Arena
+from eager_offload import Offload
 from eager_offload.tiers.base import release_idle_slots
-from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.probes import meanwhile
 from tests.hazards.programs import leaf
-from tests.threads import collect
 
 NBYTES = 64 * 64 * 4
 
@@ -148,31 +138,6 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_a_slab(
         assert_settled(offload)
 
 
-def test_h41_a_slot_that_was_found_in_vain_goes_back_before_the_next_save_asks() -> None:
-    """Its graph is dropped while the system gives the slab; there is room for one of the two at a time."""
-    tier = HostTier(Arena(slab_bytes=1 << 20), 4 << 20)
-    offloader = DeviceOffloader(
-        torch.device("cpu"), host_runtime(), [tier], Accounts(), windows=Windows(1 << 30, 1 << 30)
-    )
-    saves = SavedTensors(offloader, OffloadConfig(keep_last_bytes=0))
-    queue, forward = saves.new_queue(), saves.new_forward(1, None)
-    queue.limit = 0
-    with offloader.lock:
-        views = [saves._save(torch.zeros(nbytes // 4), queue, 1, forward, None) for nbytes in (4 << 20, 3 << 20)]
-    lack = saves._start_due(queue, None)
-    found = FoundSlot(lack.nbytes, offloader.reserve(lack.nbytes))
-    del views[0]
-    with offloader.lock:
-        offloader.poll()
-        lack = saves._start_due(queue, None, found)
-    offloader.go_on(lack, partial(saves._start_due, queue, None))
-    offloader.synchronize()
-    counters = offloader.accounts.counters
-    assert counters.bytes_out == 3 << 20
-    assert not counters.demotions
-    views.clear()
-
-
 def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     with SimulatedBackend() as simulated:
         offload = simulated.offload(max_inflight_bytes=64 << 20)
@@ -198,19 +163,3 @@ def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_a_slab(monkeypa
         (first + second).backward()
         assert torch.equal(large.grad, torch.autograd.grad(large.sin().cos().sum(), large)[0])
         del first, second
-
-
-def test_h41_a_mark_goes_with_its_tensor() -> None:
-    collect()
-    assert not marks.any_marks()
-    kept = [eo.keep(torch.randn(4)) for _ in range(100)]
-    later = [torch.randn(4) for _ in range(100)]
-    assert marks.any_marks()
-    kept.clear()
-    assert not marks.any_marks(), "the slow path is off again"
-    kept = [eo.keep(tensor) for tensor in later]
-    del later
-    assert len(marks.standing) == 100
-    assert all(marks.mark_of(tensor.untyped_storage()) is marks.Mark.KEEP for tensor in kept)
-    kept.clear()
-    assert not marks.any_marks()

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import eager_offload as eo
-from eager_offload.errors import tell, warn
+from eager_offload.errors import warn
 from eager_offload.tiers.disk import DiskSlot
-from tests.threads import on_a_thread
 
 NBYTES = 1 << 20
 
@@ -163,27 +162,3 @@ def test_h65_one_with_an_exception_of_the_users_hides_nothing() -> None:
         step()
     with pytest.raises(RuntimeWarning, match="told late"), offload:
         raise AssertionError("not entered")
-
-
-def test_h65_a_warning_of_another_thread_is_not_raised_there() -> None:
-    on_a_thread(lambda: warn("told late"))
-    warn("told later")
-    for text in ("told late$", "told later$"):
-        with pytest.raises(RuntimeWarning, match=text):
-            tell()
-    tell()
-
-
-def test_h65_a_showwarning_that_fails_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise LookupError("of the user")
-
-    monkeypatch.setattr(warnings, "showwarning", fail)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
-        with pytest.raises(LookupError, match="of the user"), offload:
-            hidden = forward(leaf(), save_on_cpu())
-    hidden.backward()
-    assert not offload.stats(synchronize=True).is_approximate
-    offload.close()

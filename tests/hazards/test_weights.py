@@ -21,11 +21,6 @@ def a_linear_layer_saves_a_transpose_of_its_weight() -> Sequence[Tensor]:
     return model(x * 2), *model.parameters()
 
 
-def three_dimensional_input() -> Sequence[Tensor]:
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(4, 16, 32)
-    return model((x * 2).transpose(0, 1)), *model.parameters()
-
-
 def weights_that_are_sliced_split_reshaped_and_expanded() -> Sequence[Tensor]:
     fused = nn.Parameter(leaf(96, 32).detach())
     scale = nn.Parameter(leaf(32, seed=2).detach())
@@ -61,29 +56,12 @@ def a_frozen_weight() -> Sequence[Tensor]:
     return trained(frozen(x * 2).tanh()).sin(), *frozen.parameters(), *trained.parameters()
 
 
-def convolution_norm_recurrence_and_embedding() -> Sequence[Tensor]:
-    conv, norm = nn.Conv1d(8, 16, 3, padding=1), nn.GroupNorm(4, 16)
-    rnn, table, tail = nn.LSTM(16, 16, batch_first=True), nn.Embedding(32, 8), nn.Bilinear(16, 16, 4)
-    index = torch.arange(4 * 24).view(4, 24) % 32
-    h = norm(conv(table(index).transpose(1, 2))).relu()
-    h, _ = rnn(h.transpose(1, 2))
-    return tail(h.reshape(-1, 16).tanh(), h.reshape(-1, 16).sin()), *(
-        p for module in (conv, norm, rnn, table, tail) for p in module.parameters()
-    )
-
-
 def double_backward_saves_the_weights_again() -> Sequence[Tensor]:
     """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
     y = model(x * 2).square().sum()
     (slope,) = torch.autograd.grad(y, x, create_graph=True)
     return y + slope.square().sum(), *model.parameters()
-
-
-def functional_calls_with_other_tensors_for_parameters() -> Sequence[Tensor]:
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)
-    fast = {name: leaf(*p.shape, seed=seed) for seed, (name, p) in enumerate(model.named_parameters())}
-    return torch.func.functional_call(model, fast, (x * 2,)), *fast.values()
 
 
 class Squared(nn.Module):
@@ -97,33 +75,14 @@ def what_is_computed_from_a_weight_moves_and_the_weight_does_not() -> Sequence[T
     return layer(x * 2).tanh(), *layer.parameters()
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(64, 64).requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def a_frozen_base_with_trained_adapters() -> Sequence[Tensor]:
-    model, x = nn.Sequential(Adapted(), nn.GELU(), Adapted()), leaf(16, 64, grad=False)
-    return model(x), *model.parameters()
-
-
 FORWARDS = [
     a_linear_layer_saves_a_transpose_of_its_weight,
-    three_dimensional_input,
     weights_that_are_sliced_split_reshaped_and_expanded,
     a_leaf_that_is_flattened_into_views,
     tied_weights,
     a_frozen_weight,
-    convolution_norm_recurrence_and_embedding,
     double_backward_saves_the_weights_again,
-    functional_calls_with_other_tensors_for_parameters,
     what_is_computed_from_a_weight_moves_and_the_weight_does_not,
-    a_frozen_base_with_trained_adapters,
 ]
 
 

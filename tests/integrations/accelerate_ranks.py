@@ -143,14 +143,6 @@ def same(states: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bo
     )
 
 
-def silently_replicated(folder: Path) -> dict[str, Any]:
-    """What Accelerate makes of an ``fsdp_plugin`` on the CPU."""
-    accelerator = new_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    del os.environ["ACCELERATE_USE_FSDP"]
-    trained = train(accelerator, None)
-    return {"strategy": strategy(trained), "is fsdp2": accelerator.is_fsdp2}
-
-
 def fails(accelerator: Callable[[], Accelerator]) -> Callable[[Path], dict[str, Any]]:
     """A scenario: a forward that fails in every rank leaves no hook, and training goes on with another model."""
 
@@ -178,7 +170,6 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ddp-compiled": trains(lambda: replicated(**compiled(), **MIXED)),
     "ddp-regions": trains(lambda: replicated(**compiled(use_regional_compilation=True))),
     "ddp-fails": fails(replicated),
-    "fsdp-on-cpu": silently_replicated,
     "fsdp2": trains(sharded),
     "fsdp2-mixed": trains(lambda: sharded(**MIXED), form="both"),
     "fsdp2-compiled": trains(lambda: sharded(**compiled(), **MIXED)),

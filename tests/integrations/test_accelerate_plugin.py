@@ -177,13 +177,15 @@ def test_preparing_again_takes_hold_of_what_was_compiled_in_between(plugin: Offl
     assert (stats.compiled_regions, stats.bytes_out > 0) == (1, True)
 
 
-def test_the_second_forward_is_traced(tmp_path: Path) -> None:
+def test_the_second_forward_is_traced_and_copies_are_of_the_same_configuration(tmp_path: Path) -> None:
     plugin = new_plugin(tmp_path, trace_step=2, trace_path=tmp_path / "step.json")
-    copied = copy.deepcopy(plugin)
     train(new_accelerator(), plugin)
+    for other in copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin)):
+        assert (other.config, other.enabled, other._options) == (plugin.config, True, plugin._options)
+        assert other.offload is not plugin.offload
+        assert other.offload.stats().saved_tensors == 0
     plugin.close()
     assert (tmp_path / "step.json").stat().st_size > 0
-    assert copied._options == plugin._options
 
 
 def test_free_memory_and_the_end_of_training_leave_nothing(
@@ -262,19 +264,6 @@ def test_the_fields_are_those_of_the_configuration_and_filled_in(monkeypatch: py
     assert not hasattr(plugin, "no_such_field")
 
 
-def test_a_configuration_an_object_and_a_file(tmp_path: Path) -> None:
-    config = eo.OffloadConfig(min_bytes=7, tier="disk", disk_path=tmp_path)
-    assert OffloadPlugin(config).offload.config == config
-    assert OffloadPlugin(config, min_bytes=8).min_bytes == 8
-    offload = eo.Offload(config)
-    assert OffloadPlugin(offload).offload is offload
-    file = tmp_path / "offload.yaml"
-    file.write_text(yaml.safe_dump({**config.to_dict(), "enabled": True}))
-    assert OffloadPlugin(**yaml.safe_load(file.read_text())).offload.config == config
-    with pytest.raises(eo.ConfigError, match="min_bytes beside an Offload"):
-        OffloadPlugin(offload, min_bytes=8)
-
-
 def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_ours(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "accelerate.md").read_text()
     ours, theirs = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
@@ -286,14 +275,6 @@ def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_
     file.write_text(theirs + ours)
     with pytest.raises(ValueError, match="unknown keys"):
         load_config_from_file(str(file))
-
-
-def test_copies_are_plugins_of_the_same_configuration(plugin: OffloadPlugin) -> None:
-    train(new_accelerator(), plugin)
-    for other in copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin)):
-        assert (other.config, other.enabled) == (plugin.config, plugin.enabled)
-        assert other.offload is not plugin.offload
-        assert other.offload.stats().saved_tensors == 0
 
 
 @pytest.mark.parametrize("how", ["environment", "enabled"])
@@ -312,21 +293,7 @@ def test_switched_off_nothing_is_touched(how: str, monkeypatch: pytest.MonkeyPat
     plugin.close()
 
 
-def test_the_environment_switches_on_what_the_script_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGER_OFFLOAD", "1")
-    assert OffloadPlugin(enabled=False).enabled
-
-
 # -- what is refused, and what is warned of -----------------------------------------------------------------------
-
-
-def test_bad_values_are_refused_at_once() -> None:
-    with pytest.raises(eo.ConfigError, match="tier='floppy'"):
-        OffloadPlugin(tier="floppy")
-    with pytest.raises(eo.ConfigError, match="enabled='no' is not accepted"):
-        OffloadPlugin(enabled="no")  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(eo.ConfigError, match="unknown field 'min_byte'"):
-        OffloadPlugin({"min_byte": 1})
 
 
 def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,19 +302,16 @@ def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: py
         plugin.prepare(accelerator, model := Model())
     with pytest.raises(eo.ConfigError, match="<tuple> is not accepted: prepare takes the accelerator"):
         plugin.prepare(accelerator, accelerator.prepare(model, Model()))
+    skipping = new_plugin(Path("."), skip=["no_such_module"])
+    with pytest.raises(eo.ConfigError, match="matches no module of this model"):
+        skipping.prepare(accelerator, accelerator.prepare(Model()))
     monkeypatch.delattr(accelerator, "_models")  # another version may have no such name: then all are taken
     assert plugin.prepare(accelerator, other := Model()) is other
 
 
-def test_modules_that_are_skipped_are_those_of_the_model(tmp_path: Path) -> None:
-    accelerator, plugin = new_accelerator(), new_plugin(tmp_path, skip=["no_such_module"])
-    with pytest.raises(eo.ConfigError, match="matches no module of this model"):
-        plugin.prepare(accelerator, accelerator.prepare(Model()))
-
-
-def test_a_plugin_among_what_is_prepared_is_an_error_that_shows_the_line(plugin: OffloadPlugin) -> None:
-    with pytest.raises(eo.ConfigError, match=r"\n    model = plugin\.prepare\(accelerator, model\)$"):
-        new_accelerator().prepare(Model(), plugin)
+def test_accelerate_is_left_as_it_is(plugin: OffloadPlugin) -> None:
+    assert Accelerator.prepare.__module__ == "accelerate.accelerator"
+    assert new_accelerator().prepare(Model(), plugin)[1] is plugin
 
 
 @pytest.mark.parametrize("inside", ["checkpoint", "checkpoint-offload"])
@@ -371,8 +335,3 @@ def test_what_hides_saved_tensors_is_warned_of_once(plugin: OffloadPlugin, insid
         model(inputs).sum().backward()
         stats = plugin.offload.stats(synchronize=True)
         assert stats.bytes_out >= 2 * 64 * 32 * 4
-
-
-def test_accelerate_refuses_a_backend_that_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="EAGER_OFFLOAD"):
-        TorchDynamoPlugin(backend="eager_offload")

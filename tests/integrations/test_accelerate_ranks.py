@@ -79,10 +79,3 @@ def test_whatever_ends_a_forward_no_hook_is_left(ranks: list[dict[str, Any]], sc
 @all_of("fsdp2-checkpointing", "fsdp2-their-offload")
 def test_the_main_rank_is_warned_of_what_hides_saved_tensors(ranks: list[dict[str, Any]], scenario: str) -> None:
     assert [facts["reported"] for facts in ranks] == ([0, 0] if scenario == "fsdp2-checkpointing" else [1, 0])
-
-
-@all_of("fsdp-on-cpu")
-def test_accelerate_has_no_fsdp_on_a_cpu_and_takes_ddp_without_a_word(
-    ranks: list[dict[str, Any]], scenario: str
-) -> None:
-    assert ranks == [{"strategy": "ddp", "is fsdp2": False}] * RANKS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -90,52 +88,25 @@ def test_whatever_ends_a_call_the_context_is_left(
     assert moved(offload) > 0
 
 
-def test_copies_and_pickles_are_of_the_module_alone(offload: eo.Offload, batch: Tensor) -> None:
-    model = Model()
-    OffloadedCalls(model, offload)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in copy.deepcopy(model), torch.load(file, weights_only=False):
-        nn.init.zeros_(other.second.weight)
-        nn.init.zeros_(other.second.bias)
-        assert other(batch) == 0
-        assert model(batch) != 0
-    assert offload.stats().saved_tensors > 0
-    offload.reset_stats()
-    copy.deepcopy(model)(batch)
-    assert offload.stats().saved_tensors == 0
-
-
-def test_a_module_goes_with_its_last_reference(offload: eo.Offload) -> None:
-    gc.disable()
-    try:
-        model = Model()
-        calls = OffloadedCalls(model, offload)
-        alive = weakref.ref(model)
-        calls.remove()
-        del model
-        assert alive() is None
-        model = Model()
-        OffloadedCalls(model, offload)
-        alive = weakref.ref(model)
-        del model
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_keeping_the_calls_does_not_keep_the_module(offload: eo.Offload, is_compiled: bool) -> None:
+@pytest.mark.parametrize("first", ["calls", "module", "nothing"])
+def test_a_module_goes_with_its_last_reference(offload: eo.Offload, first: str, is_compiled: bool) -> None:
     model = Model()
     if is_compiled:
         model.compile(backend="aot_eager")  # a cycle of torch's own
-    calls = OffloadedCalls(model, offload)
-    alive = weakref.ref(model)
-    del model
-    collect()
-    assert alive() is None
-    calls.remove()
+    calls, alive = OffloadedCalls(model, offload), weakref.ref(model)
+    gc.disable()
+    try:
+        if first == "calls":
+            calls.remove()
+        del model
+        if is_compiled:
+            collect()
+        assert alive() is None
+    finally:
+        gc.enable()
+    if first == "module":
+        calls.remove()
 
 
 def test_what_was_put_around_it_later_stays_when_it_goes(offload: eo.Offload, batch: Tensor) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
@@ -216,26 +215,22 @@ def logger(tmp_path: Path) -> Any:
     return importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path, name="", version="")
 
 
-def test_figures_are_logged_every_so_many_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"log_every_n_steps": 2}, [1, 3]), ({"log_every_n_steps": 1, "accumulate_grad_batches": 2}, [0, 1, 2])],
+    ids=["every other", "accumulated"],
+)
+def test_figures_are_logged_every_so_many_steps_for_one_batch(
+    settings: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
     callback = OffloadCallback(log_metrics="all", **fields(tmp_path))
-    fit(MAIN, Steps, tmp_path, callback, batches=5, logger=logger(tmp_path), log_every_n_steps=2)
-    logged = rows(tmp_path)
-    assert [int(row["step"]) for row in logged] == [1, 3]
-    stats = callback.offload.stats(synchronize=True)
+    fit(MAIN, Steps, tmp_path, callback, batches=5, logger=logger(tmp_path), **settings)
+    logged, stats = rows(tmp_path), callback.offload.stats(synchronize=True)
+    assert [int(row["step"]) for row in logged] == steps
     for row in logged:
         assert float(row["offload/saved_bytes"]) == stats.saved_bytes / 5
         assert 0 < float(row["offload/offloaded_bytes"]) <= stats.saved_bytes / 5
     assert 0 < float(logged[-1]["offload/bytes_out"]) <= stats.bytes_out
-
-
-def test_accumulated_batches_are_logged_together(tmp_path: Path) -> None:
-    callback = OffloadCallback(log_metrics="all", **fields(tmp_path))
-    settings = {"logger": logger(tmp_path), "log_every_n_steps": 1, "accumulate_grad_batches": 2}
-    fit(MAIN, Steps, tmp_path, callback, batches=5, **settings)
-    logged = rows(tmp_path)
-    assert [int(row["step"]) for row in logged] == [0, 1, 2]
-    saved = callback.offload.stats().saved_bytes
-    assert [float(row["offload/saved_bytes"]) for row in logged] == [saved / 5] * 3
 
 
 def test_three_figures_reach_the_file_a_step_is_traced_and_a_line_ends_it(
@@ -254,16 +249,6 @@ def test_three_figures_reach_the_file_a_step_is_traced_and_a_line_ends_it(
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
     assert len(said) == 1
     assert "peak saved-tensor memory" in said[0]
-
-
-def test_three_figures_reach_tensorboard(tmp_path: Path) -> None:
-    board = importlib.import_module("lightning.pytorch.loggers").TensorBoardLogger(tmp_path, name="", version="")
-    fit(MAIN, Steps, tmp_path, OffloadCallback(**fields(tmp_path)), batches=3, logger=board, log_every_n_steps=1)
-    board.finalize("success")
-    found = EventAccumulator(str(tmp_path)).Reload()
-    for name in ("offload/device_peak_mib", "offload/moved_mib", "offload/stall_seconds"):
-        assert [one.step for one in found.Scalars(name)] == [0, 1, 2]
-    assert all(one.value > 0 for one in found.Scalars("offload/device_peak_mib"))
 
 
 @pytest.mark.parametrize(

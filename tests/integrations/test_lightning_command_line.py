@@ -30,20 +30,14 @@ def write(path: Path, init_args: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_yaml_file_configures_it(package: str, tmp_path: Path) -> None:
-    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": [str(tmp_path)]}
-    ran = run(package, ["--config", write(tmp_path / "config.yaml", fields | {"log_metrics": False})])
-    [callback] = [one for one in ran.trainer.callbacks if isinstance(one, OffloadCallback)]
-    assert callback.offload.config == eo.OffloadConfig(**fields)
-    callback.offload.close()
-
-
-def test_a_yaml_file_may_have_the_fields_below_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "config"])
+def test_a_yaml_file_configures_it(package: str, below: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / "one"), str(tmp_path / "two")]
     for path in paths:
         Path(path).mkdir()
-    fields = {"tier": "disk", "min_bytes": "4MiB", "disk_path": paths}
-    ran = run(PACKAGES[0], ["--config", write(tmp_path / "config.yaml", {"config": fields})])
+    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": paths}
+    given = {below: fields} if below else fields | {"log_metrics": False}
+    ran = run(package, ["--config", write(tmp_path / "config.yaml", given)])
     [callback] = [one for one in ran.trainer.callbacks if isinstance(one, OffloadCallback)]
     assert callback.offload.config == eo.OffloadConfig(**fields)
     assert callback.offload.config.disk_paths == tuple(map(Path, paths))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import OffloadError
 from eager_offload.kernels import (
     CapabilityError,
     Kernel,
@@ -21,10 +19,8 @@ from eager_offload.kernels import (
     TensorSpec,
     as_torch_kernel,
     compiled,
-    profile,
 )
 from eager_offload.kernels.compiled import kept
-from eager_offload.trace_file import SliceKind, read_trace
 from tests.kernels.int8 import int8_blocks
 from tests.threads import collect
 
@@ -224,29 +220,21 @@ def test_a_call_that_is_refused_launches_nothing() -> None:
     assert len(launched) == 2
 
 
-def test_a_profile_has_every_launch_and_is_a_trace_like_the_others(tmp_path: Path) -> None:
-    kernel = as_torch_kernel(int8_blocks(len(BLOCKS)), "torch")
-    kernel(BLOCKS)
-    with profile(tmp_path / "k.json"):
-        for _ in range(3):
-            kernel(BLOCKS)
-        thread = threading.Thread(target=kernel, args=(BLOCKS,))
-        thread.start()
-        thread.join()
-        with pytest.raises(OffloadError, match="a profile of kernels is running"), profile(tmp_path / "other.json"):
-            pass
-    kernel(BLOCKS)
-    trace = read_trace(tmp_path / "k.json")
-    assert [one.name for one in trace.slices] == ["int8_blocks"] * 4
-    assert {one.kind for one in trace.slices} == {SliceKind.COMPUTE}
-    assert [one.track for one in trace.slices] == ["kernels"] * 3 + ["kernels 2"]
-    assert all(0 <= one.start <= one.stop <= trace.seconds for one in trace.slices)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["k.json"]
+def test_cuda_is_refused_at_once_where_there_is_none_and_with_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TensorSpec((4,), torch.float32)
 
+    def kernel(**fields: Any) -> Kernel:
+        launch = LaunchSpec((4, 1, 1), (32, 1, 1), **fields)
+        return Kernel("k", Signature((spec,), (spec,)), launch, {"torch": print, "cuda": "__global__ void k() {}"})
 
-def test_a_profile_in_which_something_fails_is_over(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), profile(tmp_path / "k.json"):
-        raise KeyError
-    with profile(tmp_path / "k.json"):
-        pass
-    assert read_trace(tmp_path / "k.json").slices == ()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CapabilityError, match=r"k: impl='cuda' needs a CUDA device, .* take impl='inductor'"):
+        as_torch_kernel(kernel(), "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(CapabilityError, match=r"k: cluster=\(2, 1, 1\), and .* no clusters"):
+        as_torch_kernel(kernel(cluster=(2, 1, 1)), "cuda")
+    with pytest.raises(CapabilityError, match="k: impl='cuda' takes CUDA tensors, and these are on cpu"):
+        as_torch_kernel(kernel(), "cuda")(torch.ones(4))
+    monkeypatch.setattr("eager_offload.kernels.cuda.compile_cuda", None)
+    with pytest.raises(CapabilityError, match="this torch compiles none"):
+        as_torch_kernel(kernel(), "cuda")

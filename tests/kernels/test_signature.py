@@ -259,13 +259,15 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, [scaled]), "impls=.* is a Mapping"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), None, {"torch": scaled}), "spec=None .* a LaunchSpec"),  # type: ignore[arg-type]
         (lambda: Kernel("k", None, SPEC, {"torch": scaled}), "signature=None .* a Signature"),  # type: ignore[arg-type]
-        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "'cuda'"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "hip": scaled}), "'hip'"),
+        (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled, "cuda": scaled}), "source in CUDA C"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": 3}), "cannot be called"),
         (lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "c++"), "'c\\+\\+'"),
         (
             lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "pallas"),
             "no 'pallas'",
         ),
+        (lambda: as_torch_kernel(Kernel("k", Signature((), (FLOATS,)), SPEC, {"torch": scaled}), "cuda"), "no 'cuda'"),
     ],
 )
 def test_what_cannot_be_declared_is_an_error(make: Any, says: str) -> None:

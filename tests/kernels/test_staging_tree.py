@@ -13,18 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eager_offload.kernels import (
-    CapabilityError,
-    Kernel,
-    KernelError,
-    LaunchSpec,
-    Signature,
-    Slot,
-    StagingTree,
-    TensorSpec,
-    Union,
-    as_torch_kernel,
-)
+from eager_offload.kernels import KernelError, LaunchSpec, Slot, StagingTree, Union
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 BYTES = Slot((16,), torch.uint8)
@@ -104,7 +93,7 @@ def test_equal_layouts_are_one_key_and_what_they_were_made_of_may_change() -> No
 
 def test_the_largest_launch_is_accepted() -> None:
     LaunchSpec(((1 << 31) - 1, 65535, 65535), (4, 4, 64))
-    LaunchSpec((16, 1, 1), (1024, 1, 1), (16, 1, 1))
+    LaunchSpec((16, 1, 1), (1024, 1, 1))
 
 
 def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
@@ -147,8 +136,6 @@ def test_a_slot_that_would_be_misaligned_is_told_with_how_far() -> None:
         (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
         (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
         (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
-        (lambda: LaunchSpec((32, 1, 1), (1, 1, 1), (32, 1, 1)), "32 blocks, and a cluster has 16"),
-        (lambda: LaunchSpec((6, 1, 1), (1, 1, 1), (4, 1, 1)), "multiple of the cluster's"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "not below 0"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "StagingTree, bytes or None"),
         (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared="48KiB"), "StagingTree, bytes or None"),
@@ -174,20 +161,3 @@ def test_a_buffer_that_does_not_do_is_an_error() -> None:
         with pytest.raises(KernelError, match=says):
             tree.place(bad)  # type: ignore[arg-type]
     assert set(tree.place(buffer[start:])) == {"0"}
-
-
-def test_more_shared_memory_than_a_device_has_is_a_capability_error() -> None:
-    spec = TensorSpec((1,), torch.float32)
-    limit = 227 << 10
-    for nbytes in (limit, limit + 1):
-        staging = StagingTree([Slot((nbytes,), torch.uint8)])
-        launch = LaunchSpec((4, 1, 1), (32, 1, 1), (2, 1, 1), shared=staging)
-        assert launch.shared_bytes == nbytes
-        kernel = as_torch_kernel(
-            Kernel("k", Signature((spec,), (spec,)), launch, {"torch": lambda x, y: y.copy_(x)}), "torch"
-        )
-        if nbytes == limit:
-            assert kernel(torch.ones(1)).item() == 1
-        else:
-            with pytest.raises(CapabilityError, match=r"232,449 bytes .* 232,448 at most"):
-                kernel(torch.ones(1))

@@ -69,7 +69,7 @@ def test_what_lay_in_it_before_changes_no_bit(data: st.DataObject) -> None:
         x = torch.where(x > 0, 1.5, 0.0).to(x.dtype)
     own, layout, work = TensorMeta.of(x), CODEC.layout(TensorMeta.of(x)), Workspaces(Allocated())
     packed, expected = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
-    holds = CODEC.pack(x, packed, None, work.of(CODEC, own, 0))
+    holds = CODEC.pack(x, packed, work.of(CODEC, own, 0))
     assert bool(holds) == bool(CODEC.pack(x, expected))
     if holds:
         assert torch.equal(packed, expected)

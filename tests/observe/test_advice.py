@@ -18,7 +18,6 @@ MIB, GIB = 1 << 20, 1 << 30
 #: A run with nothing to be said about.
 FINE: dict[str, Any] = {
     "steps": 10,
-    "small_bytes_largest": MIB,
     "saved_tensors": 100,
     "saved_bytes": 10 * GIB,
     "offloaded_tensors": 80,
@@ -121,7 +120,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         kept("alive", 4 * GIB),
         {},
-        ["409.6 MiB a step (40 % of what is saved) stayed since something else keeps the originals alive"],
+        ["409.6 MiB a step (40 % of what is saved) are of tensors that something else keeps alive"],
     ),
     (kept("alive", GIB // 2), {}, ["Nothing held"]),
     ({"demotions": {"over_budget": 3}}, {"device_budget": "20GiB"}, ["3 forwards had a peak above device_budget"]),
@@ -186,7 +185,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["Compute waited 5.0 % of the time.", "a step of 0.5 s, and 0.75 s were measured: plan for a larger"],
     ),
     ({"plan": PLAN, **kept("newest", 4 * GIB)}, {}, ["Nothing held"]),  # as it says
-    ({"plan": PLAN, **kept("small", GIB), "small_bytes_largest": MIB}, {"min_bytes": "4MiB"}, ["Nothing held"]),
+    ({"plan": PLAN, **kept("small", GIB)}, {"min_bytes": "4MiB"}, ["Nothing held"]),
     ({"plan": PLAN, "forwarded_bytes": 4 * GIB}, {}, ["4.0 GiB (50 %", "A plan for a larger device_budget leaves"]),
 ]
 

@@ -1,271 +1,222 @@
-"""What the doctor finds on this machine, and that whatever fails is a line."""
+"""What the doctor finds on this machine, what it makes of it, and that whatever fails is a line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.doctor import main
-from eager_offload.observe.doctor import examination, probes
-from eager_offload.observe.doctor.diagnosis import Diagnosis, Feature, Speed
-from eager_offload.observe.doctor.examination import WIDTH, examine, to_text
+from eager_offload.__main__ import main
+from eager_offload.machine import Machine, Measurement
+from eager_offload.observe import doctor
+from eager_offload.observe.doctor import (
+    WIDTH,
+    Device,
+    Diagnosis,
+    Disk,
+    Memory,
+    SelfTest,
+    Speed,
+    examine,
+    hidden_from_width,
+    recommended,
+    to_text,
+    verdict,
+)
 from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rawfile import RawFile
-from tests.processes import ROOT, printed_by
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
-DOCS = ROOT / "docs" / "doctor_and_report.md"
-MIB = 1 << 20
+GIB, MIB = 1 << 30, 1 << 20
 
 
-#: ``python -m eager_offload.doctor``, without the limits of time that a busy machine may not keep.
-_PATIENT_COMMAND = """
-import runpy
-from eager_offload.observe.doctor import examination
-examination._ONE_PROBE = examination._ALL_PROBES = 600.0
-runpy.run_module("eager_offload.doctor", run_name="__main__", alter_sys=True)
-"""
+@pytest.fixture(autouse=True)
+def _patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No probe fails since the machine is busy."""
+    monkeypatch.setattr(doctor, "_ONE_PROBE", 600.0)
+    monkeypatch.setattr(doctor, "_ALL_PROBES", 600.0)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("spill")
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what takes long and what the test at hand is not about."""
+    found = Measurement(Machine("cpu", 1e11, 1e11, 1e10), 0.1)
+    monkeypatch.setattr(doctor, "measure", lambda device: found)
+    monkeypatch.setattr(doctor, "_missing", dict)
+    monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
 
 
-@pytest.fixture(scope="module")
-def diagnosis(directory: Path) -> Diagnosis:
-    """Of this machine, with one directory and another one on the same disk."""
-    second = directory / "second"
-    second.mkdir()
-    with pytest.MonkeyPatch.context() as patched:
-        patiently(patched)
-        return examine([directory, second, directory / "missing"])
+# -- this machine ---------------------------------------------------------------------------------------------------
 
 
-def test_the_cpu_and_its_speeds_are_found(diagnosis: Diagnosis) -> None:
-    cpu = diagnosis.devices[0]
+def test_a_machine_is_examined(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    (tmp_path / "file").touch()
+    paths = [tmp_path, tmp_path / "second", tmp_path / "missing", tmp_path / "file"]
+    found = examine(paths)
+    cpu = found.devices[0]
     assert cpu.name == "cpu"
-    assert cpu.flops is not None
-    assert cpu.flops > 1e8
-    assert cpu.link is not None
-    assert min(cpu.link.out, cpu.link.back) > 1e7
-    assert diagnosis.software.torch == torch.__version__
-    assert diagnosis.memory is not None
-    assert diagnosis.memory.bound_by == diagnosis.memory.limits[0].reason
-    assert 0 < diagnosis.memory.budget_bytes <= diagnosis.memory.headroom_bytes <= diagnosis.memory.total_bytes
-
-
-def test_a_step_with_everything_offloaded_is_compared(diagnosis: Diagnosis) -> None:
-    cpu = diagnosis.self_tests[0]
-    assert (cpu.device, cpu.equal) == ("cpu", True)
-    assert 16 * MIB <= cpu.moved_bytes <= 64 * MIB  # the docs name the most
-    assert diagnosis.verdict.works
-    assert diagnosis.verdict.flop_per_byte["cpu"] > 0
-
-
-def test_each_disk_is_measured_once_and_nothing_stays_there(diagnosis: Diagnosis, directory: Path) -> None:
-    first, second, missing = diagnosis.disks
+    assert min(cpu.flops or 0, cpu.memory_speed or 0) > 1e7
+    assert found.software["torch"] == torch.__version__
+    assert found.memory is not None
+    assert 0 < found.memory.budget_bytes <= found.memory.headroom_bytes <= found.memory.total_bytes
+    first, second, missing, file = found.disks
+    tier = DiskTier([tmp_path], 64 * MIB)
+    assert first.direct_io == tier.direct_io
+    tier.close()
     assert first.speed is not None
-    assert first.buffered is not None
-    assert min(first.speed.out, first.speed.back, first.buffered.out, first.buffered.back) > 1e5
-    assert (second.direct, second.buffered) == (first.direct, first.buffered)
-    assert missing.speed is None
-    assert missing.refused == "No such file or directory"
-    assert [path.name for path in directory.iterdir()] == ["second"]
+    assert second.speed == first.speed, "a disk is measured once"
+    assert (missing.refused, file.speed) == ("No such file or directory", None)
+    assert "it is no directory" in file.refused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "second"], "nothing stays there"
+    if torch.__version__.startswith("2.13"):
+        assert found.missing == {}
+    tests = [test for test in found.self_tests if test.equal and 16 * MIB <= test.moved_bytes <= 64 * MIB]
+    assert [test.device for test in tests] == [one.name for one in found.devices if one.name != "cpu"] or ["cpu"]
+    assert found.verdict.works
+    if len(found.devices) == 1:
+        assert eval(found.verdict.python, {"eo": eo}) == eo.OffloadConfig(tier="disk", disk_path=tmp_path)
+    assert_text_fits(found)
+    assert_documented(found)
 
 
-def test_direct_io_is_measured_exactly_where_the_tier_does_it(diagnosis: Diagnosis, directory: Path) -> None:
-    tier = DiskTier([directory], 64 * MIB)
-    try:
-        assert (diagnosis.disks[0].direct is not None) == tier.direct_io
-    finally:
-        tier.close()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
+def test_an_accelerator_is_examined(tmp_path: Path) -> None:
+    device = next(one for one in examine([tmp_path]).devices if one.name != "cpu")
+    assert device.link is not None
+    assert min(device.flops or 0, device.memory_speed or 0, device.link.out, device.link.back) > 0
+    assert device.pin_seconds is not None
 
 
-def test_the_settings_can_be_pasted(diagnosis: Diagnosis, directory: Path) -> None:
-    verdict = diagnosis.verdict
-    config = eval(verdict.python, {"eo": eo})
-    assert config == eo.OffloadConfig.from_fields(verdict.settings)
-    assert config.tier == "disk"
-    assert config.disk_paths == (directory,)
-    assert eo.OffloadConfig.from_env(dict(part.split("=", 1) for part in shlex.split(verdict.environment))) == config
+def assert_text_fits(diagnosis: Diagnosis) -> None:
+    text = to_text(diagnosis)
+    for line in text.splitlines():  # what is copied stays whole, however long a path is
+        assert len(line) <= WIDTH or line.strip() == diagnosis.verdict.python or "/" in line, line
+    assert text.index("Software") < text.index("Directories") < text.index("Verdict")
+    assert (diagnosis.verdict.python in text) is bool(diagnosis.verdict.settings)
 
 
-def test_the_json_has_every_field_and_the_docs_have_every_key(diagnosis: Diagnosis) -> None:
+def assert_documented(diagnosis: Diagnosis) -> None:
     given = json.loads(json.dumps(dataclasses.asdict(diagnosis)))
-    assert given["format"] == 1
-    documented = DOCS.read_text()
-    for key in keys(given):
-        assert f"`{key}`" in documented, key
+    documented = (ROOT / "docs" / "doctor_and_report.md").read_text()
+    assert {f"`{key}`" for key in keys(given) if f"`{key}`" not in documented} == set()
 
 
 def keys(value: object) -> Iterator[str]:
     """Every key; what is under ``settings`` and ``flop_per_byte`` is named by others."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            if key not in ("settings", "flop_per_byte"):
-                yield from keys(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from keys(inner)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from [key] if isinstance(key, str) else []
+        yield from keys(inner) if key not in ("settings", "flop_per_byte", "missing") else ()
 
 
-def test_the_text_has_80_columns_and_no_colours(diagnosis: Diagnosis) -> None:
-    text = to_text(diagnosis)
-    # What is copied stays whole, however long a path is.
-    copied = {diagnosis.verdict.python, diagnosis.verdict.environment}
-    for line in text.splitlines():
-        assert len(line) <= WIDTH or line.strip() in copied or "/" in line, line
-        assert line.isprintable(), line
-    assert text.index("Software") < text.index("Directories") < text.index("Verdict") < text.index("Recommended")
-    assert diagnosis.verdict.python in text
-
-
-def test_a_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+@pytest.mark.usefixtures("quickly")
+def test_a_probe_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> float:
         raise RuntimeError("the driver is gone\nand here is a long story")
 
-    monkeypatch.setattr(probes, "matmul_flops", broken)
-    monkeypatch.setattr(probes, "memory", broken)
-    quickly(monkeypatch)
-    found = examine([directory])
+    answered = threading.Event()
+    monkeypatch.setattr(doctor, "measure", broken)
+    monkeypatch.setattr(doctor, "_memory", broken)
+    monkeypatch.setattr(doctor, "_disk", lambda *_: answered.wait())
+    monkeypatch.setattr(doctor, "_ONE_PROBE", 5.0)
+    hanging = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, left: hanging(self, min(left, 0.2)))
+    try:
+        found = examine([tmp_path])
+    finally:
+        answered.set()
     assert "compute of cpu: RuntimeError: the driver is gone" in found.failures
     assert "host memory: RuntimeError: the driver is gone" in found.failures
-    assert found.memory is None
-    assert found.devices[0].flops is None
-    assert found.verdict.works
+    assert f"directory {tmp_path}: no answer within 5 s" in found.failures
+    assert (found.memory, found.devices[0].flops) == (None, None)
     assert "the driver is gone" in to_text(found)
 
 
-def test_an_interrupt_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(paths: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(examination, "examine", interrupted)
-    assert main([]) == 130
-    assert capsys.readouterr().out == ""
-
-
-def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    answered = threading.Event()
-    monkeypatch.setattr(probes, "directory", lambda path: answered.wait())
-    quickly(monkeypatch)
-    monkeypatch.setattr(examination, "_ONE_PROBE", 0.3)
-    try:
-        found = examine([directory])
-    finally:
-        answered.set()
-    assert any(line.startswith(f"directory {directory}: no answer within") for line in found.failures)
-
-
-def test_when_the_time_is_over_the_rest_is_left_out(directory: Path) -> None:
-    found = examine([directory], seconds=0)
-    assert found.failures
-    assert all("left out" in line for line in found.failures)
-    assert not found.verdict.works
-    assert to_text(found)
-
-
-def test_nothing_can_work_where_no_directory_serves(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("kind", ["missing", "full", "tmpfs"])
+def test_h27_nothing_works_where_no_directory_serves(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quickly(monkeypatch)
-    assert main(["--disk-path", str(directory / "missing")]) == 1
+    said = {"missing": "No such file", "full": "only 9.0 MiB are free", "tmpfs": "which is memory itself"}[kind]
+    path = {"missing": tmp_path / "missing", "full": tmp_path, "tmpfs": Path("/dev/shm")}[kind]
+    if kind == "tmpfs" and (not path.is_dir() or filesystem_of(path) != "tmpfs"):
+        pytest.skip("this system has no /dev/shm")
+    if kind == "full":
+        usage = doctor.shutil.disk_usage(path)._replace(free=9 * MIB)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(doctor, "_self_test", lambda *_: None)
+    assert main(["doctor", "--disk-path", str(path)]) == 1
     reported = " ".join(capsys.readouterr().out.split())
-    assert "No such file or directory" in reported
+    assert said in reported
     assert "cannot work here" in reported
     assert "Recommended" not in reported
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert probes.directory(tmp_path / "file").refused == "it is no directory"
-    assert probes.directory(tmp_path).refused == ""
+def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "torch._no_such.name", "torch.Tensor._no.name", "torch.fx.Graph._codegen"
+    monkeypatch.setattr(doctor._torch, "PRIVATE_NAMES", {"less is hidden": names})
+    assert doctor._missing() == dict.fromkeys(names[:2], "less is hidden")
 
 
-def test_h27_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path("/dev/shm")
-    if not path.is_dir() or filesystem_of(path) != "tmpfs":
-        pytest.skip("this system has no /dev/shm")
-    quickly(monkeypatch)
-    assert probes.directory(path).refused == "it is on tmpfs, which is memory itself"  # whatever its size is
-    (disk,) = examine([path]).disks
-    assert disk.refused == "it is on tmpfs, which is memory itself"
-    assert disk.speed is None
-
-
-def test_h27_where_direct_io_is_refused_only_the_page_cache_is_measured(
-    monkeypatch: pytest.MonkeyPatch, directory: Path
-) -> None:
-    def refuse(self: RawFile, direct: bool) -> None:
-        if direct:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(RawFile, "set_direct", refuse)
-    assert probes.disk_speed(directory, 1 << 40, direct=True) is None
-    assert isinstance(probes.disk_speed(directory, 1 << 40, direct=False), Speed)
-
-
-def test_a_disk_that_is_nearly_full_is_left_alone(directory: Path) -> None:
-    assert probes.disk_speed(directory, 100 * MIB, direct=True) == f"only {100 * MIB} bytes are free there"
-
-
-def test_every_private_name_is_looked_for() -> None:
-    names = probes.private_names()
-    assert len({one.name for one in names}) == len(names) > 30
-    assert Feature("torch.fx.Graph._codegen", True, "copies of graphs take their inputs flat") in names
-    absent = {one.name for one in names if not one.there}
-    if torch.__version__.startswith("2.13"):
-        assert absent == set()
-    assert all(one.without and "below" not in one.without for one in names)
-
-
-@pytest.mark.parametrize("name", ["torch.no_such_name", "torch._no_such_module.name", "torch.Tensor._no.name"])
-def test_a_name_that_is_not_there_is_found_out(name: str) -> None:
-    assert not probes._resolves(name)
-
-
+@pytest.mark.usefixtures("quickly")
 def test_the_command_prints_json_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EAGER_OFFLOAD", "0")  # which is of programs, and not of the machine
-    quickly(monkeypatch)
-    assert main(["--json", "--disk-path", str(directory)]) == 0
+    assert main(["doctor", "--json", "--disk-path", str(tmp_path)]) == 0
     given = json.loads(capsys.readouterr().out)
     assert given["verdict"]["works"] is True
-    assert [disk["path"] for disk in given["disks"]] == [str(directory)]
+    assert [disk["path"] for disk in given["disks"]] == [str(tmp_path)]
 
 
-@pytest.mark.long  # Python compiles torch once more for it
-def test_the_command_works_without_docstrings_and_assertions(directory: Path) -> None:
-    assert "usage: python -m eager_offload.doctor" in printed_by("-OO", "-m", "eager_offload.doctor", "--help")
-    given = json.loads(printed_by("-OO", "-c", _PATIENT_COMMAND, "--json", "--disk-path", directory))
-    assert given["verdict"]["works"] is True
-    assert given["failures"] == []
-    assert sum(feature["name"].startswith("torch.") for feature in given["features"]) > 30
+# -- what follows: pure, so that every machine can be tried -----------------------------------------------------------
+
+CPU = Device("cpu", "a processor", 32 * GIB, flops=1e11, itemsize=4)
+GPU = Device("cuda:0", "H200", 140 * GIB, flops=6e14, link=Speed(52e9, 52e9), pin_seconds=0.2)
+LARGE = Memory(512 * GIB, 500 * GIB, 250 * GIB, 1, "500 GiB are available", "take more")
+SMALL = replace(LARGE, budget_bytes=30 * GIB)
+SLOW, FAST = Disk("/slow", speed=Speed(1e8, 1e8)), Disk("/fast", speed=Speed(2e9, 3e9))
 
 
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out what takes long and what the test at hand is not about."""
-    monkeypatch.setattr(probes, "features", list)
-    monkeypatch.setattr(probes, "_MEASURING", 0.02)
-    monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
-    patiently(monkeypatch)
+@pytest.mark.parametrize(
+    ("devices", "memory", "settings", "where", "ratio", "advice"),
+    [
+        ([CPU], LARGE, {"tier": "disk", "disk_path": "/fast"}, "cpu to /fast", 50, "width of 133 on, and copies"),
+        ([CPU, GPU], LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from 7,692"),
+        ([CPU, GPU], SMALL, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "width of 962 on."),
+        ([replace(GPU, pin_seconds=None)], None, {"pin_memory": False}, "cuda:0 to host memory", 11_538, "checkpoint"),
+    ],
+)
+def test_settings_and_a_verdict_follow_from_what_was_measured(
+    devices: list[Device], memory: Memory | None, settings: dict[str, object], where: str, ratio: float, advice: str
+) -> None:
+    trains = devices[-1].name
+    assert recommended(devices, memory, [SLOW, FAST]) == settings
+    found = verdict(devices, [SLOW, FAST], [SelfTest(trains, True, 1)], settings)
+    assert found.works
+    assert found.summary == f"Offloading works here: {where}."
+    assert found.flop_per_byte == {trains: pytest.approx(ratio, rel=1e-3)}
+    assert advice in found.advice[0]
+    for moved, equal in ((0, True), (1, False)):
+        assert not verdict(devices, [FAST], [SelfTest(trains, equal, moved)], settings).works
 
 
-def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No probe fails since the machine is busy."""
-    monkeypatch.setattr(examination, "_ONE_PROBE", 600.0)
-    monkeypatch.setattr(examination, "_ALL_PROBES", 600.0)
+def test_the_width_from_which_a_block_is_hidden() -> None:
+    """24 d^2 operations against 16 d numbers of two bytes, or d numbers of a checkpointed block; reading counts half,
+    since backward takes twice as long."""
+    width, flop_per_byte = 4096, 24 * 4096**2 / (16 * 4096 * 2)
+    assert hidden_from_width(flop_per_byte, 2) == width
+    assert hidden_from_width(flop_per_byte * 16, 2, checkpointed=True) == width
+    slow_to_read = Disk("/back", speed=Speed(2e9, 0.5e9))
+    assert verdict([CPU], [slow_to_read], [SelfTest("cpu", True, 1)], {}).flop_per_byte == {"cpu": 1e11 / 1e9}

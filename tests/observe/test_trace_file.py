@@ -74,7 +74,7 @@ def test_a_file_that_was_there_stays_until_the_new_one_is_complete(
     def fail(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.json, "dump", fail)
+    monkeypatch.setattr(module.os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
         write_trace(TRACE, path)
     assert path.read_text() == "before"

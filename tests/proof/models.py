@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
@@ -16,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
 HEAD = WIDTH // HEADS
 VOCABULARY, LENGTH = 61, 24
-EXPERTS, CHOSEN, RANK = 4, 2, 4
-SIZE, CHANNELS, CLASSES, PATCH, LATENT = 16, 8, 10, 4, 12
+EXPERTS, CHOSEN = 4, 2
+SIZE, CHANNELS, CLASSES, LATENT = 16, 8, 10, 12
 
 
 class Batch(NamedTuple):
@@ -87,41 +86,6 @@ class LanguageModel(Trainee):
         for block in self.blocks:
             x = self.checkpointing.run(block, x, *positions)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
-
-
-class GptBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(approximate="tanh"), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.out(self._attend(self.attention_norm(x))), 0.1)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def _attend(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        q, k, v = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).split(WIDTH, dim=2))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = F.dropout(scores.masked_fill_(future, float("-inf")).softmax(-1), 0.1)
-        return (weights @ v).transpose(1, 2).reshape(rows, length, WIDTH)
-
-
-class Gpt(LanguageModel):
-    """Learned positions, LayerNorm, a fused projection, attention written out, dropout, a tied head."""
-
-    def __init__(self) -> None:
-        super().__init__((GptBlock() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        self.head.weight = self.tokens.weight
-
-    def embed(self, inputs: Tensor) -> Tensor:
-        return F.dropout(self.tokens(inputs) + self.places.weight[: inputs.shape[1]], 0.1)
 
 
 class LstmLayer(nn.Module):
@@ -210,34 +174,6 @@ class Llama(LanguageModel):
 
     def positions(self, length: int) -> tuple[Tensor, ...]:
         return (self.turns[:length],)
-
-
-class LoraLinear(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, RANK, bias=False)
-        self.up = nn.Linear(RANK, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 2.0 * self.up(self.down(F.dropout(x, 0.05)))
-
-
-class Adapted(Llama):
-    """LoRA: a frozen Llama whose projections get low-rank adapters, and nothing but those is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for module in list(self.blocks.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, LoraLinear(child))
-
-    def embed(self, inputs: Tensor) -> Tensor:
-        x = super().embed(inputs)
-        # A reentrant checkpoint passes no gradient to the weights inside unless some input of its needs one.
-        return x.requires_grad_() if self.checkpointing is Checkpointing.REENTRANT else x
 
 
 class Experts(nn.Module):
@@ -374,34 +310,6 @@ class UNet(Trainee):
         return F.mse_loss(self.head(x).float(), targets)
 
 
-class VisionTransformer(Trainee):
-    """Patches by a convolution, a class token, torch's own encoder layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
-        self.summary = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, 1 + (SIZE // PATCH) ** 2, WIDTH) * 0.02)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                WIDTH, HEADS, 2 * WIDTH, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(LAYERS)
-        )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def batch(self, seed: int) -> Batch:
-        return images(seed, 4)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        patches = self.patches(inputs).flatten(2).transpose(1, 2)
-        summary = self.summary.expand(inputs.shape[0], -1, -1)
-        x = torch.cat([summary.to(patches.dtype), patches], 1) + self.positions
-        for block in self.blocks:
-            x = self.checkpointing.run(block, x)
-        return F.cross_entropy(self.head(self.norm(x[:, 0])), targets)
-
-
 class Generator(nn.Module):
     """(rows, LATENT) to (rows, 3, SIZE, SIZE)."""
 
@@ -447,12 +355,9 @@ class Discriminator(nn.Module):
 
 #: Every family that one optimizer trains with one loss.
 FAMILIES: dict[str, Callable[[], Trainee]] = {
-    "gpt": Gpt,
     "llama": Llama,
     "unet": UNet,
     "resnet": ResNet,
     "lstm": Recurrent,
     "experts": MixtureOfExperts,
-    "vit": VisionTransformer,
-    "lora": Adapted,
 }

@@ -340,6 +340,43 @@ class Mark(Instruction):
 
 
 @dataclass(frozen=True)
+class Hook(Instruction):
+    """Has a gradient looked at, or halved, on its way."""
+
+    halves: bool
+    of: int = 0
+
+    def run(self, machine: Machine) -> None:
+        register = machine.get(self.of)
+        text = f"hook({register.name}, {self})"
+
+        def watch(gradient: Tensor) -> Tensor | None:
+            machine.note(gradient)
+            return gradient * 0.5 if self.halves else None
+
+        def hook() -> None:
+            # Of the register itself torch crashes in `register_hook`, where that is a view of one changed in place.
+            result = register.tensor * 1
+            result.register_hook(watch)
+            machine.put(result, text)
+
+        machine.attempt(text, hook)
+
+
+@dataclass(frozen=True)
+class Train(Instruction):
+    """An optimizer's step: leaves and weights change in place, and their gradients go."""
+
+    def run(self, machine: Machine) -> None:
+        machine.listing.append("    train")
+        with torch.no_grad():
+            for source in machine.sources():
+                if source.grad is not None:
+                    source.sub_(source.grad, alpha=0.1)
+                    source.grad = None
+
+
+@dataclass(frozen=True)
 class Quiesce(Instruction):
     """Waits until nothing is on its way."""
 
@@ -405,6 +442,20 @@ class Spoil(torch.autograd.Function):
             return gradient * middle.mul_(0.5) + tensor.detach().add_(0.25)
 
 
+class Given(torch.autograd.Function):
+    """Its backward returns what it saved, as a gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        context.save_for_backward(saved := tensor.sin())
+        return tensor * saved
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (saved,) = context.saved_tensors
+        return saved
+
+
 def _segment(tensor: Tensor) -> Tensor:
     return (tensor.tanh() * tensor).cumsum(0).sin()
 
@@ -447,6 +498,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "picked": _picked,
     "twice": Twice.apply,
     "spoil": Spoil.apply,
+    "given": Given.apply,
     "checkpoint": lambda t: _checkpointed(t, use_reentrant=False),
     "checkpoint_reentrant": lambda t: _checkpointed(t, use_reentrant=True),
 }
@@ -508,6 +560,12 @@ def _batch_norm(tensor: Tensor, machine: Machine) -> Tensor:
     return F.batch_norm(tensor, mean, variance, machine.weight(tensor.shape[1]), training=True)
 
 
+def _recurrent(tensor: Tensor, machine: Machine) -> Tensor:
+    width = tensor.shape[-1]
+    weights = [machine.weight(24, width), machine.weight(24, 8), machine.weight(24), machine.weight(24)]
+    return torch.gru(tensor.unsqueeze(0), torch.zeros(1, 1, 8), weights, True, 1, 0.0, True, False, True)[0][0]
+
+
 def _attention(tensor: Tensor, machine: Machine) -> Tensor:
     q, k, v = F.linear(tensor, machine.weight(24, tensor.shape[-1])).chunk(3, dim=-1)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
@@ -521,6 +579,7 @@ LAYERS: dict[str, Callable[[Tensor, Machine], Tensor]] = {
     "linear": _linear,
     "conv": _conv,
     "batch_norm": _batch_norm,
+    "recurrent": _recurrent,
     "attention": _attention,
     "embedding": _embedding,
 }
@@ -559,14 +618,16 @@ def backwards() -> st.SearchStrategy[Instruction]:
 def instructions() -> st.SearchStrategy[Instruction]:
     changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
     some = st.one_of(st.builds(Drop, AGES), st.builds(Mark, st.booleans(), AGES), st.just(Quiesce()), st.builds(Fail))
+    loop = st.one_of(st.builds(Hook, st.booleans(), AGES), st.just(Train()))
     unary, binary = calls(UNARY | RANDOM), calls(BINARY)
     several = [unary, unary, binary, binary, calls(VIEWS), calls(LAYERS), backwards()]
-    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some)
+    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some, loop)
 
 
 def programs() -> st.SearchStrategy[Program]:
     sides = st.sampled_from([8, 1, 4, 64])
-    dtypes = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64, torch.complex64])
+    others = [torch.float64, torch.complex64, torch.bfloat16, torch.float16]
+    dtypes = st.sampled_from([*[torch.float32] * 5, *others])
     leaves = st.builds(Leaf, sides, sides, st.sampled_from(["leaf", "parameter", "buffer"]), dtypes)
     wheres = st.sampled_from(["offload", "offload", "offload", "offload", "twice", "other", "region", "bare"])
     blocks = st.builds(Block, wheres, st.lists(instructions(), min_size=5, max_size=16).map(tuple))

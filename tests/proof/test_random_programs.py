@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eager_offload as eo
-from eager_offload.simulation.checker import Violation
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, changes_a_source
 from tests.proof.bits import same_bits
 from tests.proof.programs import MODIFIED, Call, Change, Machine, Program, programs
 from tests.sampling import search
+from tests.simulation.checker import Violation
 
 # On one thread: the number of an operator's threads decides the last bits of some sums, as those of attention.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import eager_offload as eo
 from tests.hazards.programs import assert_identical, leaf
-from tests.plan.programs import Stack, slow
+from tests.planning.programs import Stack, slow
 from tests.ranks.launch import Ranks
 from tests.ranks.training import steps
 

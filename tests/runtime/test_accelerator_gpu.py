@@ -13,7 +13,7 @@ import torch
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
-from tests.gpu.machine import DeviceMachine
+from tests.gpu.machine import Machine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,13 +24,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def machine() -> Iterator[DeviceMachine]:
-    machine = DeviceMachine()
+def machine() -> Iterator[Machine]:
+    machine = Machine()
     yield machine
     machine.finish()
 
 
-def test_host_goes_on_while_a_copy_waits_for_compute(machine: DeviceMachine) -> None:
+def test_host_goes_on_while_a_copy_waits_for_compute(machine: Machine) -> None:
     runtime, compute = machine.runtime, machine.current
     out = runtime.transfer_stream(machine.device, Direction.OUT)
     source = torch.empty(MIB, dtype=torch.uint8, device=machine.device)
@@ -49,7 +49,7 @@ def test_host_goes_on_while_a_copy_waits_for_compute(machine: DeviceMachine) -> 
     assert slot.tensor.eq(7).all()
 
 
-def test_h15_failure_inside_a_transfer_stream_restores_the_selection(machine: DeviceMachine) -> None:
+def test_h15_failure_inside_a_transfer_stream_restores_the_selection(machine: Machine) -> None:
     with machine.computing_on(machine.side_stream()):
         before = torch.accelerator.current_device_index(), machine.current
         back = machine.runtime.transfer_stream(machine.device, Direction.IN)
@@ -58,14 +58,14 @@ def test_h15_failure_inside_a_transfer_stream_restores_the_selection(machine: De
         assert (torch.accelerator.current_device_index(), machine.current) == before
 
 
-def test_host_buffers_are_pinned_and_page_aligned(machine: DeviceMachine) -> None:
+def test_host_buffers_are_pinned_and_page_aligned(machine: Machine) -> None:
     pinned, pageable = machine.runtime.host_buffer(MIB), machine.runtime.host_buffer(MIB, pin_memory=False)
     assert pinned.is_pinned()
     assert not pageable.is_pinned()
     assert pinned.data_ptr() % 4096 == pageable.data_ptr() % 4096 == 0
 
 
-def test_targets_have_the_phase_that_was_asked_for_and_need_no_second_attempt(machine: DeviceMachine) -> None:
+def test_targets_have_the_phase_that_was_asked_for_and_need_no_second_attempt(machine: Machine) -> None:
     for nbytes in (1, 4096, MIB):
         target = machine.runtime.allocate(Layout(nbytes), machine.device, machine.current)
         assert target.data_ptr() % ALIGNMENT == 0
@@ -77,7 +77,7 @@ def test_targets_have_the_phase_that_was_asked_for_and_need_no_second_attempt(ma
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_bandwidth_is_that_of_a_bus(machine: DeviceMachine, direction: Direction) -> None:
+def test_bandwidth_is_that_of_a_bus(machine: Machine, direction: Direction) -> None:
     found = machine.runtime.bandwidth(machine.device, direction)
     assert 1e8 < found < 1e13
     assert machine.runtime.bandwidth(machine.device, direction) == found

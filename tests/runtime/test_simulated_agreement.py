@@ -10,8 +10,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eager_offload.simulation.simulated import SimulatedEvent, SimulatedRuntime, SimulatedStream
 from tests.runtime.simulated_rig import Rig
+from tests.simulation.simulated import SimulatedEvent, SimulatedRuntime, SimulatedStream
 
 TENSORS = 3
 STARTS = [0, 32, 64]

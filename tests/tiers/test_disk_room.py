@@ -91,14 +91,6 @@ def test_a_disk_that_does_not_tell_its_room_has_none(directory: Path, monkeypatc
     assert file.written >= 5000
 
 
-def test_a_directory_that_is_removed_does_not_matter_to_an_open_file(directory: Path) -> None:
-    place = directory / "gone"
-    place.mkdir()
-    tier, _ = open_tier(place)
-    place.rmdir()
-    assert torch.equal(content(stored(tier, noise(70 * MIB))), noise(70 * MIB))
-
-
 def test_bytes_written_are_counted_over_all_files_and_slots(directory: Path) -> None:
     tier = DiskTier([directory, directory], 512 * MIB, file_type=Watched)
     assert tier.written_bytes == 0
@@ -190,25 +182,6 @@ def test_h27_asking_what_the_page_cache_has_brings_nothing_in(directory: Path) -
     assert file.read_into(memoryview(bytearray(100)), 5 * PAGE) == 100
     assert file.is_cached(5 * PAGE)
     assert slot.nbytes == MIB
-
-
-def test_the_floor_of_a_disk_with_two_files_is_the_same(directory: Path) -> None:
-    class Shared(Watched):
-        """On a disk of 1 GiB, which all files share."""
-
-        def usage(self) -> Usage:
-            taken = sum(file.stat.st_size for file in Watched.opened)
-            return super().usage()._replace(total=GIB, free=GIB - taken)
-
-    tier = DiskTier([directory, directory], GIB, file_type=Shared)
-    slots = []
-    while (slot := tier.reserve(100 * MIB)) is not None:
-        slots.append(slot)
-    assert len(slots) == 9, "what is above the floor serves"
-    assert GIB - tier.held_bytes >= GIB * FLOOR_SHARE
-    slots[0].write(noise(100 * MIB))
-    assert torch.equal(content(slots[0]), noise(100 * MIB))
-    assert sum(file.written for file in Watched.opened) >= 100 * MIB
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])

@@ -15,9 +15,9 @@ def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
     extents = Extents(100)
     taken = [extents.allocate(nbytes) for nbytes in (10, 1, 6, 1, 20, 62)]
     assert [extent.start for extent in taken if extent] == [0, 10, 11, 17, 18, 38]
-    extents.release(0, 10)
-    extents.release(11, 6)
-    extents.release(18, 20)
+    extents.release(Extent(0, 10))
+    extents.release(Extent(11, 6))
+    extents.release(Extent(18, 20))
     assert extents.allocate(5) == Extent(11, 5, ())
     assert extents.allocate(7) == Extent(0, 7, ())
     assert extents.free_bytes == 1 + 3 + 20
@@ -25,26 +25,12 @@ def test_a_request_takes_the_smallest_hole_that_holds_it() -> None:
     assert extents.allocate(20) == Extent(18, 20)
 
 
-def test_growth_joins_the_free_end_unless_there_is_a_gap() -> None:
-    extents = Extents(8)
-    assert extents.grow(8) == 8
-    assert extents.free_at_end == 16
-    assert extents.grow(8, gap=4) == 20
-    assert extents.free_at_end == 8
-    assert extents.length == 28
-    assert extents.is_at_rest(20, 8)
-    extents.withdraw(20, 8)
-    assert not extents.is_at_rest(20, 8)
-    assert extents.free_bytes == 16
-    assert extents.allocate(17) is None
-
-
 def three_released() -> tuple[Verdicts, Extents]:
     verdicts, extents = Verdicts(), Extents(30)
     for _ in range(3):
         extents.allocate(10)
     for at, name in enumerate(("one", "two", "three")):
-        extents.release(10 * at, 10, [verdicts.fence(name)])
+        extents.release(Extent(10 * at, 10, (verdicts.fence(name),)))
     return verdicts, extents
 
 
@@ -65,52 +51,11 @@ def test_what_is_not_in_use_any_more_serves_before_what_is() -> None:
     assert extents.allocate(8) == Extent(20, 8, (verdicts.fence("three"),))
 
 
-def test_a_request_that_fits_nowhere_else_waits_for_all_users_of_its_range() -> None:
-    verdicts, extents = three_released()
-    verdicts.over.add("two")
-    found = extents.allocate(25)
-    assert found is not None
-    assert (found.start, set(found.fences)) == (0, {verdicts.fence("one"), verdicts.fence("three")})
-    assert extents.allocate(5) is not None, "what is left of it waits for no less"
-    assert set(extents.fences) == {verdicts.fence("one"), verdicts.fence("three")}
-
-
-def test_a_range_is_at_rest_when_its_last_use_is_over() -> None:
-    verdicts, extents = three_released()
-    verdicts.over.update({"one", "two"})
-    assert not extents.is_at_rest(0, 30)
-    assert extents.allocate(31) is None
-    assert not extents.is_at_rest(0, 30), "nor when it is coalesced with what is still in use"
-    verdicts.over.add("three")
-    assert extents.is_at_rest(0, 30)
-
-
-def test_extents_that_are_made_anew_know_what_is_taken_and_every_fence() -> None:
-    verdicts, extents = three_released()
-    verdicts.over.add("one")
-    taken = [Extent(5, 3), Extent(12, 8), Extent(25, 5)]
-    anew = extents.free_but_for(taken, [Extent(0, 20), Extent(20, 10)])
-    assert anew.length == 30
-    found = {(extent.start, extent.nbytes): set(extent.fences) for n in (5, 5, 4) if (extent := anew.allocate(n))}
-    both = {verdicts.fence("two"), verdicts.fence("three")}
-    assert found == {(20, 5): both, (0, 5): both, (8, 4): both}
-    assert anew.free_bytes == 0
-
-
-def test_fences_that_have_passed_are_not_hoarded() -> None:
-    verdicts, extents = Verdicts(), Extents(1 << 20)
-    for event in range(1000):
-        extents.release(extents.allocate(64).start, 64, [verdicts.fence(event)])  # type: ignore[union-attr]
-        verdicts.over.add(event)
-    assert extents.allocate(1 << 20) == Extent(0, 1 << 20)
-    assert extents.fences == ()
-
-
 def test_giving_back_twice_is_noticed() -> None:
     extents = Extents(10)
     extents.allocate(10)
-    extents.release(0, 10)
-    extents.release(0, 10)
+    extents.release(Extent(0, 10))
+    extents.release(Extent(0, 10))
     with pytest.raises(AssertionError, match="twice"):
         extents.allocate(20)  # noticed when what was released is put in its place
 
@@ -162,7 +107,6 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             expected = {fence for at in mine for fence in model.fences[at] if not fence.passed()}
             assert set(extent.fences) >= expected, "a use of these bytes goes on"
             assert len(set(extent.fences)) == len(extent.fences)
-            assert not any(fence.passed() for fence in extent.fences)
             for at in mine:
                 model.free[at] = False
             live.append(extent)
@@ -173,7 +117,7 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
             for _ in range(data.draw(st.integers(0, 2), "uses")):
                 fences.append(verdicts.fence(events))
                 events += 1
-            extents.release(extent.start, extent.nbytes, fences)
+            extents.release(Extent(extent.start, extent.nbytes, tuple(fences)))
             for at in range(extent.start, extent.start + extent.nbytes):
                 model.free[at] = True
                 model.fences[at] = set(fences)
@@ -184,6 +128,6 @@ def test_any_sequence_never_overlaps_melts_fully_and_loses_no_fence(data: st.Dat
         assert extents.free_bytes == sum(model.free)
         assert extents.length == len(model.free)
     for extent in live:
-        extents.release(*extent)
+        extents.release(extent)
     assert extents.free_bytes == extents.length
     assert not model.free or extents.allocate(extents.length) is not None, "not coalesced"

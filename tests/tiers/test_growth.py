@@ -16,7 +16,6 @@ from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.forking import ForkSafeLock, ReentrantLock
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.slabs import Quota
 from eager_offload.tiers.space import Space
 from eager_offload.tiers.spill import SpillFile
 from tests.threads import on_a_thread
@@ -178,67 +177,6 @@ def test_what_is_at_hand_takes_nothing_from_the_system(arena: Arena, system: Slo
     assert other.region != slot.region
     assert tier.peak_bytes == 2 * 8192
     assert tier.at_hand(2 * MIB) is None, "the budget has no room, and the system need not be asked"
-
-
-def test_a_growth_in_the_midst_of_a_growth_is_refused(arena: Arena, system: Slow) -> None:
-    def again() -> None:
-        for take in (arena.allocate, arena.lease):
-            with pytest.raises(RuntimeError, match="in the midst of a call"):
-                take(8192)
-
-    system.meanwhile = again
-    assert arena.allocate(8192) is not None
-    assert system.sizes == [MIB]
-
-
-def interrupted_in(arena: Arena, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> BaseException:
-    """An interrupt comes where a slot was cut and is not registered; its traceback holds the slot."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Arena, "_register", interrupt)
-        try:
-            arena.at_hand(nbytes)
-        except KeyboardInterrupt as error:  # no cycle, so that what it holds dies as soon as it does
-            return error
-    pytest.fail("no interrupt came")
-
-
-def test_an_interrupt_elsewhere_while_the_system_refuses_loses_nothing(
-    system: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
-    kept = arena.allocate(4096)
-    system.refuse, system.meanwhile = True, lambda: interrupted_in(arena, monkeypatch, 4096)
-    assert arena.allocate(2 * MIB) is None
-    rest = [arena.allocate(4096) for _ in range(MIB // 4096 - 1)]
-    assert None not in [kept, *rest], "each part of the slab is there to be had"
-    assert arena.held_bytes == arena.used_bytes == MIB
-
-
-def test_a_slot_that_was_never_registered_may_die_late(system: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
-    assert arena.allocate(4096) is not None, "so that there is a slab"
-    held = [interrupted_in(arena, monkeypatch, 8192)]
-    assert arena.allocate(4096) is not None, "which makes anew what is known"
-    held.clear()
-    assert arena.allocate(4096) is not None
-    assert arena.used_bytes == 0
-
-
-def test_a_quota_that_has_left_counts_nothing_after_an_interrupt(system: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, quota = Arena(system, slab_bytes=MIB, idle_bytes=MIB), Quota(MIB, pooled=False)
-    arena.join(quota)
-    slot = arena.allocate(8192, quota=quota)
-    assert slot is not None
-    arena.leave(quota)
-    arena.join(Quota(MIB, pooled=False))  # else the arena is closed
-    interrupted_in(arena, monkeypatch, 4096)
-    del slot
-    assert arena.used_bytes == 0
-    assert (quota.used_bytes, quota.held_bytes) == (0, 0)
 
 
 # -- of a spill file --------------------------------------------------------------------------------------------------

@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import guard, host
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.guard import Guard, NoHeadroomError
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import Headroom, host_headroom
-from eager_offload.tiers.slabs import HostSlot, PowersOfTwo
-from tests.doubles.recording_accelerator import RecordingAccelerator
+from eager_offload.tiers.slabs import HostSlot
+from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
-from tests.tiers.rig import System, reserve
+from tests.tiers.rig import System
 
 
 class Readings:
@@ -176,60 +173,7 @@ def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
     assert tier.reserve(256 * MIB) is not None
 
 
-def test_h26_a_smaller_slab_is_taken_before_idle_ones_go_back(readings: Readings) -> None:
-    tier, _, system = guarded(readings, sizes=PowersOfTwo())
-    idle = tier.reserve(64 * MIB)
-    (first,) = system.sizes
-    del idle
-    readings.available = GIB + first + 100 * MIB
-    slots = [tier.reserve(first), tier.reserve(64 * MIB)]
-    assert None not in slots
-    assert system.sizes[1:] == [64 * MIB]
-    assert len(system.alive) == 2
-
-
-def test_h26_pinned_memory_is_unpinned_before_the_next_look(readings: Readings) -> None:
-    double = RecordingAccelerator(can_register=True)
-    runtime, watch = AcceleratorRuntime(double), Guard()
-
-    def given_back() -> None:
-        runtime.poll()
-        watch.forget()
-
-    readings.held = lambda: sum(double.registered.values())
-    readings.available = GIB + 96 * MIB
-    sizes = runtime.slab_sizes()
-    arena = Arena(runtime.host_buffer, idle_bytes=GIB, sizes=sizes, admit=watch.admit, given_back=given_back)
-    tier = HostTier(arena)
-    slot = tier.reserve(64 * MIB)
-    del slot
-    other = reserve(tier, 80 * MIB)
-    assert double.registered == {other.address: 80 * MIB}
-
-
 # -- a budget in bytes, and one that follows the machine --------------------------------------------------------------
-
-
-def test_a_budget_in_bytes_is_given_whatever_the_machine_says_and_one_warning_reports_it(readings: Readings) -> None:
-    tier, watch, system = guarded(readings, 8 * GIB, idle_bytes=16 * GIB)
-    slots = [tier.reserve(GIB)]
-    assert tier.warning() is None, "there is enough"
-    slots += fill(tier, GIB)
-    assert len(slots) == 8, "of 3 GiB"
-    assert tier.warning() == (
-        "host_budget=8GiB is taken as it was given, although memory is short: 1.0 GiB more of host memory would leave "
-        "less than 1.0 GiB of it for others, for 0 B of this machine's 16.0 GiB of memory are available. The system "
-        "may end processes that go beyond what it has. To change that, end other programs that take memory, or take a "
-        'machine with more of it, or leave it to host_budget="auto"'
-    )
-    assert tier.warning() is None, "it is said once"
-    assert tier.shortage.reason == "all of host_budget is in use: 8.0 GiB"
-    with pytest.raises(NoHeadroomError):
-        watch.admit(GIB)
-    slots.clear()
-    tier.release_idle()
-    system.refuse = True
-    assert len(fill(tier, GIB)) == 8, "what is idle stays"
 
 
 def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
@@ -255,20 +199,3 @@ def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
     readings.available = looks.available = GIB
     assert tier.reserve(GIB) is None
     assert tier.budget == 3 * GIB, "it never comes down: the guard says what is left"
-
-
-def test_a_caller_with_a_lock_does_not_look(readings: Readings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "HOST_FRACTION", 0.5)
-    looks = Readings(readings.machine)
-    monkeypatch.setattr(host, "host_headroom", looks)
-    tier, _, _ = guarded(readings)
-    looks.held = readings.held
-    slots = [tier.reserve(512 * MIB) for _ in range(3)]
-    assert None not in slots
-    before = looks.looks
-    with pytest.raises(MustGrow):
-        tier.at_hand(512 * MIB)
-    assert looks.looks == before
-    assert tier.reserve(512 * MIB) is None
-    assert looks.looks == before + 1
-    assert tier.at_hand(16 * MIB) is None, "no need to look again for these"

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -202,137 +202,128 @@ def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tm
     assert disk_budget(tmp_path, machine.system) == 300 * GIB // 8
 
 
-# -- version 2 ------------------------------------------------------------------------------------------------------
+# -- what binds -------------------------------------------------------------------------------------------------------
+
+V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
 
 
-def test_h26_without_groups_the_memory_that_is_available_binds(machine: FakeMachine) -> None:
-    found = host_headroom(machine.system)
-    assert found.nbytes == 48 * GIB
-    assert found.binding.kind == "memory"
-    assert found.binding.reason == "48.0 GiB of this machine's 64.0 GiB of memory are available"
-    machine.write("proc/meminfo", "")
-    assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
+def v2(group: str, **limits: int) -> Callable[[FakeMachine], None]:
+    """The process is in ``group`` of version 2, which has these limits."""
+
+    def arrange(machine: FakeMachine) -> None:
+        machine.belongs_to(group, version=2)
+        machine.set_group_v2(f"{V2}{group.rstrip('/')}", **limits)
+
+    return arrange
 
 
-def test_h26_a_version_2_limit_below_physical_memory_binds_and_file_cache_does_not_count(machine: FakeMachine) -> None:
-    machine.belongs_to("/job", version=2)
-    machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, used=7 * GIB, cache=2 * GIB, dirty=256 * MIB)
-    found = host_headroom(machine.system)
-    assert found.nbytes == 8 * GIB - 7 * GIB + 2 * GIB - 256 * MIB
-    assert found.binding.kind == "cgroup"
-    assert found.binding.where.endswith("/sys/fs/cgroup/job/memory.max")
-    assert "may use 8.0 GiB (memory.max) and uses 5.2 GiB, not counting file cache" in found.binding.reason
-    assert "docker run --memory" in found.binding.remedy
-    assert [limit.kind for limit in found.limits] == ["cgroup", "memory"]
+def v1(group: str, mounted: str = "/", below: str | None = None, **limits: int) -> Callable[[FakeMachine], None]:
+    """The process is in ``group`` of version 1; what is at ``below`` of its mount has these limits."""
+
+    def arrange(machine: FakeMachine) -> None:
+        machine.belongs_to(group, version=1, mounted=mounted)
+        machine.set_group_v1(f"{V1}{group if below is None else below}", **limits)
+
+    return arrange
 
 
-@pytest.mark.parametrize("binding", ["/a", "/a/b", "/a/b/c"])
-def test_h26_every_version_2_ancestor_counts(machine: FakeMachine, binding: str) -> None:
-    machine.belongs_to("/a/b/c", version=2)
-    for group in ("/a", "/a/b", "/a/b/c"):
-        machine.set_group_v2(f"/sys/fs/cgroup{group}", most=4 * GIB if group == binding else 32 * GIB, used=GIB)
-    found = host_headroom(machine.system)
-    assert found.nbytes == 3 * GIB
-    assert found.binding.where.endswith(f"/sys/fs/cgroup{binding}/memory.max")
+def ancestors_v2(binding: str) -> Callable[[FakeMachine], None]:
+    def arrange(machine: FakeMachine) -> None:
+        machine.belongs_to("/a/b/c", version=2)
+        for group in ("/a", "/a/b", "/a/b/c"):
+            machine.set_group_v2(f"{V2}{group}", most=4 * GIB if group == binding else 32 * GIB, used=GIB)
+
+    return arrange
 
 
-def test_h26_the_height_above_which_a_group_is_slowed_down_is_a_limit(machine: FakeMachine) -> None:
-    machine.belongs_to("/job", version=2)
-    machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, high=5 * GIB, used=2 * GIB)
-    found = host_headroom(machine.system)
-    assert found.nbytes == 3 * GIB
-    assert found.binding.where.endswith("memory.high")
-    machine.set_group_v2("/sys/fs/cgroup/job", used=2 * GIB)
-    assert host_headroom(machine.system).binding.kind == "memory", "max is no limit"
+def ancestors_v1(binding: str) -> Callable[[FakeMachine], None]:
+    def arrange(machine: FakeMachine) -> None:
+        machine.belongs_to("/slurm/job_7", version=1)
+        machine.belongs_to("/", version=2, point=f"{V2}/unified")  # beside them, without controllers
+        for group in ("", "/slurm", "/slurm/job_7"):
+            most = {"most": 4 * GIB} if group == binding else {}
+            machine.set_group_v1(f"{V1}{group}", used=2 * GIB, cache=GIB, **most)
+
+    return arrange
 
 
-def test_h26_a_group_beyond_its_limit_has_no_room_and_no_less(machine: FakeMachine) -> None:
-    machine.belongs_to("/job", version=2)
-    machine.set_group_v2("/sys/fs/cgroup/job", high=GIB, used=2 * GIB)
-    assert host_headroom(machine.system).nbytes == host_budget(machine.system) == 0
+def an_ancestor_that_does_not_count(machine: FakeMachine) -> None:
+    v1("/a/b", most=8 * GIB)(machine)
+    machine.set_group_v1(f"{V1}/a", most=GIB, hierarchical=False)
 
 
-def test_h26_a_container_that_sees_itself_as_the_root_finds_its_limit(machine: FakeMachine) -> None:
-    machine.belongs_to("/", version=2)
-    machine.set_group_v2("/sys/fs/cgroup", most=8 * GIB, used=GIB)
-    assert host_headroom(machine.system).nbytes == 7 * GIB
-
-
-# -- version 1 ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("binding", ["", "/slurm", "/slurm/job_7"])
-def test_h26_every_version_1_ancestor_counts(machine: FakeMachine, binding: str) -> None:
-    machine.belongs_to("/slurm/job_7", version=1)
-    machine.belongs_to("/", version=2, point="/sys/fs/cgroup/unified")  # beside them, without controllers
-    for group in ("", "/slurm", "/slurm/job_7"):
-        most = {"most": 4 * GIB} if group == binding else {}
-        machine.set_group_v1(f"/sys/fs/cgroup/memory{group}", used=2 * GIB, cache=GIB, **most)
-    found = host_headroom(machine.system)
-    assert found.nbytes == 3 * GIB
-    assert found.binding.where.endswith(f"/sys/fs/cgroup/memory{binding}/memory.limit_in_bytes")
-
-
-@pytest.mark.parametrize(
-    ("group", "mounted"),
-    [("/docker/0123", "/docker/0123"), ("/kubepods/pod1/0123", "/elsewhere")],
-    ids=["which is what is mounted", "which cannot be found by its name"],
-)
-def test_h26_a_version_1_container_finds_the_limit_of_its_group(machine: FakeMachine, group: str, mounted: str) -> None:
-    machine.belongs_to(group, version=1, mounted=mounted)
-    machine.set_group_v1("/sys/fs/cgroup/memory", most=2 * GIB, used=GIB)
-    assert host_headroom(machine.system).nbytes == GIB
-
-
-def test_h26_version_1_tells_the_limit_of_groups_that_are_not_mounted(machine: FakeMachine) -> None:
-    machine.belongs_to("/kubepods/pod1/0123", version=1, mounted="/kubepods/pod1/0123")
-    machine.set_group_v1("/sys/fs/cgroup/memory", used=GIB, least_around=3 * GIB)
-    found = host_headroom(machine.system)
-    assert found.nbytes == 2 * GIB
-    assert found.binding.where.endswith("memory.stat")
-
-
-def test_h26_a_version_1_limit_that_counts_swap_as_well_is_a_limit(machine: FakeMachine) -> None:
-    machine.belongs_to("/job", version=1)
-    machine.set_group_v1("/sys/fs/cgroup/memory/job", most=8 * GIB, with_swap=6 * GIB, used=2 * GIB)
-    assert host_headroom(machine.system).nbytes == 4 * GIB
-
-
-def test_h26_a_version_1_ancestor_that_does_not_count_its_children_binds_no_process(machine: FakeMachine) -> None:
-    machine.belongs_to("/a/b", version=1)
-    machine.set_group_v1("/sys/fs/cgroup/memory/a", most=GIB, hierarchical=False)
-    machine.set_group_v1("/sys/fs/cgroup/memory/a/b", most=8 * GIB)
-    assert host_headroom(machine.system).nbytes == 8 * GIB
-
-
-def test_h26_a_group_in_which_nothing_can_be_read_binds_no_process(machine: FakeMachine) -> None:
-    machine.belongs_to("/../outside", version=2)
-    assert host_headroom(machine.system).binding.kind == "memory"
+def nothing_to_be_read(machine: FakeMachine) -> None:
     machine.write("proc/self/mountinfo", "")
     machine.write("proc/self/cgroup", "0::/nowhere\n")
-    assert host_headroom(machine.system).binding.kind == "memory"
 
 
-# -- other limits ---------------------------------------------------------------------------------------------------
+def of_the_process(name: str) -> Callable[[FakeMachine], None]:
+    def arrange(machine: FakeMachine) -> None:
+        machine.set_process(addresses=3 * GIB, data=GIB)
+        machine.process_limits[name] = 8 * GIB
+
+    return arrange
 
 
-@pytest.mark.parametrize(("name", "room"), [("RLIMIT_AS", 5 * GIB), ("RLIMIT_DATA", 7 * GIB)])
-def test_h26_the_limits_of_a_process_bind_it(machine: FakeMachine, name: str, room: int) -> None:
-    machine.set_process(addresses=3 * GIB, data=GIB)
-    machine.process_limits[name] = 8 * GIB
+def committed(overcommits: int) -> Callable[[FakeMachine], None]:
+    def arrange(machine: FakeMachine) -> None:
+        machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB))
+        machine.write("proc/sys/vm/overcommit_memory", f"{overcommits}\n")
+
+    return arrange
+
+
+#: Arranges a machine of 48 GiB; the room that a process has there; a part of what binds it, by its place or its reason.
+BINDING: dict[str, tuple[Callable[[FakeMachine], object], int, str]] = {
+    "no group": (lambda machine: None, 48 * GIB, "48.0 GiB of this machine's 64.0 GiB of memory are available"),
+    "v2, below physical memory": (
+        v2("/job", most=8 * GIB, used=7 * GIB, cache=2 * GIB, dirty=256 * MIB),
+        8 * GIB - 7 * GIB + 2 * GIB - 256 * MIB,
+        "may use 8.0 GiB (memory.max) and uses 5.2 GiB, not counting file cache",
+    ),
+    **{f"v2, {one}": (ancestors_v2(one), 3 * GIB, f"{V2}{one}/memory.max") for one in ("/a", "/a/b", "/a/b/c")},
+    "v2, slowed down above": (v2("/job", most=8 * GIB, high=5 * GIB, used=2 * GIB), 3 * GIB, "memory.high"),
+    "v2, max is no limit": (v2("/job", used=2 * GIB), 48 * GIB, "are available"),
+    "v2, beyond its limit": (v2("/job", high=GIB, used=2 * GIB), 0, "memory.high"),
+    "v2, a container is the root": (v2("/", most=8 * GIB, used=GIB), 7 * GIB, f"{V2}/memory.max"),
+    **{
+        f"v1, {one or 'root'}": (ancestors_v1(one), 3 * GIB, f"{V1}{one}/memory.limit_in_bytes")
+        for one in ("", "/slurm", "/slurm/job_7")
+    },
+    "v1, what is mounted": (v1("/docker/0123", "/docker/0123", "", most=2 * GIB, used=GIB), GIB, "limit_in_bytes"),
+    "v1, not found by its name": (v1("/pod/0123", "/elsewhere", "", most=2 * GIB, used=GIB), GIB, "limit_in_bytes"),
+    "v1, of groups not mounted": (
+        v1("/pod/0123", "/pod/0123", "", used=GIB, least_around=3 * GIB),
+        2 * GIB,
+        f"{V1}/memory.stat",
+    ),
+    "v1, with swap": (v1("/job", most=8 * GIB, with_swap=6 * GIB, used=2 * GIB), 4 * GIB, "memsw"),
+    "v1, an ancestor that counts no children": (an_ancestor_that_does_not_count, 8 * GIB, "/a/b/"),
+    "a group outside": (lambda machine: machine.belongs_to("/../outside", version=2), 48 * GIB, "are available"),
+    "nothing can be read": (nothing_to_be_read, 48 * GIB, "are available"),
+    "RLIMIT_AS": (of_the_process("RLIMIT_AS"), 5 * GIB, "RLIMIT_AS"),
+    "RLIMIT_DATA": (of_the_process("RLIMIT_DATA"), 7 * GIB, "RLIMIT_DATA"),
+    "promises that are not kept": (committed(0), 48 * GIB, "are available"),
+    "promises that are kept": (committed(2), 2 * GIB, "vm.overcommit_memory=2"),
+}
+REMEDIES = {"memory.max": "docker run --memory", "RLIMIT_": "ulimit"}
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_h26_the_least_of_all_limits_binds_and_is_named(name: str, machine: FakeMachine) -> None:
+    arrange, room, what = BINDING[name]
+    arrange(machine)
     found = host_headroom(machine.system)
     assert found.nbytes == room
-    assert found.binding.where == name
-    assert "ulimit" in found.binding.remedy
+    assert what in f"{found.binding.where}: {found.binding.reason}"
+    assert host_budget(machine.system) == room // 2
+    for where, remedy in REMEDIES.items():
+        assert where not in found.binding.where or remedy in found.binding.remedy
 
 
-def test_h26_a_kernel_that_keeps_its_promises_binds_by_what_it_has_promised(machine: FakeMachine) -> None:
-    machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB))
-    assert host_headroom(machine.system).nbytes == 48 * GIB
-    machine.write("proc/sys/vm/overcommit_memory", "2\n")
-    found = host_headroom(machine.system)
-    assert found.nbytes == 2 * GIB
-    assert "vm.overcommit_memory=2" in found.binding.reason
+def test_h26_where_the_system_tells_nothing_its_memory_binds(machine: FakeMachine) -> None:
+    machine.write("proc/meminfo", "")
+    assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
 
 
 def test_the_size_that_a_file_may_have_bounds_a_disk(machine: FakeMachine, tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from eager_offload.runtime import pinned
-from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.tiers import memory
 from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab
-from tests.doubles.recording_accelerator import RecordingAccelerator
 
 MIB = 1 << 20
 PREFERRED = 1
@@ -81,30 +80,43 @@ def test_a_processor_whose_system_calls_are_unknown_goes_without(monkeypatch: py
     assert not prefer_node(anonymous_slab(PAGE).data_ptr(), PAGE, 0)
 
 
+class TwoDevices(AcceleratorApi):
+    """Memory is pinned by a driver that writes down the policy of the pages."""
+
+    def __init__(self) -> None:
+        self.selected = 0
+        self.bound: dict[int, tuple[int, int]] = {}
+
+    def current_device_index(self) -> int:
+        return self.selected
+
+    def pci_address(self, index: int) -> str | None:
+        return ("0000:3b:00.0", "0000:86:00.0")[index]
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.bound[address] = policy_of(address)
+
+    def unregister(self, address: int) -> None:
+        del self.bound[address]
+
+
 @pytest.mark.usefixtures("kernel_tells")
 @pytest.mark.parametrize("pin_memory", [True, False], ids=["registered", "pageable"])
 def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
     monkeypatch: pytest.MonkeyPatch, pin_memory: bool
 ) -> None:
-    double = RecordingAccelerator(2, can_register=True)
-    double.pci_addresses = {0: "0000:3b:00.0", 1: "0000:86:00.0"}
     # This machine has one node, and the second device is said to be near it.
     monkeypatch.setattr(pinned, "node_of_device", {"0000:3b:00.0": None, "0000:86:00.0": 0}.get)
-    bound: dict[int, tuple[int, int]] = {}
-
-    def register(address: int, nbytes: int) -> None:
-        bound[address] = policy_of(address)
-
-    monkeypatch.setattr(double, "register", register)
-    monkeypatch.setattr(double, "unregister", lambda address: None)
-    runtime = AcceleratorRuntime(double)
-    far = runtime.host_buffer(MIB, pin_memory=pin_memory)
-    with double.device_index(1):
-        near = runtime.host_buffer(MIB, pin_memory=pin_memory)
+    api = TwoDevices()
+    memory = PinnedMemory(api)
+    take = memory.allocate if pin_memory else memory.pageable
+    far = take(MIB)
+    api.selected = 1
+    near = take(MIB)
     assert policy_of(near.data_ptr()) == (PREFERRED, 1)
     assert policy_of(far.data_ptr())[0] != PREFERRED
     if pin_memory:
-        assert bound[near.data_ptr()] == (PREFERRED, 1), "it is bound before it is pinned, which touches it"
+        assert api.bound[near.data_ptr()] == (PREFERRED, 1), "it is bound before it is pinned, which touches it"
     assert torch.equal(near.fill_(3), far.fill_(3))
 
 

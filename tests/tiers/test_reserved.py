@@ -6,13 +6,10 @@ import random
 
 import pytest
 
-from eager_offload import CapacityError, ConfigError, Offload
+from eager_offload import ConfigError, Offload
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.slabs import PowersOfTwo
-from tests.doubles.recorded_backend import RecordedBackend
-from tests.hazards.backends import assert_settled
-from tests.hazards.programs import Settled, leaf
 from tests.tiers.rig import MIB, System, noise, reserve
 
 
@@ -69,34 +66,6 @@ def test_without_room_it_says_why_and_keeps_what_it_has(arena: Arena, system: Sy
     assert shortage.reason == "the system refused it (none left)"
     assert system.sizes == [32 * MIB]
     reserve(tier, 20 * MIB)
-
-
-def test_a_step_after_reserve_pins_nothing() -> None:
-    with RecordedBackend() as backend:
-        offload = backend.offload(host_budget="64MiB")
-        offload.reserve("32MiB")
-        offload.reserve(32 << 20)
-        registered = dict(backend.double.registered)
-        assert sum(registered.values()) + backend.double.pinned_by_torch == 32 * MIB
-        for _ in range(2):
-            y = leaf(512, 512)
-            with Settled(offload):
-                for _ in range(6):
-                    y = (y * 1.01).sin()
-                loss = y.sum()
-            del y
-            loss.backward()
-            del loss
-        stats = assert_settled(offload)
-        assert stats.bytes_out > 0
-        assert 0 < stats.host_bytes_peak < 32 * MIB
-        assert backend.double.registered == registered
-        assert sum(registered.values()) + backend.double.pinned_by_torch == 32 * MIB
-        with pytest.raises(
-            CapacityError, match=r"80.0 MiB of host memory cannot be reserved.*comes to 64.0 MiB.*raise"
-        ):
-            offload.reserve("80MiB")
-        backend.assert_nothing_is_held()
 
 
 def test_what_cannot_be_reserved_is_an_error_that_says_why() -> None:

@@ -9,11 +9,11 @@ import torch
 
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
-from eager_offload.simulation.simulated import SimulatedRuntime
 from eager_offload.tiers import host
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier, shared_arena
 from eager_offload.tiers.limits import host_headroom
+from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, noise, reserve
 
@@ -91,45 +91,6 @@ def test_what_only_a_closed_tier_had_a_budget_for_goes_back_at_once(arena: Arena
     one.close()
     assert other.held_bytes <= 2 * MIB
     assert len(system.alive) == 0
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
-def test_closing_the_last_offload_gives_all_memory_back() -> None:
-    offload = Offload(tier="host", min_bytes=0, keep_last_bytes=0)
-
-    def arenas() -> list[Arena]:
-        return [host_runtime().arena, *(one for one in host._arenas if one.kind == (host_runtime(), False))]
-
-    # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
-    before = sum(one.used_bytes for one in arenas())
-    x = torch.ones(1 << 18, requires_grad=True)
-    with offload:
-        loss = (x * 2).exp().sin().sum()
-    loss.backward()
-    del loss
-    offload.stats(synchronize=True)
-    assert sum(one.held_bytes for one in arenas()) > 0
-    shared = arenas()
-    offload.close()
-    assert sum(one.used_bytes for one in shared) == before
-    assert sum(one.idle_bytes for one in shared) == 0
-    assert before > 0 or sum(one.held_bytes for one in shared) == 0
-
-
-def test_a_tier_that_was_not_closed_takes_its_arena_with_it(system: System) -> None:
-    tier = HostTier(Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB), 8 * MIB)
-    reserve(tier, 3 * MIB)
-    assert len(system.alive) == 1
-    del tier
-    assert len(system.alive) == 0
-
-
-def test_an_arena_that_all_have_left_keeps_idle_memory_again_for_who_comes(arena: Arena, system: System) -> None:
-    HostTier(arena, 8 * MIB).close()
-    tier = HostTier(arena, 8 * MIB)
-    for _ in range(3):
-        reserve(tier, 3 * MIB)
-    assert len(system.sizes) == len(system.alive) == 1
 
 
 def test_there_is_one_arena_for_a_runtime_and_a_kind_of_memory_as_long_as_someone_has_it() -> None:

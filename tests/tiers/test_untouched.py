@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from eager_offload.tiers import memory
-from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE, Span, touched_spans
 from tests.tiers.files import Cached, Watched
 from tests.tiers.rig import MIB, content, noise, open_tier, reserve, stored
@@ -68,19 +67,6 @@ def test_h49_only_what_was_touched_travels(
     slot.read(dirty)
     assert torch.equal(target, source)
     assert torch.equal(dirty, source)
-
-
-def test_h49_striped_over_two_disks_and_checked(tmp_path: Path) -> None:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    tier = DiskTier(directories, 256 * MIB, verify=True)
-    stored(tier, noise(SIZE, 9))
-    source = partly_touched(TOUCHED["two parts"], 64)
-    slot = stored(tier, source)
-    assert slot.record.carried < SIZE / 2
-    assert torch.equal(content(slot), source)
-    tier.close()
 
 
 @pytest.mark.parametrize("answer", [0, -1], ids=["swapped out, or of a file", "the system does not tell"])

@@ -129,6 +129,16 @@ class VirtualDevice:
             gate.open()
 
     @contextmanager
+    def held_stream(self, stream: torch.Stream) -> Iterator[None]:
+        """``stream`` stands still inside, where the host may not wait for it."""
+        with _selected(stream):
+            gate = self._extension.hold(stream.device_index)
+        try:
+            yield
+        finally:
+            gate.open()
+
+    @contextmanager
     def held_link(self) -> Iterator[tuple[Any, Any]]:
         """Copies to the host stand still inside; yields two gates.
 
@@ -139,6 +149,29 @@ class VirtualDevice:
             yield reached, opened
         finally:
             opened.open()
+
+    @contextmanager
+    def without_a_clock(self) -> Iterator[None]:
+        """Events do not tell the time inside."""
+        self._extension.set_clock(False)
+        try:
+            yield
+        finally:
+            self._extension.set_clock(True)
+
+    @contextmanager
+    def noted(self) -> Iterator[list[str]]:
+        """Yields what at the end has the calls that were made inside, in order, as ``wait_event 0/3`` on stream 3.
+
+        They are ``make_event``, ``record_event``, ``wait_event``, ``query`` and ``synchronize`` (of an event),
+        ``set_stream``, ``copy`` across the link and ``empty``, both with their bytes.
+        """
+        calls: list[str] = []
+        self._extension.start_noting()
+        try:
+            yield calls
+        finally:
+            calls += self._extension.noted()
 
     def peek(self, tensor: Tensor) -> Tensor:
         """A copy of the bytes that ``tensor`` has at this moment, in no order with any stream."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from eager_offload.simulation.checker import Checker, Violation
-from eager_offload.simulation.log import Allocated, Freed, Operation, Recorded, Waited
 from eager_offload.tiers.base import ByteRegion
+from tests.simulation.checker import Checker, Violation
+from tests.simulation.log import Allocated, Freed, Operation, Recorded, Waited
 from tests.virtual_device import NAME
 
 if not hasattr(torch.accelerator, "Graph"):  # whoever imports this is a test of graphs

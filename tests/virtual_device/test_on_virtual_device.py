@@ -39,7 +39,7 @@ LONG = {
     "hazards": ["-m", "not long", "-k", "virtual", *_HAZARDS, "tests/test_contract.py"],
     "scenarios": ["-m", "gpu", "tests/gpu"],
     "the whole device": ["-m", "not short", HERE],
-    "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor_accelerator.py"],
+    "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor.py"],
     "codecs": ["-k", "virtual", "-m", "not long", "tests/codecs/test_rounding.py"],
     "other hazards": ["-k", "virtual", *one_in(2, _OTHERS)],
 }

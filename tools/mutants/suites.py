@@ -16,21 +16,17 @@ _STEPS = (
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
     "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
-    "=accelerator": ("runtime/accelerator runtime/accelerator_step runtime/two_devices runtime/staging"),
     "=host": "host_runtime transfer_threads",
     "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
-    "codecs": "codecs/exact codecs/rounded codecs/policy",
-    "codecs/policy": "codecs/policy codecs/rounding",
+    "codecs": "codecs/exact codecs/rounded codecs/names",
+    "codecs/names": "codecs/names codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": (
-        "hazards/following hazards/following_guard hazards/following_alive followed_counts codecs/rounding "
-        "hazards/out_of_memory"
-    ),
+    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/exposure": "exposure",
@@ -42,18 +38,18 @@ _FIRST = {
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_plan": "step_plans hazards/following",
     "learning": "learning learned_steps",
-    "observe/doctor": "observe/doctor_accelerator",
+    "machine": "machine",
+    "observe/doctor": "observe/doctor",
     "observe/timestamps": "observe/tracing",
     "offload": "contract counts",
-    "runtime/accelerator": "=accelerator",
-    "runtime/base": "runtime/simulated runtime/checker hazards/copies =accelerator",
-    "simulation": "=simulated",
-    "runtime/device_clock": "runtime/device_clock =accelerator",
+    "runtime/accelerator": "",
+    "runtime/base": "runtime/simulated runtime/checker hazards/copies",
+    "planning/simulated": "planning/rehearse =simulated",
+    "runtime/device_clock": "",
     "runtime/host": "=host",
-    "simulation/log": "runtime/accelerator =simulated",
-    "runtime/link_probe": "=accelerator",
-    "runtime/pinned": "runtime/pinned =accelerator",
-    "runtime/staging": "runtime/staging =accelerator",
+    "runtime/link_probe": "",
+    "runtime/pinned": "runtime/pinned tiers/numa",
+    "runtime/staging": "",
     "runtime/transfer_threads": "=host",
     "tiers/arena": "tiers/arena tiers/growth tiers/interrupted_slots tiers/leases hazards/copies",
     "tiers/cgroups": "tiers/limits",
@@ -73,18 +69,19 @@ _FIRST = {
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
     "eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
-    "runtime/device_clock runtime/pinned runtime/staging compile/host_tensors engine"
+    "runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging compile/host_tensors engine"
 )
 _DEVICE = (
-    "runtime/accelerator_gpu virtual_device/on_device/hooks virtual_device/on_device/doctor "
-    "virtual_device/on_device/it_can_tell::test_nothing_is_missing "
+    "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
+    "virtual_device/on_device/pinned runtime/accelerator_gpu virtual_device/on_device/hooks "
+    "virtual_device/on_device/measured_speed virtual_device/on_device/it_can_tell::test_nothing_is_missing "
     "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
     "gpu/scenarios::test_on_the_device"
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/device_clock runtime/link_probe "
-    "runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
+    "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/accelerator runtime/device_clock "
+    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
 )
 
 

@@ -70,7 +70,7 @@ class Workplace:
         original = module.read_text()
         module.write_text(mutate(original, site))
         try:
-            verdict = self.run(suites, limit)
+            verdict = self.run(suites, limit) if suites else Verdict(None, False, 0.0, "")
             if verdict.survived and device_suites:
                 on_device = self.run(device_suites, limit, on_device=True)
                 verdict = replace(on_device, seconds=verdict.seconds + on_device.seconds)

@@ -19,8 +19,8 @@ from tests.building import ROOT
 
 SECONDS = 540
 KILLED = "checkpointing"
-#: What compares values, or profiles the device itself: it runs to its end here, and cannot end well.
-NEEDS_A_GPU = {"bits", "overlap", "pytest"}
+#: What compares values: it runs to its end here, and cannot end well.
+NEEDS_A_GPU = {"bits", "pytest"}
 #: ``test_scenarios.py`` runs them, each as a test.
 SKIPPED = "tests of order"
 

@@ -111,8 +111,13 @@ CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchC
   return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                        CUstream stream, void**, void**) {
+CUresult cuLaunchKernel(CUfunction, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                        unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void**, void**) {
+  {
+    Locked locked(world().lock);
+    world().counts["threads"] += long{1} * grid_x * grid_y * grid_z * block_x * block_y * block_z;
+    world().counts["shared bytes"] += shared;
+  }
   return launch(stream);
 }
 
@@ -132,6 +137,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, v
 }
 
 // ---- where others find all of this
+
+// NVRTC asks for tables of the driver's own, and does without them.
+CUresult cuGetExportTable(const void**, const CUuuid*) { return CUDA_ERROR_NOT_FOUND; }
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
                              CUdriverProcAddressQueryResult* result) {

@@ -118,6 +118,13 @@ void synchronize_device(int device);
 void host_waits(int device, const std::function<void()>& wait);
 std::pair<std::int64_t, double> waits_so_far(); // how many times the host waited, and the seconds
 
+void set_clock(bool tells); // whether events tell the time
+// Calls for copies, memory, events and streams are written down between the two, such as `wait_event 0/3`.
+void start_noting();
+std::vector<std::string> noted();
+void note(const std::string& call); // nothing where no one notes
+void note(const std::string& call, int device, int stream);
+
 // What went wrong on a device, or with memory that it used, is told at the next call that waits or enqueues.
 void fail(int device, const std::string& what);
 void raise_failure(int device);
@@ -150,6 +157,8 @@ void join_capture(const Mark& mark, int device, int stream);
 // Each raises, and invalidates the captures in whose way the call is: calls that a driver calls unsafe, by the mode of
 // the capture; calls about a captured stream or device, or an event recorded in a capture, in every mode.
 void check_no_capture(const char* call);
+// The same for callers that cannot raise; whether it has invalidated one.
+bool spoil_captures(const char* call);
 void check_not_captured(int device, int stream, const char* call);
 void check_not_captured(int device, const char* call);
 [[noreturn]] void refuse(const Mark& mark, const char* call);

@@ -194,9 +194,9 @@ void join_capture(const Mark& mark, int device, int stream) {
   marked->tails[stream].insert(mark.nodes.begin(), mark.nodes.end());
 }
 
-void check_no_capture(const char* call) {
+bool spoil_captures(const char* call) {
   if (!captures()) {
-    return;
+    return false;
   }
   const std::lock_guard<std::mutex> lock(mutex);
   bool refused = false;
@@ -207,7 +207,11 @@ void check_no_capture(const char* call) {
       refused = true;
     }
   }
-  if (refused) {
+  return refused;
+}
+
+void check_no_capture(const char* call) {
+  if (spoil_captures(call)) {
     refuse_call(call);
   }
 }
@@ -319,6 +323,9 @@ class Graph final : public at::GraphImplInterface {
  public:
   explicit Graph(const at::GraphImplArgs& arguments) : keeps_(arguments.keep_graph) {}
   ~Graph() override {
+    if (is_over_) {
+      spoil_captures("to destroy a graph");
+    }
     reset();
   }
 

@@ -366,6 +366,7 @@ class Allocator final : public c10::DeviceAllocator {
     raise_failure(device);
     Memory& memory = memories()[device];
     const int stream = static_cast<int>(current_stream(device).id());
+    note("empty " + std::to_string(nbytes) + " on", device, stream);
     Block* block = find_block(device, stream, nbytes);
     if (block == nullptr && !captures()) { // as torch has it: the cache may be a graph's
       ++memory.stats.num_alloc_retries;
@@ -596,6 +597,7 @@ int register_host(std::uintptr_t pointer, std::size_t nbytes) {
 
 int unregister_host(std::uintptr_t pointer) {
   constexpr int kNotRegistered = 713;
+  check_no_capture("to unregister memory");
   const std::lock_guard<std::mutex> lock(host_mutex);
   const auto found = host_ranges().find(pointer);
   if (found == host_ranges().end() || !found->second.registered) {

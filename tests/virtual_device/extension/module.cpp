@@ -21,6 +21,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_replays", &vd::set_replays);
   m.def("graphs_alive", &vd::graphs_alive);
   m.def("waits", &vd::waits_so_far);
+  m.def("set_clock", &vd::set_clock);
+  m.def("start_noting", &vd::start_noting);
+  m.def("noted", &vd::noted);
   m.def("register_host", &vd::register_host);
   m.def("unregister_host", &vd::unregister_host);
   m.def("sleep", [](int device, double seconds) {

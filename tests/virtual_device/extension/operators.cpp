@@ -131,6 +131,7 @@ void across(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   std::byte *target = out ? host_bytes : device_bytes, *source = out ? device_bytes : host_bytes;
   Link& link = links[static_cast<int>(out ? Direction::kOut : Direction::kIn)];
   Worker& stream = current_worker(device);
+  note("copy " + std::to_string(nbytes) + " on", device, static_cast<int>(current_stream(device).id()));
   stream.enqueue(
       {out ? Kind::kCopyOut : Kind::kCopyIn,
        "copy_",

@@ -222,6 +222,44 @@ std::pair<std::int64_t, double> waits_so_far() {
   return {waits.load(), waited.load()};
 }
 
+namespace {
+
+std::mutex notes_mutex;
+std::vector<std::string> notes;
+std::atomic<bool> notes_calls{false};
+std::atomic<bool> clock_tells{true};
+
+} // namespace
+
+void set_clock(bool tells) {
+  clock_tells = tells;
+}
+
+void start_noting() {
+  const std::lock_guard<std::mutex> lock(notes_mutex);
+  notes.clear();
+  notes_calls = true;
+}
+
+std::vector<std::string> noted() {
+  const std::lock_guard<std::mutex> lock(notes_mutex);
+  notes_calls = false;
+  return std::move(notes);
+}
+
+void note(const std::string& call) {
+  if (notes_calls) {
+    const std::lock_guard<std::mutex> lock(notes_mutex);
+    notes.push_back(call);
+  }
+}
+
+void note(const std::string& call, int device, int stream) {
+  if (notes_calls) {
+    note(call + " " + std::to_string(device) + "/" + std::to_string(stream));
+  }
+}
+
 void fail(int device, const std::string& what) {
   const std::lock_guard<std::mutex> lock(failures_mutex);
   if (failures.at(device).empty()) {
@@ -280,6 +318,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return stream_of(index(device), next_in_ring(index(device)));
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
+    note("set_stream", stream.device_index(), static_cast<int>(stream.id()));
     const auto before = current_stream(stream.device_index());
     selected_streams.at(stream.device_index()) = static_cast<int>(stream.id());
     return before;
@@ -287,13 +326,16 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag flag) const override {
     auto* recorded = static_cast<Event*>(*event);
     if (recorded == nullptr) {
+      note("make_event");
       *event = recorded = new Event();
       recorded->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     }
+    note("record_event", stream.device_index(), static_cast<int>(stream.id()));
     recorded->mark = mark_in_capture(stream.device_index(), static_cast<int>(stream.id()));
     recorded->point = recorded->mark.has_value() ? nullptr : worker(stream).record();
   }
   void block(void* event, const c10::Stream& stream) const override {
+    note("wait_event", stream.device_index(), static_cast<int>(stream.id()));
     if (const auto* given = static_cast<Event*>(event); given != nullptr && given->mark.has_value()) {
       join_capture(*given->mark, stream.device_index(), static_cast<int>(stream.id()));
     } else if (given != nullptr) {
@@ -301,10 +343,12 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    note("query");
     const auto point = point_outside(event, "to query an event");
     return point == nullptr || point->is_over();
   }
   void synchronizeEvent(void* event) const override {
+    note("synchronize");
     const auto point = point_outside(event, "to wait for an event");
     if (point != nullptr && !point->is_over()) {
       host_waits(current_device(), [&] { point->wait(); });
@@ -314,6 +358,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    TORCH_CHECK(clock_tells, "these events do not tell the time");
     const auto *one = static_cast<Event*>(first), *two = static_cast<Event*>(second);
     TORCH_CHECK(one != nullptr && two != nullptr, "both events must be recorded before the time between them is asked for");
     TORCH_CHECK(one->point != nullptr && two->point != nullptr, "an event recorded in a capture has no time");

@@ -217,33 +217,6 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
     assert out.unique().tolist() == [3.0]
 
 
-def test_a_graph_that_goes_while_it_runs_keeps_what_it_uses(virtual: VirtualDevice) -> None:
-    out, alive = torch.zeros(1 << 14, device=NAME), graphs_alive(virtual)
-    default = torch.accelerator.current_stream()
-    x, stream, other = torch.ones(1 << 14, device=NAME), torch.Stream(device=NAME), torch.Stream(device=NAME)
-
-    def overwrite() -> None:
-        for _ in range(4):
-            torch.full((1 << 14,), 9.0, device=NAME)
-
-    graph = make_graphed_callable(lambda x=x: out.copy_((x * 2).neg()), stream)
-    del x
-    torch.accelerator.synchronize()
-    with other, virtual.held():
-        graph.launch()
-        del graph
-        collect()
-        with stream:
-            overwrite()
-        with default:
-            overwrite()
-        for one in (stream, default):
-            one.synchronize()
-    torch.accelerator.synchronize()
-    assert out.unique().tolist() == [-2.0]
-    assert graphs_alive(virtual) == alive
-
-
 def test_buffers_of_a_pool_that_is_cleared_stay_while_a_replay_runs(virtual: VirtualDevice) -> None:
     out, pool, other = torch.zeros(1 << 14, device=NAME), CapturePool(), torch.Stream(device=NAME)
     x = torch.ones(1 << 14, device=NAME)
@@ -488,59 +461,3 @@ def test_who_switches_streams_and_devices_has_them_back() -> None:
         assert torch.accelerator.current_device_index() == 1
     with pytest.raises(CaptureStateError, match="debug=True"):
         make_graphed_callable(lambda: torch.ones(4, device=NAME).mul_(2)).dump("graph.json")
-
-
-def test_a_hundred_captures_leak_nothing(virtual: VirtualDevice) -> None:
-    """Some end, some raise, some are invalidated, some leave a stream behind."""
-    pool, weight = CapturePool(), torch.ones(1 << 12, device=NAME)
-    endings: list[Callable[[], object]] = [int, fail, lambda: suppressed(invalidate), leave_a_stream]
-
-    def capture(number: int) -> None:
-        def work() -> Tensor:
-            found = (weight * 2).exp()
-            endings[number % len(endings)]()
-            return found
-
-        with suppress(KeyError, CaptureInvalidatedError, UnjoinedStreamError):
-            graph = make_graphed_callable(work, pool=pool if number % 8 == 0 else None)
-            graph.launch()
-            pool.unseal()
-
-    def held() -> tuple[int, ...]:
-        alive = graphs_alive(virtual)
-        torch.accelerator.empty_cache()
-        return alive, torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
-
-    for number in range(8):
-        capture(number)
-    before = held()
-    for number in range(100):
-        capture(number)
-    assert held() == before
-
-
-# -- last, since a compiler makes it long to collect garbage ----------------------------------------------------------
-
-
-def test_a_compiled_block_is_captured_with_its_backward() -> None:
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return ((x @ w).sin() * x).square().mean()
-
-    compiled = torch.compile(forward, backend="aot_eager")
-    static, stream = StaticInputs(torch.zeros(8, 8, device=NAME)), torch.Stream(device=NAME)
-    w = torch.full((8, 8), 0.5, device=NAME, requires_grad=True)
-
-    def step() -> tuple[Tensor, Tensor]:
-        loss = compiled(static.values, w)
-        return loss.detach(), torch.autograd.grad(loss, w)[0]
-
-    with stream:
-        step()
-        graph = make_graphed_callable(step, stream)
-        for seed in range(3):
-            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).to(NAME)
-            static.update(x)
-            graph.launch()
-            loss = compiled(x, w)
-            assert torch.equal(graph.result[0], loss)
-            assert torch.equal(graph.result[1], torch.autograd.grad(loss, w)[0])

@@ -22,7 +22,6 @@ from eager_offload.eager.captured import CapturedRun
 from eager_offload.graphs import (
     CapturedStep,
     CaptureInputError,
-    CaptureMode,
     CapturePool,
     CaptureStateError,
     CaptureStatus,
@@ -40,7 +39,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.stats import KeepReason
-from tests.threads import collect, on_a_thread
+from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.graphs import nodes_of, violations
 from tests.virtual_device.on_device.steps import Block, Resumable, assert_captures, graphs_alive, inputs, same
@@ -599,27 +598,6 @@ def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(vi
     assert total.unique().tolist() == [7.0]
 
 
-@pytest.mark.parametrize("mode", CaptureMode)
-def test_another_thread_offloads_meanwhile_on_the_streams_of_the_process(
-    virtual: VirtualDevice, mode: CaptureMode, offloads: Any
-) -> None:
-    offload, chain = offloads(), Chain(1)
-    assert_trains(offload)
-
-    def step(x: Tensor) -> tuple[Tensor, ...]:
-        found = chain(x)
-        if capture_status().is_capturing and mode is not CaptureMode.GLOBAL:  # in which no thread may wait
-            on_a_thread(lambda: assert_trains(offload))
-        return found
-
-    captured = capture_step(step, (torch.zeros(8, 8, device=NAME),), offload=offload, mode=mode)
-    assert chain.is_exact(virtual, captured)
-    runtime = accelerator_runtime()
-    streams = runtime.capture_streams(torch.device(NAME, 0))
-    for direction in Direction:
-        assert runtime.transfer_stream(torch.device(NAME, 0), direction) not in streams
-
-
 def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(offloads: Any) -> None:
     weights = [torch.full((1 << 18,), 0.5, device=NAME, requires_grad=True) for _ in range(8)]
 
@@ -950,6 +928,6 @@ def test_captures_begin_on_a_stream_that_no_transfers_run_on(monkeypatch: pytest
     """Wherever in its ring of streams torch is: else what another thread moves meanwhile would be captured."""
     runtime, device = accelerator_runtime(), torch.device(NAME, 0)
     for _ in range(64):
-        monkeypatch.setattr(of_graphs, "_streams", {})
+        monkeypatch.setattr(runtime, "_separate_streams", {})
         taken = [*map(partial(runtime.transfer_stream, device), Direction), *runtime.capture_streams(device)]
         assert len({*taken, of_graphs.capture_stream()}) == 5

@@ -297,6 +297,17 @@ def test_behind_a_slow_link_most_stays_and_gradients_are_exact(
     assert free.followed_forwards > 0
 
 
+@pytest.mark.parametrize("fields", [{"policy": "free"}, {"max_slowdown": 0.05}])
+def test_a_device_whose_events_do_not_tell_the_time_is_an_error(
+    fields: dict[str, Any], budgeted: Callable[..., eo.Offload], virtual: VirtualDevice
+) -> None:
+    offload = budgeted(min_bytes=0, **fields)
+    with virtual.without_a_clock():
+        for _ in range(2):
+            with pytest.raises(eo.ConfigError, match=f"not accepted for {NAME}.*do not tell the time"), offload:
+                torch.ones(64, device=NAME, requires_grad=True).exp()
+
+
 # -- a plan that knows nothing of the optimizer: once its states show in the allocator's peak, less stays --------------
 
 CONFIG = {"tier": "host", "min_bytes": MIB // 8, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -63,9 +63,7 @@ def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevi
     offload.stats(synchronize=True)
     offload.reset_stats()
     runtime = accelerator_runtime()
-    with ExitStack() as stack:
-        with runtime.enter(runtime.transfer_stream(x.device, Direction.IN)):
-            stack.enter_context(virtual.held(0))
+    with virtual.held_stream(runtime.transfer_stream(x.device, Direction.IN)):
         loss.backward()
         assert offload.stats().stall_seconds == 0, "compute has not come to the end of a wait"
     stats = offload.stats(synchronize=True)
@@ -83,9 +81,7 @@ def test_a_stream_has_two_copies_and_those_that_have_not_started_when_their_grap
     x = torch.ones(512, 512).to(NAME).requires_grad_()
     runtime, copied = accelerator_runtime(), virtual.copied_bytes[0]
     transfers = runtime.transfer_stream(x.device, Direction.OUT)
-    with ExitStack() as stack:
-        with runtime.enter(transfers):
-            stack.enter_context(virtual.held(0))
+    with virtual.held_stream(transfers):
         with offload:
             y = x * 1
             for _ in range(4):
@@ -116,9 +112,7 @@ def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual
         offload.stats(synchronize=True)
         del y
     copied = virtual.copied_bytes[0]
-    with ExitStack() as stack:
-        with runtime.enter(runtime.transfer_stream(x.device, Direction.OUT)):
-            stack.enter_context(virtual.held(0))
+    with virtual.held_stream(runtime.transfer_stream(x.device, Direction.OUT)):
         y = forward()
         del y
         offload.stats()

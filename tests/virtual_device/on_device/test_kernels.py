@@ -1,8 +1,6 @@
-"""Kernels on a device: launched on the current stream, timed by its events."""
+"""Kernels on a device: launched on the current stream."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from eager_offload.kernels import (
     TensorSpec,
     as_torch_kernel,
     pallas,
-    profile,
 )
-from eager_offload.trace_file import read_trace
 from tests.virtual_device import NAME, VirtualDevice
 
 SPEC = TensorSpec((1024,), torch.float32)
@@ -30,21 +26,13 @@ DOUBLE = Kernel(
 )
 
 
-def test_a_kernel_runs_behind_what_the_current_stream_has_and_is_timed_there(
-    virtual: VirtualDevice, tmp_path: Path
-) -> None:
-    double = as_torch_kernel(DOUBLE, "torch")
-    stream = torch.Stream(device=NAME)
-    with stream, profile(tmp_path / "k.json"):
-        x = torch.full((1024,), 3.0).to(NAME, non_blocking=True)
+def test_a_kernel_runs_behind_what_the_current_stream_has(virtual: VirtualDevice) -> None:
+    double, source = as_torch_kernel(DOUBLE, "torch"), torch.full((1024,), 3.0).pin_memory()
+    with torch.Stream(device=NAME), virtual.slow_links(latency=0.01):
+        x = source.to(NAME, non_blocking=True)
         for _ in range(3):
             x = double(x)
-    assert torch.equal(x.cpu(), torch.full((1024,), 24.0))
-    trace = read_trace(tmp_path / "k.json")
-    assert [(one.name, one.device) for one in trace.slices] == [("double", f"{NAME}:0")] * 3
-    for one, other in zip(trace.slices, trace.slices[1:], strict=False):
-        assert one.seconds > 0
-        assert one.stop <= other.start + 1e-9
+        assert torch.equal(x.cpu(), torch.full((1024,), 24.0))
 
 
 def test_what_is_not_on_the_device_is_an_error(virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.proof.programs import Machine, Program
 from tests.proof.test_random_programs import explore, same
-from tests.proof.test_training_fuzzer import check_all, fresh
 from tests.virtual_device import NAME
 from tests.virtual_device.backend import VirtualBackend
 
@@ -59,20 +57,3 @@ def test_random_programs_are_exact() -> None:
 @pytest.mark.long
 def test_many_random_programs_are_exact() -> None:
     explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 200, 10, fits)
-
-
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize(
-    ("kind", "runs"), [("eager", 6), ("threads", 2), pytest.param("aot_eager", 2, marks=pytest.mark.long)]
-)
-def test_random_training_runs_are_exact(kind: str, runs: int, pace: str) -> None:
-    backend = functools.partial(VirtualBackend, **PACES[pace], is_default=False)
-    check_all(kind, range(runs), backend, torch.device(NAME))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("kind", ["eager", "threads"])
-def test_fresh_random_training_runs_are_exact(kind: str, pace: str) -> None:
-    backend = functools.partial(VirtualBackend, **PACES[pace], is_default=False)
-    check_all(kind, fresh(5), backend, torch.device(NAME))

@@ -7,7 +7,7 @@ that brings its bytes back has not begun: the stream for copies in stands still.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -68,10 +68,7 @@ def expected(x: Tensor) -> Tensor:
 @contextmanager
 def held(virtual: VirtualDevice, direction: Direction) -> Iterator[None]:
     """What is copied on device 0 begins at the end."""
-    runtime = accelerator_runtime()
-    with ExitStack() as stack:
-        with runtime.enter(runtime.transfer_stream(torch.device(NAME, 0), direction)):
-            stack.enter_context(virtual.held(0))
+    with virtual.held_stream(accelerator_runtime().transfer_stream(torch.device(NAME, 0), direction)):
         yield
 
 

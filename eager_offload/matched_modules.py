@@ -1,0 +1,240 @@
+"""Modules that ``skip`` and ``codec`` name by patterns: what they save stays, or is packed by the codec named for them.
+
+Matched is the module that is called, and what it saves is what is saved in its call, in that of any module inside too.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from eager_offload.config import OffloadConfig
+from eager_offload.errors import ConfigError
+from eager_offload.marks import in_modules, no_offload
+from eager_offload.module_calls import Around, ModuleCall
+
+
+class Pattern(NamedTuple):
+    """A pattern of module names, and the field of the configuration that it stands in."""
+
+    field: str
+    text: str
+
+
+#: What a copy or a pickle of a hook takes along.
+_HookState: TypeAlias = "tuple[MatchedModules, nn.Module | None, frozenset[Pattern], RemovableHandle]"
+#: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
+    """Returns the patterns of ``config`` that need the names of a model's modules."""
+    skip, codec = config.skip, config.codec_rules.of_modules
+    return (*(Pattern("skip", one) for one in skip), *(Pattern("codec", one) for one in codec))
+
+
+class MatchedModules:
+    """The modules whose calls run in a region, of ``no_offload`` or of a codec, for one ``Offload``.
+
+    [Note: copies of matched modules]
+    torch leaves out of a module's copies and pickles what is called in its place, but its hooks go along. So each
+    module has a hook that does nothing but lead to this object. What is copied together, in whatever order, shares one
+    copy of this object, and so the copied ``Offload`` learns from the copied hooks which modules are meant. The copy
+    of an ``Offload`` alone has the modules of the original. Hooks that are copied without the ``Offload`` do nothing.
+    """
+
+    def __init__(self) -> None:
+        # Weak references, and no weak set: its callbacks are in Python, see [Note: finalizers] in tiers/finalizers.py.
+        self._hooks: list[weakref.ref[_Hook]] = []
+        #: Those that copied modules have brought along, until ``begin``.
+        self._arrived: list[weakref.ref[_Hook]] = []
+        #: The modules of the original, with the patterns that name each, until ``begin``.
+        self._same: list[tuple[weakref.ref[nn.Module], frozenset[Pattern]]] = []
+
+    def __copy__(self) -> MatchedModules:
+        copied = MatchedModules()
+        copied._same = [(weakref.ref(module), hook.patterns) for hook, module in self._alive()] + self._same
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MatchedModules:
+        copied = memo[id(self)] = self.__copy__()
+        return copied
+
+    def __reduce__(self) -> tuple[type[MatchedModules], tuple[()]]:
+        return MatchedModules, ()
+
+    def add(self, model: nn.Module, patterns: Sequence[Pattern]) -> None:
+        """From now on the calls of matching modules run in a region. Those that do already go on so.
+
+        Args:
+            model: whose modules are meant, wrapped or not.
+            patterns: of names as ``model.named_modules()`` gives them, without the parts that wrappers add; ``*``
+                stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+
+        Raises:
+            ConfigError: for a pattern that matches no module; it lists near names.
+        """
+        found = _matching(model, patterns)
+        self._same = []
+        self.begin()
+        self._hooks = [weakref.ref(hook) for hook, _ in self._alive()]
+        known = {id(module) for _, module in self._alive()}
+        for module, naming in found:
+            if id(module) not in known:
+                self._match(module, naming)
+
+    def begin(self) -> bool:
+        """Goes on with what copies have brought along. Whether there is any module."""
+        arrived, self._arrived = self._arrived, []
+        same, self._same = self._same, []
+        if arrived:
+            for one in arrived:
+                if (hook := one()) is not None:
+                    hook.begin()
+            self._hooks += arrived
+        else:
+            for known, patterns in same:
+                if (module := known()) is not None:
+                    self._match(module, patterns)
+        return bool(self._hooks)
+
+    def without_calls(self) -> list[Pattern]:
+        """The patterns of which no module has been called yet: what such modules save may move."""
+        hooks = [hook for hook, _ in self._alive()]
+        called = {pattern for hook in hooks if hook.has_run for pattern in hook.patterns}
+        return sorted({pattern for hook in hooks for pattern in hook.patterns} - called)
+
+    def end(self) -> None:
+        """Has the modules called as before."""
+        self.begin()
+        while self._hooks:
+            if (hook := self._hooks.pop()()) is not None:
+                hook.end()
+
+    def arrive(self, hook: _Hook) -> None:
+        """Of a module that has just been copied or unpickled, with this object or without."""
+        self._arrived.append(weakref.ref(hook))
+
+    def _match(self, module: nn.Module, patterns: frozenset[Pattern]) -> None:
+        hook = _Hook(self, module, patterns)
+        hook.begin()
+        self._hooks.append(weakref.ref(hook))
+
+    def _alive(self) -> list[tuple[_Hook, nn.Module]]:
+        hooks = [hook for one in [*self._hooks, *self._arrived] if (hook := one()) is not None]
+        return [(hook, module) for hook in hooks if (module := hook.module()) is not None]
+
+
+class _Hook:
+    """A hook of one module that is matched; see [Note: copies of matched modules]."""
+
+    def __init__(self, matched: MatchedModules, module: nn.Module, patterns: frozenset[Pattern]) -> None:
+        self._matched = matched
+        #: Those that name the module.
+        self.patterns = patterns
+        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # or a module would hold itself
+        self._handle = module.register_forward_pre_hook(self)
+        self._call: ModuleCall | None = None
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        # It has to be there: Dynamo inlines the forward of a module that has no hooks, and would not come by what is
+        # called in its place.
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        copied = memo[id(self)] = object.__new__(_Hook)
+        # Looked up: a module that makes its copies by itself may not be there yet, and would be copied without end.
+        module = memo.get(id(self.module()))
+        matched, handle = copy.deepcopy(self._matched, memo), copy.deepcopy(self._handle, memo)
+        copied.__setstate__((matched, module, self.patterns, handle))
+        return copied
+
+    def __getstate__(self) -> _HookState:
+        return self._matched, self.module(), self.patterns, self._handle
+
+    def __setstate__(self, state: _HookState) -> None:
+        self._matched, module, self.patterns, self._handle = state
+        self._module = None if module is None else weakref.ref(module)
+        self._call = None
+        if module is not None:
+            self._matched.arrive(self)
+
+    def module(self) -> nn.Module | None:
+        return None if self._module is None else self._module()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the module has been called."""
+        return self._call is not None and self._call.has_run
+
+    def begin(self) -> None:
+        if (module := self.module()) is not None:
+            self._call = ModuleCall.begin(module, _around(self.patterns))
+
+    def end(self) -> None:
+        self._handle.remove()
+        if self._call is not None:
+            self._call.end()
+            self._call = None
+
+
+def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    with no_offload():
+        return call(*arguments, **named)
+
+
+@cache  # one for each set of patterns: a module that several objects match alike is called in one region
+def _around(patterns: frozenset[Pattern]) -> Around:
+    """What stands around the calls of a module that ``patterns`` name. Of one that keeps what it saves none packs."""
+    if any(one.field == "skip" for one in patterns):
+        return _in_no_offload
+    texts = tuple(sorted(one.text for one in patterns))
+
+    def in_codec(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        with in_modules(texts):
+            return call(*arguments, **named)
+
+    return in_codec
+
+
+def plain_name(name: str) -> str:
+    """The name of a module without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Module, frozenset[Pattern]]]:
+    """The modules that patterns name, and for each those that do."""
+    modules: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(plain_name(name), []).append(module)
+    names = [name for name in modules if name]
+    found: dict[int, tuple[nn.Module, frozenset[Pattern]]] = {}
+    for pattern in patterns:
+        matching = [
+            modules[name][-1] for name in names if fnmatchcase(name, pattern.text)
+        ]  # the last: inside of wrappers
+        if not matching:
+            raise _no_match(pattern, names)
+        for module in matching:
+            _, naming = found.get(id(module), (module, frozenset[Pattern]()))
+            found[id(module)] = module, naming | {pattern}
+    return list(found.values())
+
+
+def _no_match(pattern: Pattern, names: Sequence[str]) -> ConfigError:
+    field, text = pattern
+    literal = text.replace("*", "").strip(".")
+    near = [name for name in names if literal and literal in name] + difflib.get_close_matches(text, names, 5)
+    listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
+    return ConfigError(
+        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of this model. "
+        f"{'Near' if near else 'Its'} names: {listed}"
+    )

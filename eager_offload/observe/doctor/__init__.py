@@ -1,1 +1,0 @@
-"""Examines a machine: what is installed, how fast its devices, links and disks are, and which settings follow."""

@@ -1,0 +1,234 @@
+"""Which storages live while a step is traced, from which operator until which, and what autograd saves of them.
+
+[Note: what would live without autograd]
+The trace's pack hook keeps no tensor that may move, and its unpack hook makes a new one. So a storage dies in the
+trace when forward lets go of it, as it would if it had left; and what stands for it in backward dies when it would be
+dropped. Both are seen by weak references, whose callbacks only append to a queue: the next operator looks through it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import is_fake, storage_key, storage_of, without_dispatch_modes
+from eager_offload.marks import Mark
+from eager_offload.planning.program import Storage, living
+from eager_offload.selection import footprint
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A storage, from the operator that made it on."""
+
+    nbytes: int
+    made: int
+    module: int
+    #: From which operator on it is not there any more; ``None`` while it is.
+    freed: int | None = None
+    #: The operators that came next at its first save and its first unpack, and from which on no graph holds it.
+    saved: int | None = None
+    asked: int | None = None
+    dropped: int | None = None
+    #: Whether only a kernel knows how many bytes it has.
+    is_guess: bool = False
+    #: Whether it was met when it was saved: it was not there, and no operator has made it.
+    is_outside: bool = False
+    #: Whether it is a mask that dropout has drawn, and no operator has written to since.
+    is_drawn: bool = False
+    #: What a user has said of it.
+    mark: Mark | None = None
+    #: Bytes that travel for each view of it that was saved.
+    moved: dict[object, int] = field(default_factory=dict)
+    weak_saved: weakref.ref[SavedBlock] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it may: backward asks for it, and by then only autograd holds it."""
+        if self.mark is Mark.KEEP or self.asked is None or self.freed is None:
+            return False
+        return self.freed <= self.asked
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """Whether any of the handles that lived together was asked for: graphs may be dropped while forward goes on."""
+
+    is_asked: bool = False
+
+
+class SavedBlock:
+    """What graphs hold of a block that may move; it lives as long as one of the block's handles does."""
+
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self.block, self.use = block, Use()
+        #: The numbers themselves, where the trace has them.
+        self._known: torch.UntypedStorage | None = None
+        if not is_fake(type(tensor)):
+            with without_dispatch_modes():
+                self._known = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]  # no types
+        self._copies: dict[torch.dtype, Tensor] = {}
+
+    def copy(self, dtype: torch.dtype) -> Tensor:
+        """All of the block once more, one-dimensional, as it comes back."""
+        found = self._copies.get(dtype)
+        if found is None:
+            length = self.block.nbytes // dtype.itemsize
+            if self._known is None:
+                found = torch.empty(length, dtype=dtype)
+            else:
+                with without_dispatch_modes():
+                    found = torch.empty(0, dtype=dtype).set_(self._known, 0, (length,), (1,))
+            self._copies[dtype] = found
+        return found
+
+
+class Blocks:
+    """Every storage that was seen. Only the thread that traces uses it."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
+        #: All of them, in the order in which they were made, and those that were saved, in the order of that.
+        self.all: list[Block] = []
+        self.saved: list[Block] = []
+        self._events: deque[tuple[Callable[[int], None], object]] = deque()
+        self._weak: dict[int, weakref.ref[Any]] = {}
+
+    def note_deaths(self, op: int) -> None:
+        """What has died since the last time is not there from ``op`` on."""
+        while self._events:
+            happened, weak = self._events.popleft()
+            self._weak.pop(id(weak), None)
+            happened(op)
+
+    def are_alive(self) -> bool:
+        """Whether any storage is there still that the step was given or has made."""
+        return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the step was given the storage of ``tensor``, or has made it."""
+        return (block := self.of(tensor)) is not None and not block.is_outside
+
+    def of(self, tensor: Tensor) -> Block | None:
+        """The block of ``tensor``, if it is known."""
+        storage = storage_of(tensor)  # how large it is is not asked: of tensors of other traces that may not be known
+        if storage is None:
+            return None
+        found = self._by_key.get(storage_key(storage))
+        return found[0] if found is not None and found[1]() is storage else None
+
+    def add(self, tensor: Tensor, op: int, module: int) -> Block | None:
+        """The block of ``tensor``, which ``op`` has made unless it is known; ``None`` for a tensor without bytes."""
+        storage = _storage_of(tensor)
+        if storage is None:
+            return None
+        known = self.of(tensor)
+        if known is not None:
+            return known
+        block = Block(storage.nbytes(), op, module)
+        key = storage_key(storage)
+
+        def died(weak: object) -> None:
+            self._events.append((ended, weak))
+
+        def ended(now: int) -> None:
+            block.freed = now
+            if (found := self._by_key.get(key)) is not None and found[0] is block:
+                del self._by_key[key]
+
+        self._by_key[key] = block, weakref.ref(storage, died)
+        if self.all and op < self.all[-1].made:  # met late, and there before
+            insort(self.all, block, key=attrgetter("made"))
+        else:
+            self.all.append(block)
+        return block
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has bytes that the step was not given and has not made."""
+        return _storage_of(tensor) is not None and not self.has(tensor)
+
+    def made_between(self, begin: int, end: int) -> list[Block]:
+        """Those that the operators from ``begin`` until ``end`` have made."""
+        first = bisect_left(self.all, begin, key=attrgetter("made"))
+        return self.all[first : bisect_left(self.all, end, lo=first, key=attrgetter("made"))]
+
+    def save(self, block: Block, tensor: Tensor, op: int) -> SavedBlock:
+        """A graph saves ``tensor``, of ``block``, which may move."""
+        saved = None if block.weak_saved is None else block.weak_saved()
+        if saved is None:
+            saved = SavedBlock(block, tensor)
+            block.weak_saved = self._watch(saved, block)
+            if block.saved is None:
+                self.saved.append(block)
+            if block.asked is None:  # what was saved before of it was dropped
+                block.saved = op
+        area = footprint(tensor, block.nbytes)
+        view = None if area.whole else (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        block.moved[view] = area.moved
+        return saved
+
+    def ask(self, saved: SavedBlock, dtype: torch.dtype, op: int) -> Tensor:
+        """A graph asks for what it has saved; returns all of the block once more, one-dimensional."""
+        block = saved.block
+        saved.use.is_asked = True
+        if block.asked is None:
+            block.asked = op
+        copy = saved.copy(dtype)
+        storage = copy.untyped_storage()
+        self._by_key[storage_key(storage)] = block, self._watch(storage, block)  # so that no view of it is another's
+        return copy
+
+    def _watch(self, owner: Any, block: Block) -> weakref.ref[Any]:
+        """Notes when ``owner`` dies, one of those that hold what stands for ``block`` in backward."""
+
+        def died(weak: object) -> None:
+            self._events.append((dropped, weak))
+
+        def dropped(now: int) -> None:
+            block.dropped = now
+
+        weak = weakref.ref(owner, died)
+        self._weak[id(weak)] = weak
+        return weak
+
+    def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[int, ...]]:
+        """Once all is over: the number of each storage that may move, those storages, and all other bytes at each of
+        ``ops`` operators."""
+        moving = [block for block in self.saved if block.moves]
+        numbers = {block: number for number, block in enumerate(moving)}
+        storages = tuple(_storage(block, ops) for block in moving)
+        others = [block for block in self.all if block not in numbers]
+        spans = [
+            (one.nbytes, one.made, max(_end(one.freed, ops), 0 if one.saved is None else _end(one.dropped, ops)))
+            for one in others
+        ]
+        return numbers, storages, tuple(living(ops, spans))
+
+
+def _end(op: int | None, ops: int) -> int:
+    return ops if op is None else op
+
+
+def _storage(block: Block, ops: int) -> Storage:
+    assert block.saved is not None
+    assert block.asked is not None
+    assert block.freed is not None
+    moved = block.nbytes if None in block.moved else min(sum(block.moved.values()), block.nbytes)
+    dropped = max(_end(block.dropped, ops), block.asked + 1)
+    is_forced = block.mark is Mark.PREFER
+    return Storage(
+        block.nbytes, moved, block.module, block.made, block.freed, block.saved, block.asked, dropped, is_forced
+    )
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    storage = storage_of(tensor)
+    return storage if storage is not None and storage.nbytes() else None

@@ -1,0 +1,194 @@
+"""Which calls of modules may be computed again, and what that would take: written down while a step is traced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from eager_offload._torch import schema_of, tensors_in, tree_iter
+from eager_offload.compile.cost import OperatorCall
+from eager_offload.planning.blocks import Block, Blocks
+from eager_offload.planning.numbers import state_of_others
+from eager_offload.planning.program import RecomputableCall, Storage, living
+
+#: They change what these arguments hold, and their schemas do not say so.
+_STATISTICS = ("running_mean", "running_var")
+#: Objects whose attributes are no state of the module that has them.
+_NOT_PLAIN = (nn.Module, type, FunctionType, MethodType, ModuleType)
+
+
+@dataclass
+class _Open:
+    """A call of a module in forward."""
+
+    module: int
+    begin: int
+    first_save: int
+    #: The calls that it is inside of.
+    around: tuple[_Open, ...]
+    #: Of the module before, and where Python's random numbers were.
+    owner: nn.Module
+    state: ModuleState
+    numbers: tuple[object, ...]
+    inputs: list[Block]
+    end: int = -1
+    last_save: int = -1
+    #: Whether something that is no tensor's numbers is another one afterwards: an attribute, a count, Python's numbers.
+    has_changed: bool = False
+
+
+class Calls:
+    """The calls of modules in forward."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._all: list[_Open] = []
+        self._open: list[_Open] = []
+        #: Those that have returned in a call that none is around.
+        self._returned: list[_Open] = []
+        self._times: Counter[int] = Counter()
+        #: What was written to, and by which operator; saves of which the user has said whether they are to move.
+        self._writes: list[tuple[int, Block]] = []
+        self._decided: list[int] = []
+
+    def enter(self, module: int, owner: nn.Module, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+        """``module``, which is ``owner``, is called; in backward where the model itself computes it again."""
+        self._times[module] += 1
+        if is_backward:
+            return
+        given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
+        inputs = list(dict.fromkeys(block for block in given if block is not None))
+        call = _Open(module, op, save, tuple(self._open), owner, ModuleState(owner), state_of_others(), inputs)
+        self._all.append(call)
+        self._open.append(call)
+
+    def leave(self, op: int, save: int) -> None:
+        """The call that was entered last has returned."""
+        call = self._open[-1]
+        if call.numbers != state_of_others() or not call.state.is_like(ModuleState(call.owner)):
+            self.changed()
+        self._open.pop()
+        call.end, call.last_save = op, save
+        self._returned.append(call)
+        if self._open:
+            return
+        for call in self._returned:  # what a later call has written to is not as it was, either
+            if not call.has_changed and not call.state.is_like(ModuleState(call.owner)):
+                for one in (call, *call.around):
+                    one.has_changed = True
+        self._returned = []
+
+    def changed(self) -> None:
+        """What is not seen as a write has changed in the calls that have begun."""
+        for call in self._open:
+            call.has_changed = True
+
+    def write(self, op: int, tensor: Tensor) -> None:
+        """Operator ``op`` writes to ``tensor``."""
+        if (block := self._blocks.of(tensor)) is not None:
+            self._writes.append((op, block))
+
+    def decided(self, save: int) -> None:
+        """A mark or a region of the user's says of that save whether it is to move."""
+        self._decided.append(save)
+
+    def result(
+        self, numbers: Mapping[Block, int], ops: int
+    ) -> tuple[tuple[RecomputableCall, ...], tuple[Storage, ...]]:
+        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
+        calls = [call for call in self._all if self._may_run_again(call)]
+        self._all = []  # their states have the recorder's own hooks
+        held = dict.fromkeys(
+            block
+            for call in calls
+            for block in call.inputs
+            if block not in numbers and block.saved is None and block.freed is not None and block.freed < ops
+        )
+        known = {**numbers, **{block: len(numbers) + place for place, block in enumerate(held)}}
+        arguments = (
+            Storage(one.nbytes, one.nbytes, one.module, one.made, one.freed or 0, one.made, one.made, one.made)
+            for one in held
+        )
+        return tuple(self._finished(call, numbers, known, ops) for call in calls), tuple(arguments)
+
+    def _may_run_again(self, call: _Open) -> bool:
+        """Whether it would do the same once more, and what it saves is the planner's to decide about.
+
+        What it was given has to be there as it was, so no operator may write to that, before backward at least.
+        """
+        if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
+            return False
+        if call.has_changed or any(call.first_save <= save < call.last_save for save in self._decided):
+            return False
+        given = set(call.inputs)
+        return not any(
+            op >= call.begin and block.made < call.begin and (op < call.end or block in given)
+            for op, block in self._writes
+        )
+
+    def _finished(
+        self, call: _Open, numbers: Mapping[Block, int], known: Mapping[Block, int], ops: int
+    ) -> RecomputableCall:
+        made = [
+            (one.nbytes, one.made - call.begin, (ops if one.freed is None else one.freed) - call.begin)
+            for one in self._blocks.made_between(call.begin, call.end)
+            if one not in numbers
+        ]
+        scratch = max(living(call.end - call.begin, made), default=0)
+        inputs = tuple(sorted(known[block] for block in call.inputs if block in known))
+        return RecomputableCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
+
+
+class ModuleState:
+    """What a module has beside the numbers of its tensors: its attributes, what is in them, and the attributes of plain
+    objects among these."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts: list[Any] = []
+        for name, value in list(vars(module).items()):
+            self._parts.append(name)
+            self._add(value, 2)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self._parts.append(ref(value))  # the one that there is while it lives
+            return
+        self._parts.append(value)
+        if depth == 0 or isinstance(value, str | int | float | None):
+            return
+        if not isinstance(value, Mapping | Sequence | Set):
+            value = None if isinstance(value, _NOT_PLAIN) else getattr(value, "__dict__", None)
+            if not isinstance(value, dict):
+                return
+        inside = [part for pair in list(value.items()) for part in pair] if isinstance(value, Mapping) else value
+        for part in list(inside):
+            self._add(part, depth - 1)
+        self._parts.append(None)  # ends it
+
+    def is_like(self, other: ModuleState) -> bool:
+        """Whether both have the very same parts. They are held, so that none has the address of another; tensors are
+        not, which would live longer."""
+        return len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
+
+
+def written_by(call: OperatorCall) -> Iterator[Tensor]:
+    """The arguments that an operator writes to."""
+    for place, name in _written(call.target):
+        yield from tensors_in(call.arguments[place] if place < len(call.arguments) else call.named.get(name))
+
+
+@cache
+def _written(target: Any) -> list[tuple[int, str]]:
+    return [
+        (place, one.name)
+        for place, one in enumerate(schema_of(target).arguments)
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
+    ]

@@ -1,0 +1,139 @@
+"""``python -m eager_offload plan``: what fits and what is to move, before the first step."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eager_offload.errors import ConfigError, OffloadError
+from eager_offload.machine import TABLE
+from eager_offload.planning import POLICIES
+
+if TYPE_CHECKING:
+    from eager_offload.planning.files import Point
+    from eager_offload.planning.plan import Plan
+
+#: Points of the front that is shown.
+_POINTS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan for a model that a function makes.
+
+    Returns:
+        The exit status: 0 where the plan fits, 1 where it does not, 2 where none can be made, be it that the function
+        or the model raises; a line on stderr says why.
+    """
+    options = _parser().parse_args(arguments)
+    from eager_offload.observe.figure import needs_plotly, write_page  # and torch with it, as below
+
+    try:
+        if options.html:
+            needs_plotly()  # before minutes of planning
+        found = _plan(options)
+        points = found.front(_POINTS) if options.front else None
+        if options.save:
+            found.save(options.save)
+        if options.html:
+            write_page(found.figure(), options.html)
+    except (OffloadError, OSError) as error:
+        print(f"eager_offload plan: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        front = {} if points is None else {"front": [point._asdict() for point in points]}
+        print(json.dumps(found.to_dict() | front, indent=2))
+    else:
+        print("\n".join([str(found), *_table(points or ())]))
+    return 0 if found.fits else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload plan",
+        description="Says before the first step what fits, and what is to move. Without --steps nothing is run, and "
+        "models on meta are never allocated.",
+    )
+    parser.add_argument(
+        "function",
+        metavar="module:function",
+        help="returns (model, inputs) or (model, inputs, loss); found from here as `python -m` finds modules",
+    )
+    parser.add_argument(
+        "--device",
+        default="here",
+        help=f"here (known by its name, or measured), {', '.join(TABLE)}; default: %(default)s",
+    )
+    parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
+    parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
+    parser.add_argument("--optimizer-bytes", default=0, help="bytes of the states of an optimizer")
+    parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
+    parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="real steps to run and time in place of a trace, on a CPU; default: 0",
+    )
+    parser.add_argument("--front", action="store_true", help="what other budgets would do")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
+    parser.add_argument("--html", metavar="FILE", help="write a page of the plan there, to open in a browser")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """The plan that is asked for; raises ``OffloadError``, also for errors of the function and of the model."""
+    from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
+
+    try:
+        made = _call(options.function)
+        return plan(
+            *made[:2],
+            loss=made[2] if len(made) == 3 else None,
+            device=options.device,
+            device_budget=options.budget,
+            host_budget=options.host_budget,
+            optimizer_bytes=options.optimizer_bytes,
+            policy=options.policy,
+            recompute=options.recompute,
+            steps=options.steps,
+        )
+    except OffloadError:
+        raise
+    except Exception as error:
+        said = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
+        raise OffloadError(f"{options.function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
+
+
+def _call(text: str) -> tuple[Any, ...]:
+    """What the function returns that ``text`` names; raises ``ConfigError`` where there is none, or for anything
+    else."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{text!r} is not accepted: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{text!r} is not accepted: it is no function")
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(f"{text!r} is not accepted: it returns no (model, inputs) and no (model, inputs, loss)")
+    return made
+
+
+def _table(points: Sequence[Point]) -> Iterator[str]:
+    """An empty line, a title and a line for each of ``points``, where there are any."""
+    from eager_offload.config import size_text
+
+    if points:
+        yield from ("", f"{'budget':>11}  {'peak':>11}  {'step':>10}")
+    for point in points:
+        yield f"{size_text(point.budget):>11}  {size_text(point.peak_bytes):>11}  {point.step_seconds:>8.3f} s"

@@ -1,0 +1,294 @@
+"""What a plan comes to, in numbers and as the text that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from operator import add
+from typing import Any, NamedTuple
+
+from eager_offload.config import size_text
+from eager_offload.planning.decide import RehearsedSolver
+from eager_offload.planning.files import PlanFields, Point
+from eager_offload.planning.predict import Problem
+from eager_offload.planning.program import kind_of
+from eager_offload.planning.recompute import Recomputing
+from eager_offload.stats import KeepReason
+
+#: What ``to_dict`` has, in this order, and ``modules`` behind it.
+_SHOWN = (
+    *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
+    *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
+    *("recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
+)
+
+
+#: Rows of the table; what is left is one more.
+_MOST_ROWS = 12
+
+
+class Row(NamedTuple):
+    """What modules of one kind save."""
+
+    kind: str
+    """Their names, with ``*`` for numbers."""
+    storages: int
+    kept_bytes: int
+    moved_bytes: int
+    recomputed_bytes: int = 0
+
+
+class FixedWay(NamedTuple):
+    """What comes of a decision that looks at no budget."""
+
+    name: str
+    peak_bytes: int
+    step_seconds: float
+
+
+class PlanFigures(PlanFields):
+    """What follows from the fields of a plan. Sizes are bytes, times seconds."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
+        saves = self._whole.program.saves
+        return all(save.reason in (KeepReason.SMALL, KeepReason.PARAMETER) for save in saves)
+
+    @property
+    def movable_bytes(self) -> int:
+        """That could leave the device in a step."""
+        return self._whole.program.movable_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget."""
+        return self.peak_bytes <= self.device_budget
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Bytes of the device that live while each operator of the step runs."""
+        return tuple(self.course.living)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
+        they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
+        return self.course.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward, with what compute waits for transfers."""
+        return self.course.step_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward without any transfer, and with nothing computed again."""
+        return self._whole.compute_seconds
+
+    @property
+    def without_offload_seconds(self) -> float | None:
+        """The same, where real steps were timed; ``None`` for a trace, whose times are estimates."""
+        return self.compute_seconds if self.steps else None
+
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether it was decided of modules too whether they are computed again."""
+        return self.whole is not None
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes that may rest in the tier at one time; ``None``: any number."""
+        budget = self.config.host_budget
+        return budget if isinstance(budget, int) else None
+
+    @property
+    def host_bytes(self) -> int:
+        """That rest in the tier at one time, at most, in whole pages."""
+        return self.problem.tier_bytes(self.moves)
+
+    @property
+    def floor_seconds(self) -> float:
+        """What no order of these transfers goes below: the longer of compute and transfers, in each of its halves."""
+        return self.problem.floor_seconds(self.moved_bytes)
+
+    @property
+    def moved_bytes(self) -> int:
+        """That travel from the device in forward, and come back in backward."""
+        storages = self.problem.program.storages
+        return sum(storages[number].moved_bytes for number in self._returning)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """That leave the device; where a codec packs them, ``moved_bytes`` are fewer."""
+        storages = self.problem.program.storages
+        return sum(one.nbytes if one.is_whole else one.moved_bytes for one in (storages[at] for at in self._returning))
+
+    @property
+    def kept_bytes(self) -> int:
+        """That could leave the device, and stay."""
+        storages = self.problem.program.storages
+        return sum(one.nbytes for number, one in enumerate(storages) if number not in self._returning)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """That could leave the device, and are computed again in place of being saved."""
+        storages = self._whole.program.storages
+        return sum(storages[number].nbytes for number in self._recomputed)
+
+    @property
+    def seen_bytes(self) -> int | None:
+        """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
+        rehearsed. The peak may be between two of them."""
+        return self.course.seen_bytes
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """By which ``seen_bytes`` are more than what is in use when the step begins."""
+        others = self.problem.program.other_bytes
+        return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
+
+    @property
+    def least_budget(self) -> int:
+        """The least ``device_budget`` that a plan fits."""
+        return self._least.peak_bytes
+
+    @property
+    def guessed(self) -> list[str]:
+        """Functions of the step that may save other tensors on the device than on a CPU, as which it was traced."""
+        return [*self._whole.program.guessed]
+
+    def rows(self) -> list[Row]:
+        """What modules of each kind save that may move, the largest first."""
+        program, whole, found = self.problem.program, self._whole.program, dict[str, Row]()
+        parts = [
+            (program, one, (0, one.moved_bytes, 0) if number in self._returning else (one.nbytes, 0, 0))
+            for number, one in enumerate(program.storages)
+        ]
+        parts += [(whole, one, (0, 0, one.nbytes)) for one in map(whole.storages.__getitem__, self._recomputed)]
+        for program, storage, nbytes in parts:
+            kind = kind_of(program.modules[storage.module])
+            row = found.get(kind, Row(kind, 0, 0, 0))
+            found[kind] = Row(kind, row.storages + 1, *map(add, row[2:], nbytes))
+        return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
+
+    @cached_property
+    def _returning(self) -> frozenset[int]:
+        return frozenset(self.course.returning)
+
+    @cached_property
+    def _solver(self) -> RehearsedSolver:
+        return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
+
+    @cached_property
+    def _least(self) -> Point:
+        now = Point(self.peak_bytes, self.peak_bytes, self.step_seconds)
+        return self.traced_least or min(Point.least_of(self._solver.least), now)
+
+    @property
+    def _whole(self) -> Problem:
+        return self.problem if self.whole is None else self.whole
+
+    @cached_property
+    def _recomputed(self) -> frozenset[int]:
+        """The storages of the whole step that are computed again."""
+        return Recomputing(self._whole).gone(self.again)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it says, in the types that JSON has, without the step's own numbers."""
+        shown = {name: getattr(self, name) for name in _SHOWN}
+        rows = [row._asdict() for row in self.rows()]
+        return shown | {"machine": asdict(self.machine), "again": list(self.again), "modules": rows}
+
+    def __str__(self) -> str:
+        return _text_of(self)
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------
+
+
+def _text_of(plan: PlanFigures) -> str:
+    """What comes of it, and a row for each kind of module."""
+    table = _table(plan.rows(), is_again=bool(plan.again))
+    return "\n".join([f"{plan.model} on {plan.machine}", *sentences(plan), *table])
+
+
+def sentences(plan: PlanFigures) -> list[str]:
+    """What comes of it, a line each."""
+    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), _what_moves(plan)]
+    if plan.steps:
+        lines.append(f"operators take what they took in {plan.steps} real steps")
+    if plan.guessed:
+        lines.append(
+            f"guessed, since the device may save other tensors than a CPU, as traced: {'; '.join(plan.guessed)}"
+        )
+    if plan.is_compiled:
+        lines.append(
+            "of the model as it is written: when it is compiled, each graph is decided by itself, to this budget"
+        )
+    if plan.host_budget is not None:
+        lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
+    return lines
+
+
+def _what_moves(plan: PlanFigures) -> str:
+    movable_bytes = plan.movable_bytes
+    if plan.is_small and not movable_bytes:
+        least = plan.config.size("min_bytes")
+        return f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(least)}"
+    packed = "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
+    return (
+        f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
+        f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
+        + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
+    )
+
+
+def _fits(plan: PlanFigures) -> str:
+    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
+    said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
+    return f"fits: {said}" if plan.fits else f"does not fit: {said}"
+
+
+def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
+    """What a user can do about a plan that does not fit, a line."""
+    if plan.fits:
+        return
+    if plan.device_budget >= plan.least_budget:
+        yield 'less would be taken with policy="least", which keeps to its budget'
+        return
+    again = "" if plan.may_compute_again or plan.steps else "recompute=True (--recompute), "
+    yield f"less is taken with {again}a smaller batch, or smaller max_inflight_bytes and prefetch_bytes"
+
+
+def _step(plan: PlanFigures) -> str:
+    times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
+    if plan.again:
+        without += " and with nothing computed again"
+    return (
+        f"step: {seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
+        f"floor {seconds_text(plan.floor_seconds)}, which none with these transfers goes below"
+    )
+
+
+def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
+    """An empty line, a title and a line for each row; nothing where there is no row."""
+    if not rows:
+        return []
+    shown, others = list(rows[:_MOST_ROWS]), rows[_MOST_ROWS:]
+    if others:
+        columns = zip(*(row[1:] for row in others), strict=True)
+        shown.append(Row(f"{len(others)} other kinds", *map(sum, columns)))
+    width = max(len(row.kind) for row in shown)
+    title = f"  {'again':>11}" if is_again else ""
+    lines = ["", f"{'module':<{width}}  {'storages':>8}  {'stay':>11}  {'move':>11}{title}"]
+    for row in shown:
+        stay, move = size_text(row.kept_bytes), size_text(row.moved_bytes)
+        last = f"  {size_text(row.recomputed_bytes):>11}" if is_again else ""
+        lines.append(f"{row.kind:<{width}}  {row.storages:>8,}  {stay:>11}  {move:>11}{last}")
+    return lines
+
+
+def seconds_text(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:,.3g} ms"

@@ -1,0 +1,218 @@
+"""``Plan``: what is known of a step before it runs."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+from torch import nn
+
+from eager_offload.computed_plan import Adapted, ComputedPlan, Timing
+from eager_offload.config import size_text
+from eager_offload.errors import ConfigError
+from eager_offload.planning.apply import checkpointed
+from eager_offload.planning.decide import RehearsedSolver
+from eager_offload.planning.draft import draft, is_off, timed
+from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
+from eager_offload.planning.files import Point, read, write
+from eager_offload.stats import Relief
+from eager_offload.step_plan import Fate, StepPlan
+
+#: A part of a step for which another plan is worth while.
+_GAIN = 0.02
+#: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
+_LITTLE, _BITS = 0.05, 6
+
+
+class Plan(PlanFigures, ComputedPlan):
+    """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
+
+    ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
+    run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
+    these are. ``Offload(plan=plan)`` does the same in training. Sizes are bytes, times seconds.
+    """
+
+    @cached_property
+    def step_plans(self) -> tuple[StepPlan, ...]:
+        """What ``Offload(plan=...)`` follows from the first step on; empty where nothing may move, and where no step
+        plan can say it: backward runs inside of forward, or twice."""
+        program, released = self.problem.program, self.course.released
+        drafted = None if released is None else draft(self.problem, self.moves)
+        if drafted is None or released is None:
+            return ()
+        saves = (
+            replace(save, release=released[program.saves[number].storage]) if save.fate is Fate.OFFLOAD else save
+            for number, save in enumerate(drafted.saves)
+        )
+        return (replace(drafted, saves=tuple(saves)),)
+
+    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
+
+            with plan.apply(model):
+                train(model)
+
+        The checkpoints are not reentrant and keep the state of random numbers. Parameters, hooks and ``state_dict`` of
+        the model stay as they are, and its copies have no checkpoints. May be entered in several threads, and more
+        than once. Where nothing is to be computed again it does nothing.
+
+        Args:
+            model: the one that was planned, or one like it, wrapped or not.
+
+        Raises:
+            ConfigError: a module is not there.
+        """
+        return checkpointed(model, self.again)
+
+    @cached_property
+    def relief(self) -> Relief | None:
+        """The least larger budget, in round numbers, with which compute waits for less than a twentieth of the step.
+
+        ``None`` where it waits no longer than that now, where no larger budget changes that, and where modules are
+        computed again.
+        """
+
+        def waits(seconds: float) -> float:
+            return 1 - self.compute_seconds / max(seconds, self.compute_seconds)
+
+        @cache
+        def waits_within(budget: int) -> float:
+            return waits(solver.within(budget).step_seconds)
+
+        if self.again or not self.compute_seconds or waits(self.step_seconds) <= _LITTLE:
+            return None
+        solver = RehearsedSolver(self._whole, self.machine.launch_seconds)
+        high = solver.nothing.peak_bytes
+        unit = 1 << max(high.bit_length() - _BITS, 0)
+        budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
+        place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
+        return None if place == len(budgets) else Relief(budgets[place], waits_within(budgets[place]))
+
+    def is_off(self, timing: Timing) -> bool:
+        return is_off(self.problem, self.moves, self.step_seconds, timing)
+
+    def adapted(self, surplus: int, timing: Timing | None = None) -> Adapted | None:
+        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
+
+        ``Offload`` asks for it, by the peaks and the times that it has measured: see the page on planning.
+
+        Returns:
+            Over the budget, one whose peak is lower. Else one whose step is 2 % shorter, where what moves is as little
+            as can be; or with ``timing`` one that moves the same, and expects what was measured. ``None`` where there
+            is none.
+        """
+        problem = self.problem.with_more(surplus)
+        if timing is not None:
+            problem = timed(problem, self.moves, timing)
+        solver = RehearsedSolver(problem, self.machine.launch_seconds)
+        now = solver.of(self.moves)
+        is_over = surplus > 0 and now.peak_bytes > self.device_budget
+        if is_over or self.policy == "least":
+            found = solver.within(self.device_budget)
+        else:
+            found = solver.free() if self.policy == "free" else now
+        if is_over:
+            is_other = found.peak_bytes < now.peak_bytes
+        else:
+            is_shorter = found.step_seconds <= now.step_seconds * (1 - _GAIN)
+            moves_more = self.policy == "free" and found.peak_bytes <= now.peak_bytes * (1 - _GAIN)
+            fits = found.peak_bytes <= max(self.device_budget, now.peak_bytes)
+            is_other = fits and (is_shorter or moves_more)
+        found = found if is_other else now
+        if found.course.released is None or not (is_other or timing is not None):
+            return None
+        whole, least, machine = self.whole, self.traced_least, self.machine
+        if whole is not None and least is not None:
+            whole = whole.with_more(surplus)
+            least = Point(least.budget + surplus, least.peak_bytes + surplus, least.step_seconds)
+        if timing is not None:
+            machine = replace(machine, out=problem.out, back=problem.back)
+        plan = replace(
+            self,
+            machine=machine,
+            problem=problem,
+            moves=found.moves,
+            course=found.course,
+            whole=whole,
+            traced_least=least,
+        )
+        return Adapted(plan, is_other)
+
+    def front(self, points: int = 16) -> list[Point]:
+        """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
+
+        Those in which something is computed again are worked out by numbers: no step of theirs was traced.
+
+        Args:
+            points: how many, 2 or more.
+
+        Raises:
+            ConfigError: there are fewer.
+        """
+        if type(points) is not int or points < 2:
+            raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
+        nothing = self._solver.nothing
+        low, high = self.least_budget, max(nothing.peak_bytes, self.least_budget)
+        found: list[Point] = []
+        best = self._least
+        for step in range(points):
+            budget = low + (high - low) * step // (points - 1)
+            outcome = self._solver.within(budget)
+            if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
+                best = Point.least_of(outcome)
+            found.append(best._replace(budget=budget))
+        return found
+
+    def fixed_ways(self) -> list[FixedWay]:
+        """Decisions that look at no budget, to compare with; nothing is computed again in them."""
+        count = len(self._whole.program.storages)
+        outcomes = {
+            "nothing moves": self._solver.nothing,
+            "every second storage moves": self._solver.of(tuple(number % 2 == 0 for number in range(count))),
+            "all that may moves": self._solver.of((True,) * count),
+        }
+        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
+
+    # -- for a reader -------------------------------------------------------------------------------------------------
+
+    def figure(self) -> Any:
+        """The plan as a ``plotly.graph_objects.Figure``: what lives when, what other budgets buy, what moves.
+
+        A notebook shows it, and its ``write_html`` writes a page. Fixed ways are drawn to compare with: nothing moves,
+        every second storage does, all that may does. In the curves waits are left out, so that both have the time of
+        compute; the peak, which was rehearsed, may be above them.
+
+        Raises:
+            OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
+        """
+        from eager_offload.observe.figure import needs_plotly  # plotly is not needed for a plan
+        from eager_offload.planning.drawing import drawn
+
+        needs_plotly()
+        return drawn(self, self.front(), self.fixed_ways())
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
+            f"{size_text(self.peak_bytes)}, {seconds_text(self.step_seconds)}>"
+        )
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that ``save`` wrote to ``path``.
+
+        Raises:
+            ConfigError: the file holds no such plan, or one of another version, or it was changed.
+            FileNotFoundError: there is no file.
+        """
+        return read(cls, path)

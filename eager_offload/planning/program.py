@@ -1,0 +1,174 @@
+"""A training step as numbers: what it computes, what it saves, and which bytes live meanwhile. No tensors, no devices.
+
+Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on"
+includes it. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from eager_offload.machine import Machine
+from eager_offload.stats import KeepReason
+
+
+class Op(NamedTuple):
+    """One operator."""
+
+    name: str
+    module: int
+    """The number of the module that it belongs to; of an operator of backward, the one whose gradient it computes."""
+    flops: int
+    """Operations of products."""
+    nbytes: int
+    """Read and written."""
+    single: bool
+    """Whether the numbers that it multiplies have 32 bits or more."""
+
+
+class ProgramSave(NamedTuple):
+    """One saved tensor, in the order of saving."""
+
+    nbytes: int
+    requires_grad: bool
+    reason: KeepReason | None
+    """Why it stays, whatever is decided; ``None`` for one that may move."""
+    storage: int
+    """The number of its storage among those that may move; -1 where it is none of them."""
+    storage_nbytes: int = 0
+    """Bytes of its storage, of whichever kind."""
+    op: int = 0
+    """The operator that comes next."""
+    node: int = 0
+    """The number of the autograd node that saves it: what one operator saves has one."""
+    is_alive: bool = False
+    """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
+    codec: str = "identity"
+    """The name of the codec that is in force where it is saved."""
+
+
+class ProgramAsk(NamedTuple):
+    """One unpack."""
+
+    save: int
+    op: int
+    """The operator that comes next."""
+
+
+class Packing(NamedTuple):
+    """How a storage travels that a codec packs."""
+
+    codec: str
+    """Its name."""
+    dtype: str
+    nbytes: int
+    """That travel."""
+    pack_bytes: int
+    """That are read and written to pack it."""
+    unpack_bytes: int
+    pack_scratch: int
+    """Bytes that packing takes beside both at most."""
+    unpack_scratch: int
+
+
+class Storage(NamedTuple):
+    """A storage that may move: backward asks for it, and only autograd holds it by then."""
+
+    nbytes: int
+    """That autograd holds."""
+    moved_bytes: int
+    """That travel."""
+    module: int
+    """The number of the module that made it."""
+    made: int
+    """The operator that made it."""
+    freed: int
+    """From this operator on forward does not hold it any more."""
+    saved: int
+    """The operator that came next when it was saved first."""
+    asked: int
+    """The operator that came next when it was asked for first."""
+    dropped: int
+    """From this operator on backward does not hold it any more."""
+    is_forced: bool = False
+    """Whether it moves, whatever is decided: the user has said so."""
+    packing: Packing | None = None
+    """How it travels; ``None``: as it is."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it travels, so that it stays or leaves as a whole."""
+        return self.packing is not None or self.moved_bytes == self.nbytes
+
+
+class RecomputableCall(NamedTuple):
+    """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes
+    to nothing that was there before, and the user has not said of what it saves whether that is to move."""
+
+    module: int
+    """The number of the module."""
+    begin: int
+    """Its first operator."""
+    end: int
+    """The operator after its last one."""
+    first_save: int
+    """The number of its first save."""
+    last_save: int
+    """That of the first save after it."""
+    inputs: tuple[int, ...]
+    """Its arguments: numbers of the storages that may move, and beyond those of ``Program.arguments``."""
+    scratch_bytes: int
+    """That it takes at most for what is neither there before it nor saved by it."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One forward and its backward."""
+
+    modules: tuple[str, ...]
+    """Names of modules, by number; the model's own is empty."""
+    ops: tuple[Op, ...]
+    forward_ops: int
+    """How many of them are forward's."""
+    saves: tuple[ProgramSave, ...]
+    asks: tuple[ProgramAsk, ...]
+    storages: tuple[Storage, ...]
+    """By the first save."""
+    other_bytes: tuple[int, ...]
+    """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
+    is saved and stays in any case."""
+    calls: tuple[RecomputableCall, ...] = ()
+    """In the order in which they begin; what runs inside of another comes after it."""
+    arguments: tuple[Storage, ...] = ()
+    """Arguments of theirs that autograd does not save and a checkpoint would; each is a part of ``other_bytes``, and is
+    saved and asked for nowhere."""
+    guessed: tuple[str, ...] = ()
+    """Functions that were called whose saves depend on the device: those of a CPU were written down."""
+
+    def seconds(self, machine: Machine) -> list[float]:
+        """How long each operator takes."""
+        return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
+
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes of the storages that may move."""
+        return sum(storage.nbytes for storage in self.storages)
+
+
+def kind_of(module: str) -> str:
+    """The name of a module with ``*`` for numbers in it: that of all modules in its place, one in each block."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "(the model itself)"
+
+
+def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Bytes that live at each of ``count`` operators, where each of ``spans`` is bytes, from where and until where."""
+    change = [0] * (count + 1)
+    for nbytes, start, end in spans:
+        if end > start:
+            change[min(start, count)] += nbytes
+            change[min(end, count)] -= nbytes
+    return list(accumulate(change[:count]))

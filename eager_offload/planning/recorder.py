@@ -1,0 +1,468 @@
+"""Writes a step down while it is traced: operators, storages, and what autograd saves and asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload import marks
+from eager_offload._torch import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    autograd_sequence,
+    current_autograd_node,
+    is_fake,
+    leaves_of,
+    node_sequence,
+    schema_of,
+    storage_key,
+    storage_of,
+    tensors_in,
+    weak_storage,
+    without_dispatch_modes,
+    without_torch_function,
+)
+from eager_offload.codecs.names import IDENTITY, CodecRules
+from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
+from eager_offload.eager.checkpointing import Saver
+from eager_offload.errors import PlanError
+from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
+from eager_offload.planning.calls import Calls, written_by
+from eager_offload.planning.coded import CodedSave, coded_save, packing_of
+from eager_offload.planning.guessed import guessed_name
+from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage
+from eager_offload.selection import logical_bytes, reason_to_stay
+from eager_offload.stats import KeepReason
+
+#: Bytes of a tensor whose numbers are known; a larger one is fake.
+MOST_KNOWN = 64 << 20
+#: Everything travels as it is.
+PLAIN = CodecRules({"*": IDENTITY})
+
+
+class _Handle(NamedTuple):
+    """Of a saved tensor; ``get`` holds no tensor that may move."""
+
+    save: int
+    get: Callable[[], Tensor]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """Writes down operators, storages, saves and asks.
+
+    Args:
+        min_bytes: a smaller saved tensor stays.
+        rules: which codecs may pack what moves.
+        generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
+            time.
+        blocks: notes which storages live.
+        outside: is called with a tensor that was not there and that no operator has made, before the step gives it a
+            gradient, or writes to it; ``None``: that is a ``PlanError``.
+    """
+
+    def __init__(
+        self,
+        min_bytes: int,
+        rules: CodecRules = PLAIN,
+        *,
+        generator: torch.Generator | None = None,
+        blocks: Blocks | None = None,
+        outside: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        self._min_bytes, self._generator = min_bytes, generator
+        #: How long each operator took, where they are real, and those since the last one that has bytes.
+        self.seconds: list[float] = []
+        self._unwritten = 0.0
+        self._blocks = Blocks() if blocks is None else blocks
+        self._outside = outside
+        #: Names of functions whose saves depend on the device.
+        self._guessed: dict[str, None] = {}
+        self._ops: list[Op] = []
+        self._forward_ops = 0
+        self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
+        self._asks: list[ProgramAsk] = []
+        self._modules = [""]
+        self._inside = [0]
+        self._calls = Calls(self._blocks)
+        self._rules = rules
+        #: What says which codec packs, by the number of the save, where one may.
+        self._coded: dict[int, CodedSave] = {}
+        #: The modules whose operators made the autograd nodes with these numbers.
+        self._of_nodes: dict[int, int] = {}
+        #: Those that have saved something, by autograd's number, in order.
+        self._nodes: dict[int, int] = {}
+        self._is_backward = False
+        #: Operators that other operators are made of, and those of the recorder itself, are not counted.
+        self._depth = 0
+        #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
+        self._stale: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        self._held: list[Tensor] = []
+
+    # -- what there is before -----------------------------------------------------------------------------------------
+
+    def has(self, tensor: Tensor) -> None:
+        """``tensor`` is there from the beginning to the end."""
+        self._held.append(tensor)
+        self._blocks.add(tensor, 0, 0)
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has bytes, was not there and was made by no operator."""
+        return self._blocks.lacks(tensor)
+
+    def _refuse(self, tensor: Tensor) -> None:
+        """Raises ``PlanError``: the step would change ``tensor``."""
+        change = "a gradient of it" if tensor.requires_grad else "its numbers"
+        raise PlanError(
+            f"{self.where} takes a tensor of the shape {tuple(tensor.shape)} from outside of the model, and a step "
+            f"changes {change}. A plan changes nothing of the program's: make it a parameter or a buffer of the model, "
+            "or of a torch.nn.Module that is given as loss=..., which are copied"
+        )
+
+    def _meet(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Sees to it that ``func`` changes nothing from outside."""
+        strangers = [one for one in tensors_in((args, named)) if not is_fake(type(one)) and self.lacks(one)]
+        if not strangers:
+            return
+        written = {id(one) for one in written_by(OperatorCall(func, args, named, None))}
+        for one in strangers:
+            if one.requires_grad or id(one) in written:
+                (self._outside or self._refuse)(one)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Names the modules of ``model`` as they are called."""
+        with ExitStack() as hooks:
+            for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
+                if number:
+                    self._modules.append(name)
+                entering = partial(self._entering, number)
+                hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._leaving))
+            yield
+
+    def _entering(self, number: int, module: nn.Module, *given: object) -> None:
+        self._inside.append(number)
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
+
+    def _leaving(self, module: nn.Module, *_: object) -> None:
+        self._inside.pop()
+        if not self._is_backward:
+            self._calls.leave(len(self._ops), len(self._saves))
+
+    def begin_backward(self, loss: Tensor) -> None:
+        with self.unseen():
+            for leaf in leaves_of(loss):
+                if not is_fake(type(leaf)) and self.lacks(leaf):
+                    (self._outside or self._refuse)(leaf)
+        self._is_backward, self._forward_ops = True, len(self._ops)
+
+    def _module(self) -> int:
+        """The number of the module that runs, or whose gradient is computed."""
+        if not self._is_backward:
+            number = self._inside[-1]
+            self._of_nodes[autograd_sequence() - 1] = number
+            return number
+        node = current_autograd_node()
+        number = self._of_nodes.get(-1 if node is None else node_sequence(node), self._inside[-1])
+        self._inside[-1] = number
+        return number
+
+    @property
+    def where(self) -> str:
+        """What runs."""
+        name = self._modules[self._inside[-1]]
+        return ("backward of " if self._is_backward else "") + (f"module {name!r}" if name else "the model itself")
+
+    def error(self, what: str) -> PlanError:
+        """What is raised where tracing meets a number that it does not have."""
+        return PlanError(
+            f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
+            "and on integers and booleans among the inputs, but on no other numbers. Where the model trains on a CPU, "
+            'plan from real steps in its place, in which nothing is traced: eo.plan(..., device="here", steps=2)'
+        )
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if self._depth:
+            return func(*args, **named)
+        self._blocks.note_deaths(len(self._ops))
+        with self.unseen():
+            self._meet(func, args, named)
+            result = self._run(func, args, named)
+            if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
+                self._calls.changed()  # whose state a checkpoint does not put back
+            self._write_down(OperatorCall(func, args, named, result))
+        return result
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Operators inside are not counted, and tensors are what they are."""
+        self._depth += 1
+        try:
+            with without_torch_function():
+                yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def calling(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Notes what saves other tensors on another device, if it saves any."""
+        saves = len(self._saves)
+        yield
+        if len(self._saves) > saves and (name := guessed_name(function)) is not None:
+            self._guessed[name] = None
+
+    def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Runs an operator: on fakes, or on known numbers."""
+        if self._generator is None:
+            began = time.perf_counter()
+            result = func(*args, **named)
+            self._unwritten += time.perf_counter() - began
+            return result
+        if schema_of(func).name == "aten::mkldnn_rnn_layer":
+            workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
+            block = self._blocks.add(workspace, len(self._ops), self._module())
+            assert block is not None, "it has bytes"
+            block.is_guess = True
+            return (*func(*args, **named)[:-1], workspace)
+        tensors = tensors_in((args, named))
+        known = all(self._has_numbers(one) for one in tensors)
+        try:
+            result = _result_of(func, args, named)
+        except Exception as error:
+            if known and tensors:
+                return _computed(func, args, named)
+            if (said := _lacking_numbers(func, error)) is None:
+                raise  # the model's own, as it would be with numbers
+            raise self.error(said) from error
+        made = tensors_in(result)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if known and is_random:
+            func, named = _drawing_from(self._generator, func, named)
+            known = "generator" in named
+        if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
+            return _computed(func, args, named)
+        if schema_of(func).is_mutable:
+            storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
+            self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
+        return result
+
+    def _has_numbers(self, tensor: Tensor) -> bool:
+        if is_fake(type(tensor)):
+            return False
+        storage = storage_of(tensor)
+        stale = None if storage is None else self._stale.get(storage_key(storage))
+        return stale is None or stale() is None
+
+    def _write_down(self, call: OperatorCall) -> None:
+        op, module = len(self._ops), self._module()
+        for one in written_by(call):
+            self._calls.write(op, one)
+            if (block := self._blocks.of(one)) is not None:
+                name = schema_of(call.target).name
+                scales = name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
+                block.is_drawn = name == "aten::bernoulli_" or (block.is_drawn and scales)
+        for one in tensors_in(call.result):
+            self._blocks.add(one, op, module)
+        nbytes = traffic_of(call)
+        if nbytes:
+            name = schema_of(call.target).name.removeprefix("aten::")
+            self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
+            self.seconds.append(self._unwritten)
+            self._unwritten = 0.0
+
+    # -- autograd -----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> _Handle:
+        """A handle of what autograd saves; called while the operator that saves it is recorded."""
+        with self.unseen():
+            return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> _Handle:
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        storage = storage_of(tensor)
+        mark = None if storage is None or not marks.any_marks() else marks.mark_of(storage)
+        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
+        if reason is None and (mark is marks.Mark.KEEP or marks.in_no_offload_region()):
+            reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
+        if mark is not None or marks.in_no_offload_region():
+            self._calls.decided(len(self._saves))
+        if mark is not None and (marked := self._blocks.of(tensor)) is not None:
+            marked.mark = mark  # of what was saved of it before too: no copy of that has started
+        block = None
+        if (of := self._blocks.of(tensor)) is not None and of.is_guess:
+            reason = KeepReason.LAYOUT  # decided anew in each step, which knows its size
+        if reason is None or reason is KeepReason.SMALL:
+            is_outside = self.lacks(tensor)
+            block = self._blocks.add(tensor, op, self._inside[-1])
+            if block is not None and is_outside:
+                block.is_outside = True
+        if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
+            reason = KeepReason.LAYOUT
+        goes_along = reason is KeepReason.SMALL and block is not None and block.saved is not None and tensor.numel() > 0
+        number, stays = len(self._saves), None if goes_along else reason
+        nbytes, is_apart = logical_bytes(tensor), block is None and reason is KeepReason.LAYOUT
+        whole = nbytes if storage is None or is_apart else storage.nbytes()
+        self._nodes.setdefault(autograd_sequence(), len(self._nodes))
+        node = self._nodes[autograd_sequence()]
+        codec = marks.codec_here(self._rules)
+        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node, codec=codec)
+        if block is None or not (goes_along or reason is None):
+            self._saves.append((save, block, None))
+            with _as_it_is(tensor):
+                kept = tensor if tensor.is_leaf else tensor.detach()
+            return _Handle(number, lambda: kept)
+        saved = self._blocks.save(block, tensor, op)
+        self._saves.append((save, block, saved.use))
+        self._coded[number] = coded_save(tensor, codec, self._min_bytes, is_drawn=block.is_drawn)
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _Handle(number, partial(self._like, saved, tensor.dtype, place))
+
+    def unpack(self, handle: _Handle) -> Tensor:
+        """The saved tensor, or one like it."""
+        op = len(self._ops)
+        self._blocks.note_deaths(op)
+        self._asks.append(ProgramAsk(handle.save, op))
+        return handle.get()
+
+    @property
+    def saver(self) -> Saver:
+        """Takes what selective checkpointing saves, as autograd's own saves are taken."""
+        return Saver(self.pack, self.unpack, self._min_bytes)
+
+    def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+        with self.unseen():
+            whole = self._blocks.ask(saved, dtype, len(self._ops))
+            with _as_it_is(whole):
+                return whole.as_strided(*place)
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        self._blocks.note_deaths(len(self._ops))
+        numbers, storages, other_bytes = self._blocks.result(len(self._ops))
+        saves = tuple(
+            save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
+            for save, block, use in self._saves
+        )
+        with without_dispatch_modes():
+            storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
+        modules = tuple(self._modules)
+        calls, arguments = self._calls.result(numbers, len(self._ops))
+        ops, asks = tuple(self._ops), tuple(self._asks)
+        guessed = tuple(sorted(self._guessed))
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments, guessed)
+
+    def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
+        if not storage.is_whole:
+            return storage
+        of_storage = [self._coded[at] for at, save in enumerate(saves) if save.storage == number]
+        found = packing_of(of_storage, storage.nbytes)
+        return storage if found is None else storage._replace(moved_bytes=found.nbytes, packing=found)
+
+
+def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:
+    """A save that may move by its kind; ``number`` is -1 where its storage does not."""
+    if number >= 0 and use is not None and not use.is_asked:
+        return save  # of a graph that was dropped, before the storage was saved for another one
+    is_alive = number < 0 and block.asked is not None and None in block.moved
+    return save._replace(storage=number, is_alive=is_alive)
+
+
+def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where what is made of a tensor with known numbers has them too."""
+    return nullcontext() if is_fake(type(tensor)) else without_dispatch_modes()
+
+
+def _computed(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    with without_dispatch_modes():
+        return func(*args, **named)
+
+
+def _may_be_known(tensor: Tensor) -> bool:
+    """Whether a result is computed where all that it follows from is known: numbers that steer, not activations."""
+    if tensor.nbytes > MOST_KNOWN:
+        return False
+    return tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What ``func`` returns for tensors that may be fake."""
+    if schema_of(func).name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+        # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
+        left, right = (one.to(torch.bfloat16) for one in args[:2])
+        return func(left, right, *args[2:], **named).to(args[0].dtype)
+    result = func(*args, **named)
+    if schema_of(func).name == "aten::mkldnn_rnn_layer_backward" and result[3] is not None and result[3] is result[4]:
+        # The gradients of two biases are two tensors, as of the kernel so of torch's cache of rules; of the rule one.
+        result = (*result[:4], torch.empty_like(result[3]), *result[5:])
+    return result
+
+
+def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
+    """About as many as oneDNN takes to compute the gradients of a recurrent layer, which torch's rule for tensors
+    without bytes leaves out: those of a shorter sequence, which is computed."""
+    length = int(args[0].shape[0])
+    short = min(length, _SHORT)
+    with without_dispatch_modes():
+        given = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
+        return int(func(given[0][:short], *given[1:])[-1].nbytes * length // short)
+
+
+def _drawing_from(
+    generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
+) -> tuple[OpOverload[..., Any], dict[str, Any]]:
+    """``func`` and what it is given by name, so that it draws from ``generator``; as they are where it takes none."""
+    names = [one.name for one in schema_of(func).arguments]
+    for overload in (func, *(getattr(func.overloadpacket, one) for one in func.overloadpacket.overloads())):
+        theirs = [one.name for one in schema_of(overload).arguments]
+        if "generator" in theirs and [one for one in theirs if one != "generator"] == [
+            *filter("generator".__ne__, names)
+        ]:
+            return overload, {**named, "generator": generator}
+    return func, named
+
+
+#: Steps of a recurrent layer that are computed to find out what a kernel takes for each.
+_SHORT = 16
+#: What torch raises where an operator's result depends on numbers, and what that is.
+_QUESTIONS = {
+    "DataDependentOutputException": "asks for the value of a tensor",
+    "DynamicOutputShapeException": "makes a tensor whose size depends on the numbers in another",
+}
+
+
+def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None:
+    """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
+    name = schema_of(func).name.removeprefix("aten::")
+    what = _QUESTIONS.get(type(error).__name__)
+    if what is None and (isinstance(error, NotImplementedError) or is_of_fakes(error)):
+        return f"calls {name}, which cannot be traced ({type(error).__name__}: {error})"
+    return None if what is None else f"{what} ({name})"
+
+
+def is_of_fakes(error: Exception) -> bool:
+    """Whether torch refuses something because a tensor has no bytes."""
+    text = str(error)
+    return type(error).__module__ == FakeTensorMode.__module__ or any(
+        part in text for part in ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor")
+    )

@@ -1,0 +1,215 @@
+"""A device for rehearsals: streams, two links and a clock that only work moves.
+
+Time is arithmetic. Each call of the host takes ``launch_seconds``, each copy as long as its bytes take at its
+direction's bandwidth, and a stream does one thing at a time. Tensors are CPU tensors, and no bytes move: a rehearsal
+asks when copies are over and how many bytes are alive meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import without_dispatch_modes
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.tiers.base import Slot
+from eager_offload.tiers.finalizers import FinalizerRecord
+
+
+@dataclass(eq=False, slots=True)
+class RehearsalStream:
+    """Operations in order, and when they are over."""
+
+    name: str
+    is_transfer: bool = False
+    #: Seconds: when its last operation is over, and before which the next one must not start.
+    tail: float = 0.0
+    clear_from: float = 0.0
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class RehearsalEvent:
+    """A point on a stream; equal to itself only."""
+
+    __slots__ = ("__weakref__", "copy", "stream", "time")
+
+    def __init__(self, stream: RehearsalStream, time: float) -> None:
+        self.stream = stream
+        #: Seconds: when it completes.
+        self.time = time
+        #: When the copy runs that it was recorded behind.
+        self.copy: Hop | None = None
+
+    def __repr__(self) -> str:
+        return f"event on {self.stream} at {self.time:.9f} s"
+
+
+class LivingStorages:
+    """Counts the bytes of storages until they die."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._records: dict[FinalizerRecord[torch.UntypedStorage], int] = {}
+        self._died: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        self._records[FinalizerRecord(storage, self._died.append)] = nbytes = storage.nbytes()
+        self._nbytes += nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are alive."""
+        while self._died:
+            self._nbytes -= self._records.pop(self._died.popleft())
+        return self._nbytes
+
+
+class RehearsalRuntime(Runtime):
+    """The device of one thread's rehearsal.
+
+    Args:
+        out_bandwidth, in_bandwidth: bytes a second from the device, and to it.
+        launch_seconds: what each call costs the host.
+        host_waits: the host waits for each operator, as where it computes itself.
+    """
+
+    knows_time = True
+
+    def __init__(self, *, out_bandwidth: float, in_bandwidth: float, launch_seconds: float, host_waits: bool) -> None:
+        super().__init__()
+        self.launch_seconds = launch_seconds
+        #: Seconds on the host's clock.
+        self.now = 0.0
+        #: What is on the device: reload targets, and what a rehearsal adds.
+        self.living = LivingStorages()
+        self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
+        self._host_waits = host_waits
+        #: The one that computes.
+        self.default_stream = self._new_stream("default")
+        self._transfers = {d: self._new_stream(f"transfer-{d.value}", is_transfer=True) for d in Direction}
+
+    def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
+        """Enqueues work of ``seconds`` on ``stream``."""
+        assert isinstance(stream, RehearsalStream)
+        self._launch()
+        self._occupy(stream, seconds, what, nbytes)
+        if self._host_waits:
+            self.now = max(self.now, stream.tail)
+
+    def synchronize_all(self) -> None:
+        """Waits for all that was enqueued."""
+        self.now = max(self.now, *(stream.tail for stream in (self.default_stream, *self._transfers.values())))
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def current_stream(self, device: torch.device) -> RehearsalStream:
+        return self.default_stream
+
+    def transfer_stream(self, device: torch.device, direction: Direction) -> RehearsalStream:
+        assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
+        return self._transfers[direction]
+
+    def clock(self, stream: Stream) -> float:
+        assert isinstance(stream, RehearsalStream)
+        return max(stream.tail, stream.clear_from, self.now)
+
+    def host_clock(self) -> float:
+        return self.now
+
+    def seconds(self, event: Event) -> float | None:
+        assert isinstance(event, RehearsalEvent)
+        return None if event.copy is None else event.copy.stop - event.copy.start
+
+    def hops(self, event: Event) -> tuple[Hop, ...]:
+        assert isinstance(event, RehearsalEvent)
+        return () if event.copy is None else (event.copy,)
+
+    def bandwidth(self, device: torch.device, direction: Direction) -> float:
+        return self._bandwidths[direction]
+
+    def record(self, stream: Stream) -> Event:
+        assert isinstance(stream, RehearsalStream)
+        return self._new_event(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, RehearsalStream)
+        assert isinstance(event, RehearsalEvent)
+        self._launch()
+        stream.clear_from = max(stream.clear_from, event.time)
+        if self._host_waits and not stream.is_transfer:
+            self.now = max(self.now, event.time)
+
+    def has_host_wait(self, event: Event) -> bool:
+        return self._host_waits
+
+    def query(self, event: Event) -> bool:
+        assert isinstance(event, RehearsalEvent)
+        self._launch()
+        return self.now >= event.time
+
+    def synchronize(self, event: Event) -> None:
+        assert isinstance(event, RehearsalEvent)
+        self._launch()
+        self.now = max(self.now, event.time)
+
+    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        assert isinstance(stream, RehearsalStream)
+        for event in after:
+            self.wait(stream, event)
+        if isinstance(dst, Slot):
+            assert isinstance(src, Tensor), "one end of a copy rests in a tier, the other does not"
+            copy = self._move(dst, src, Direction.OUT, stream)
+        else:
+            assert isinstance(src, Slot), "one end of a copy rests in a tier, the other does not"
+            copy = self._move(src, dst, Direction.IN, stream)
+        over = self._new_event(stream)
+        over.copy = copy
+        return over
+
+    def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
+        assert 0 <= layout.alignment_offset < ALIGNMENT
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            block = torch.empty(layout.alignment_offset + layout.nbytes, dtype=torch.uint8, device="cpu")
+            assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
+            target = block[layout.alignment_offset :]
+        if target.numel():
+            self.living.add(target.untyped_storage())
+        return target
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with without_dispatch_modes(), torch.inference_mode(False):
+            buffer = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, device="cpu")
+            start = -buffer.data_ptr() % mmap.PAGESIZE
+            return buffer[start : start + nbytes]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _new_stream(self, name: str, *, is_transfer: bool = False) -> RehearsalStream:
+        return RehearsalStream(name, is_transfer)
+
+    def _new_event(self, stream: RehearsalStream) -> RehearsalEvent:
+        self._launch()
+        return RehearsalEvent(stream, self.clock(stream))
+
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Hop:
+        """Enqueues a copy; returns when it runs."""
+        self._launch()
+        what = "offload" if direction is Direction.OUT else "reload"
+        start = self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
+        return Hop("", start, stream.tail)
+
+    def _launch(self) -> None:
+        self.now += self.launch_seconds
+
+    def _occupy(self, stream: RehearsalStream, seconds: float, what: str, nbytes: int) -> float:
+        """``stream`` is busy for ``seconds``; returns when it begins to be."""
+        start = max(stream.tail, self.now, stream.clear_from)
+        stream.tail = start + seconds
+        return start

@@ -1,0 +1,142 @@
+"""What stands in a trace for the tensors that a step is given.
+
+[Note: tensors from outside]
+A step may be given tensors that neither the model nor the inputs have: a loss reads the parameters of the model itself
+or those of a head, a module in a closure has statistics, a table is a global. Each has a stand-in from the first
+function of torch on that it is given to, the same one ever after. So its numbers are not written to, and its gradient
+is the stand-in's; what is of the model itself has the copy's. A tensor that comes to an operator in another way, as an
+argument of a ``torch.autograd.Function``, is refused by the recorder if the step would change it.
+
+[Note: known numbers]
+Integers and booleans that depend on no parameter and on no activation (token numbers, masks, positions) are real in the
+trace, and what follows from them alone is computed. So a mask of ones is found to be one as in a real step, which some
+models do not ask of a fake tensor, and indices may be counted. Small constants from outside have numbers too. Whatever
+depends on anything else is fake; a question for its value is an error that names the module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from eager_offload._torch import (
+    is_fake,
+    is_plain_fake,
+    is_wrapper,
+    storage_key,
+    tree_iter,
+    tree_map,
+    without_dispatch_modes,
+)
+from eager_offload.errors import PlanError
+from eager_offload.planning.recorder import MOST_KNOWN, Recorder
+
+#: Bytes of a constant from outside whose numbers are known, whatever its type.
+_MOST_READ = 64 << 10
+
+
+class StandIns(TorchFunctionMode):
+    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._wholes: dict[int, Tensor] = {}
+        self._found: dict[int, Tensor] = {}
+        self._owners: list[object] = []  # no key is used twice
+
+    def of_inputs(self, inputs: object) -> Any:
+        return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
+
+    def copy_of(
+        self, model: nn.Module, loss: Callable[[Any], Tensor] | None
+    ) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
+        """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
+        cannot."""
+        found: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            for value in vars(module).values():
+                for one in tree_iter(value):
+                    if isinstance(one, Tensor):
+                        try:
+                            self._of(one)
+                        except PlanError as error:
+                            raise PlanError(f"{name or 'the model'}: {error}") from error
+                    elif isinstance(one, torch.Generator) and id(one) not in found:
+                        with without_dispatch_modes():  # its state is a tensor
+                            found[id(one)] = one.clone_state()
+        is_copied = any(isinstance(one, nn.Module) for one in (loss, getattr(loss, "__self__", None)))
+        try:
+            copied, its_loss = copy.deepcopy((model, loss if is_copied else None), {**found, **self._found})
+        except Exception as error:
+            raise PlanError(
+                f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
+                "module inside of what wraps it"
+            ) from error
+        return copied, its_loss if is_copied else loss
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = args, dict(kwargs or {})
+        if any(self._is_outside(one) for one in tree_iter(given)):
+            with self._recorder.unseen():
+                given = tree_map(lambda one: self._of(one, is_outside=True) if self._is_outside(one) else one, given)
+        with self._recorder.calling(func):
+            return func(*given[0], **given[1])
+
+    def _is_outside(self, one: object) -> bool:
+        return type(one) in (Tensor, nn.Parameter) and self._recorder.lacks(cast(Tensor, one))
+
+    def _of(self, tensor: Tensor, *, is_outside: bool = False) -> Tensor:
+        if (known := self._found.get(id(tensor))) is not None:
+            return known
+        if is_wrapper(tensor) or not (type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)):
+            raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
+        if tensor.layout is not torch.strided:
+            raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
+        if _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
+            with without_dispatch_modes(), torch.no_grad():
+                made = tensor.detach().to("cpu", copy=True)
+        else:
+            made = self._fake(tensor)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        elif tensor.requires_grad:
+            made.requires_grad_()
+        self._found[id(tensor)] = made
+        self._owners.append(tensor)
+        self._recorder.has(made)
+        return made
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        storage = tensor.untyped_storage()
+        whole = self._wholes.get(storage_key(storage))
+        if whole is None or whole.dtype != dtype:
+            if tensor.nbytes == storage.nbytes():
+                made = self._wholes[storage_key(storage)] = torch.empty_strided(size, stride, dtype=dtype)
+                return made
+            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
+            self._wholes[storage_key(storage)] = whole
+        return whole.as_strided(size, stride, tensor.storage_offset())
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are there: see [Note: known numbers]."""
+    return (
+        not is_fake(type(tensor))
+        and tensor.device.type != "meta"
+        and not tensor.dtype.is_floating_point
+        and not tensor.dtype.is_complex
+        and tensor.nbytes <= MOST_KNOWN
+    )

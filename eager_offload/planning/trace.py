@@ -1,0 +1,183 @@
+"""A model and its inputs, traced into a ``Program``: nothing is computed, and nothing is allocated.
+
+[Note: tracing]
+A copy of the model is run whose parameters are fake tensors on the CPU, which stand for the device. So the model
+itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py). A fake
+CPU tensor takes autograd to the kernels of a CPU; those of an accelerator would abort where torch was built without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import FakeTensorMode
+from eager_offload.codecs.names import CodecRules
+from eager_offload.eager.checkpointing import saving_with
+from eager_offload.errors import PlanError
+from eager_offload.matched_modules import MatchedModules, Pattern
+from eager_offload.planning.apply import checkpointed
+from eager_offload.planning.leftovers import Made, left_as_it_was
+from eager_offload.planning.numbers import by_itself, numbers_of_its_own
+from eager_offload.planning.program import Program
+from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
+from eager_offload.planning.stand_ins import StandIns
+
+#: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
+_OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
+
+
+def trace(
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    min_bytes: int,
+    patterns: Sequence[Pattern] = (),
+    again: Sequence[str] = (),
+    rules: CodecRules = PLAIN,
+) -> Program:
+    """One training step of ``model`` as numbers.
+
+    Args:
+        model: real, or on ``meta``; it is neither changed nor run.
+        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords.
+        loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
+        min_bytes: a smaller saved tensor stays.
+        patterns: name modules that keep what they save, or that ``rules`` name a codec for.
+        again: names of modules that are computed again, as :meth:`Plan.apply` has them.
+        rules: which codecs may pack what moves.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+        PlanError: what the model does depends on numbers that no trace has.
+    """
+    made = Made()
+    with left_as_it_was(model, loss, made):
+        # What is set of a context variable goes with the context.
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, made)
+
+
+def _trace(
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None,
+    min_bytes: int,
+    patterns: Sequence[Pattern],
+    again: Sequence[str],
+    rules: CodecRules,
+    made: Made,
+) -> Program:
+    with (
+        by_itself(),
+        numbers_of_its_own() as generator,
+        _logging_no_traceback(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
+        stand_ins = StandIns(recorder)
+        inputs = stand_ins.of_inputs(inputs)
+        traced, made_loss = stand_ins.copy_of(model, loss)
+        for part in (traced, made_loss):
+            if isinstance(part, nn.Module):
+                made.add(part)
+        if patterns:
+            matched.add(traced, patterns)
+        try:
+            with stand_ins:
+                run_step(recorder, traced, inputs, made_loss, again)
+        except PlanError:
+            raise
+        except Exception as error:
+            if (said := _lacks(error)) is not None:
+                raise PlanError(f"{recorder.where} {said}") from error
+            if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
+                raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+            error.add_note(
+                f"eager_offload.plan met this error in {recorder.where}, while it traced a step. If real steps have "
+                'none, plan from them: eo.plan(..., device="here", steps=2)'
+            )
+            raise  # the model's own
+        return recorder.program()
+
+
+def _lacks(error: Exception) -> str | None:
+    """What is said of an operator that torch does not run on tensors without bytes, or on a CPU, which differentiates
+    FlexAttention on accelerators alone; ``None`` for any other error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
+    if not isinstance(error, NotImplementedError) or not raised.startswith(_OPERATORS):
+        return None
+    return (
+        f"calls what cannot be traced ({error}). Plan it with another attention in that place, such as "
+        "torch.nn.functional.scaled_dot_product_attention, which saves tensors of the same sizes, or train without a "
+        "plan: Offload(device_budget=...) learns from the first steps what has to move"
+    )
+
+
+@contextmanager
+def _logging_no_traceback() -> Iterator[None]:
+    """Of an operator that raises, torch's rules log no traceback for the calling thread: the error itself has it."""
+    thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def run_step(
+    recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
+) -> None:
+    """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
+    if isinstance(inputs, Mapping):
+        call = partial(model, **inputs)
+    else:
+        call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+    with recorder.watching(model), recorder:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+            saving_with(recorder.saver),
+            checkpointed(model, again),
+        ):
+            total = _loss_of(call(), loss)
+        recorder.begin_backward(total)
+        torch.autograd.backward(total)  # `total.backward()` would turn off the caller's function modes
+        del total
+
+
+def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """The loss, as a number; raises ``PlanError`` where there is none."""
+    found = returned if loss is None else loss(returned)
+    if loss is None and not isinstance(found, Tensor):
+        found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        if found is None and isinstance(returned, Sequence) and returned:
+            found = returned[0]
+    if not isinstance(found, Tensor) and loss is not None:
+        raise PlanError(
+            f"loss=... returns {type(found).__name__}, of which there are no gradients: it takes what the model "
+            "returns and has to return the loss as a tensor"
+        )
+    if not isinstance(found, Tensor):
+        raise PlanError(
+            f"no loss was found: the model returns {type(returned).__name__}, which is no tensor and has no `loss`. "
+            "Give loss=..., a function that makes it of what the model returns"
+        )
+    if not found.requires_grad:
+        raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
+    return found if found.dim() == 0 else found.sum()

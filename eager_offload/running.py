@@ -1,0 +1,120 @@
+"""``python -m eager_offload run [--settings ...] train.py ...``: a training script offloads without a change.
+
+Every call of an outermost module in training mode runs in a ``with offload``, as far as that can be done from outside:
+what a script saves between its modules stays. See [Note: Outermost] in ``module_contexts.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eager_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eager_offload.offload import Offload
+
+_USAGE = """\
+usage: python -m eager_offload run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
+
+Runs a training script, or a module as `python -m` does, in which the forwards of modules offload.
+
+  --settings FIELD=VALUE  a field of OffloadConfig, such as min_bytes=4MiB; may be given again
+  --settings FILE         a JSON or TOML file of fields
+
+What is not given comes from EAGER_OFFLOAD_<FIELD>. With a launcher:
+
+  torchrun --nproc-per-node 2 -m eager_offload run train.py
+  accelerate launch -m eager_offload run train.py
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the script or module that ``arguments`` name.
+
+    Returns:
+        The exit status: 0 when it has ended, 2 for wrong arguments. What the script raises, ``SystemExit`` included,
+        goes through.
+    """
+    given, settings = list(arguments), list[str]()
+    while given and given[0].partition("=")[0] == "--settings":
+        _, equals, value = given.pop(0).partition("=")
+        settings.append(value if equals else given.pop(0) if given else "")
+    if given[:1] == ["-h"] or given[:1] == ["--help"]:
+        print(_USAGE, end="")
+        return 0
+    is_module = given[:1] == ["-m"]
+    command = given[is_module:]
+    if not command or command[0].startswith("-"):
+        print(_USAGE, end="", file=sys.stderr)
+        return 2
+    from eager_offload.module_contexts import offload_modules  # and torch with it, which --help does not wait for
+    from eager_offload.offload import Offload
+
+    try:
+        offload = Offload(_fields(settings))
+    except ConfigError as error:
+        print(f"eager_offload run: {error}", file=sys.stderr)
+        return 2
+    if not is_module and not os.path.exists(command[0]):
+        print(f"eager_offload run: there is no file {command[0]!r}", file=sys.stderr)
+        return 2
+    sys.argv = command
+    try:
+        with offload_modules(offload):
+            if is_module:
+                runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+                runpy.run_path(command[0], run_name="__main__")
+    finally:
+        _report(offload)
+    return 0
+
+
+def _fields(settings: Sequence[str]) -> dict[str, Any]:
+    """The fields that ``--settings`` name, later ones before earlier ones.
+
+    Raises:
+        ConfigError: a file that cannot be read, or has anything but fields in it.
+    """
+    from eager_offload.config import field_from_text
+
+    fields: dict[str, Any] = {}
+    for one in settings:
+        name, equals, text = one.partition("=")
+        fields |= {name.strip(): field_from_text(name.strip(), text)} if equals else _file(Path(one))
+    return fields
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--settings={str(path)!r} is not accepted: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--settings={str(path)!r} is not accepted: it holds no mapping of fields")
+    return found
+
+
+def _report(offload: Offload) -> None:
+    """What it did, for the user, on the first rank alone."""
+    from eager_offload.step_memory import why
+    from eager_offload.tiers.ranks import rank
+
+    if rank():
+        return
+    stats = offload.stats(synchronize=True)
+    said = str(stats)
+    if not offload.config.enabled:
+        said = "switched off"
+    elif not stats.offloaded_bytes:
+        said = f"nothing moved, because {why(stats, offload.config)}"
+    print(f"eager_offload run: {said}", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""What a user gives to the command: models on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.planning.programs import Stack
+
+
+def eight_billion() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """As many parameters as a Llama of 8 billion has in its blocks, and 4096 tokens."""
+    return *blocks(32), lambda returned: returned.float()
+
+
+def seventy_billion() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The Llama of 70 billion parameters, and 16,384 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    tokens = torch.zeros(1, 16_384, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def two_blocks() -> tuple[nn.Module, Tensor]:
+    """Two of those blocks."""
+    return blocks(2)
+
+
+def blocks(count: int) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        model = Stack(count, 4096, 32, 8, 14_336).to(torch.bfloat16)
+        tokens = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    return model, tokens
+
+
+def nothing() -> None:
+    """Forgot to return."""
+
+
+def raises() -> None:
+    """Has an error of its own, of two lines."""
+    raise FileNotFoundError("no\nweights")
+
+
+def shapes() -> tuple[nn.Module, Tensor]:
+    """Cannot run."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 1)), torch.ones(3, 8)
+
+
+def questions() -> tuple[nn.Module, Tensor]:
+    """Asks for a number."""
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out.sum() * out.max().item()
+
+    return nn.Sequential(Asks(4, 4)), torch.ones(2, 4)

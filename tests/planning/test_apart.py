@@ -1,0 +1,188 @@
+"""Planning inside of a ``with offload:``, and beside other threads: neither notices."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload import active
+from eager_offload._torch import top_pack_hook
+from eager_offload.planning.trace import trace
+from tests.hazards.programs import assert_identical
+from tests.planning.programs import CONFIG, gradients, slow, wide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEVICE = slow(out=1e8, back=1e8)
+
+
+@pytest.fixture(autouse=True)
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Checkpointed(nn.Module):
+    """Its backward runs a forward, which saves tensors."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self._reentrant = wide()[0], reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self._reentrant)  # type: ignore[no-any-return]
+
+
+def planned(model: nn.Module, x: Tensor) -> None:
+    eo.plan(model, x, device=DEVICE, recompute=True, config=CONFIG).front(2)
+
+
+def planned_from_real_steps(model: nn.Module, x: Tensor) -> None:
+    eo.plan(model, x, steps=1, device_budget=1 << 40, config={**CONFIG, "tier": "host"})
+
+
+@pytest.mark.parametrize("plan", [planned, planned_from_real_steps])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_inside_of_a_context_nothing_is_seen_of_it(
+    plan: Callable[[nn.Module, Tensor], None], reentrant: bool | None, tmp_path: Path
+) -> None:
+    model, x = wide()
+    planning = model if reentrant is None else Checkpointed(reentrant=reentrant)
+    expected = gradients(model, lambda: model(x))
+    with eo.Offload(CONFIG, tier="disk", disk_path=tmp_path) as offload:
+        plan(planning, x.clone())
+        hooks, contexts = top_pack_hook(), list(active.thread.contexts)
+        assert len(contexts) == 1
+        assert offload.stats().saved_tensors == 0
+
+        def forward() -> Tensor:
+            loss: Tensor = model(x)
+            plan(planning, x.clone())  # while what was saved waits to leave
+            return loss
+
+        found = gradients(model, forward)
+        assert top_pack_hook() is hooks
+        assert active.thread.contexts == contexts
+    assert_identical(expected, found)
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert stats.foreign_hooks == stats.empty_forwards == 0
+    with offload:
+        alone = gradients(model, lambda: model(x))
+    assert_identical(expected, alone)
+    assert offload.stats().saved_tensors == 2 * stats.saved_tensors
+    offload.close()
+
+
+def test_a_context_in_which_only_a_plan_is_made_has_seen_no_forward() -> None:
+    model, x = wide()
+    with eo.Offload(CONFIG, tier="host") as offload:
+        planned(model, x)
+    assert offload.stats().empty_forwards == 0
+    offload.close()
+
+
+def test_hooks_of_others_are_put_back_too(tmp_path: Path) -> None:
+    model, x = wide()
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        planned(model, x)
+        assert packed == []
+        model(x)
+    assert packed
+
+
+class Drawing(nn.Module):
+    """Draws numbers that steer, while another thread draws too."""
+
+    def __init__(self, others: Callable[[], object]) -> None:
+        super().__init__()
+        self.layer, self._others = nn.Linear(8, 8), others
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in (
+            torch.rand([]),
+            torch.rand_like(torch.ones(1)),
+            torch.randint(5, (1,)),
+            torch.ones(1).uniform_(),
+            torch.bernoulli(torch.full((1,), 0.5)),
+        ):
+            x = x.exp() if float(one) > 9 else x
+        self._others()
+        return checkpoint(self._inner, x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+    def _inner(self, x: Tensor) -> Tensor:
+        self._others()
+        return F.dropout(self.layer(x).exp(), 0.5)
+
+
+def test_what_another_thread_draws_meanwhile_it_does_not_draw_again() -> None:
+    """The other one draws while the trace runs, in its forward and in what its backward computes again."""
+    asked, drawn, found = threading.Semaphore(0), threading.Semaphore(0), list[Tensor]()
+
+    def draw() -> None:
+        for _ in range(3):
+            asked.acquire()
+            found.append(torch.rand(3))
+            torch.set_rng_state(torch.get_rng_state())  # of all threads, for this one
+            drawn.release()
+
+    def others() -> None:
+        asked.release()
+        drawn.acquire()
+
+    model = Drawing(others)
+    torch.manual_seed(7)
+    expected = [torch.rand(3) for _ in range(3)]
+    afterwards = torch.rand(3)
+    torch.manual_seed(7)
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    before = torch.random.default_generator
+    program = trace(model, torch.ones(4, 8), min_bytes=0)
+    thread.join()
+    assert [op.name for op in program.ops].count("native_dropout") + [op.name for op in program.ops].count(
+        "bernoulli_"
+    ) == 2
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    assert torch.equal(torch.rand(3), afterwards), "the trace itself has drawn nothing"
+    assert torch.random.default_generator is before is torch.default_generator
+
+
+def test_a_trace_draws_the_same_numbers_each_time_and_a_users_generator_stays() -> None:
+    drawn: SimpleQueue[float] = SimpleQueue()  # a list would be put back
+    own = torch.Generator().manual_seed(3)
+    state = own.get_state()
+
+    class Draws(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for one in (torch.rand([]), torch.rand([], generator=own), random.random(), numpy.random.rand()):
+                drawn.put(float(one))
+            return super().forward(x).exp().sum()
+
+    model = Draws(4, 4)
+    for _ in range(2):
+        trace(model, torch.ones(2, 4), min_bytes=0)
+    first, second = ([drawn.get_nowait() for _ in range(4)] for _ in range(2))
+    assert first == second
+    assert torch.equal(own.get_state(), state)
+    for found, one in zip(first, (torch.rand([]).item(), None, random.random(), numpy.random.rand()), strict=True):
+        assert found == one or one is None

@@ -1,0 +1,98 @@
+"""``python -m eager_offload plan``, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eager_offload as eo
+from eager_offload.planning.command import main
+
+ROOT = Path(__file__).parents[2]
+MODELS = "tests.planning.models_of_a_user"
+GIB = 1 << 30
+
+
+def no_more_than_a_laptop_has() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (16 * GIB, 16 * GIB))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eager_offload", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=no_more_than_a_laptop_has,
+    )
+
+
+@pytest.mark.long
+def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    device = ("--device", "h200", "--budget", "32GiB")
+    done = run(f"{MODELS}:eight_billion", *device, "--json", "--save", str(saved))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert report["fits"] is True
+    assert 2 * parameters < report["peak_bytes"] <= 32 * GIB, "with gradients"
+    assert report["moved_bytes"] > 0
+    assert eo.Plan.load(saved).to_dict() == report
+
+
+@pytest.mark.long
+def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
+    assert 2 * parameters < report["least_budget"] < report["peak_bytes"] <= 400 * GIB, "with gradients"
+    assert 100 * GIB < report["moved_bytes"] < 400 * GIB
+    assert report["compute_seconds"] < report["floor_seconds"] <= report["step_seconds"]
+
+
+def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["front"]) == 8
+    assert report["front"][0]["budget"] == report["least_budget"]
+    assert report["front"][-1]["step_seconds"] == report["step_seconds"]
+    assert report["step_seconds"] == pytest.approx(report["compute_seconds"], rel=1e-3), "and the host's first call"
+
+
+def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
+    output = capsys.readouterr().out
+    assert "Stack on rtx4090" in output
+    assert "does not fit: a peak of" in output
+    assert "less is taken with recompute=True (--recompute), a smaller batch" in output
+    assert len(output.rpartition("     budget")[2].splitlines()) == 9
+    for function, said in (
+        (f"{MODELS}:questions", "module '0' asks for the value of a tensor"),
+        (f"{MODELS}:nothing", "returns no (model, inputs)"),
+        (f"{MODELS}:raises", f"eager_offload plan: {MODELS}:raises: FileNotFoundError: no weights\n"),
+        (f"{MODELS}:shapes", "met this error in module '1'"),
+        (f"{MODELS}:other", "is not accepted: module"),
+        ("no_such_module:function", "No module named 'no_such_module'"),
+        (MODELS, "name a function as module:function"),
+    ):
+        assert main([function, "--device", "h200"]) == 2
+        output = capsys.readouterr().err
+        assert said in output
+        assert output.count("\n") == 1
+    assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
+    assert main(["os:path"]) == 2
+    assert main(["..x:f"]) == 2
+    with pytest.raises(SystemExit):
+        main(["--policy", "most"])

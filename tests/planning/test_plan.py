@@ -1,0 +1,393 @@
+"""``eo.plan``: what a user gives, what comes back, and every error."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.compile.cost import OperatorCall, flops_of
+from eager_offload.machine import TABLE
+from eager_offload.planning import files
+from tests.planning.programs import CONFIG, Stack, forward_flops, planned, slow, wide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def everything_fits() -> eo.Plan:
+    return planned()
+
+
+def test_a_plan_says_what_fits_and_what_moves(everything_fits: eo.Plan) -> None:
+    plan = everything_fits
+    assert plan.fits
+    assert plan.device_budget == 1 << 30, "all that the device has"
+    assert plan.moved_bytes == 0
+    assert plan.kept_bytes == plan.problem.program.movable_bytes
+    assert plan.step_seconds == plan.compute_seconds == plan.floor_seconds
+    assert 0 < plan.least_budget < plan.peak_bytes
+
+
+def test_a_plan_in_which_nothing_is_as_large_as_min_bytes_says_so() -> None:
+    model, x = wide()
+    plan = eo.plan(model, x, device=slow(), config={"min_bytes": "64MiB"})
+    assert "nothing moves: beside parameters nothing that is saved is as large as min_bytes, 64.0 MiB" in str(plan)
+    assert plan.step_plans == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eo.Offload(plan=plan)
+
+
+def test_a_budget_is_held_by_the_least_movement(everything_fits: eo.Plan) -> None:
+    budget = (everything_fits.peak_bytes + everything_fits.least_budget) // 2
+    plan = planned(device_budget=budget)
+    everything = planned(policy="max")
+    assert plan.fits
+    assert plan.peak_bytes <= budget
+    assert 0 < plan.moved_bytes < everything.moved_bytes
+    assert plan.moved_bytes + plan.kept_bytes == everything.moved_bytes + everything.kept_bytes
+    assert everything.kept_bytes < everything.moved_bytes / 16, "what backward asks for before its copy is over"
+    assert plan.floor_seconds <= plan.step_seconds
+    exact = planned(device_budget=plan.least_budget)
+    assert exact.fits
+    below = planned(device_budget=plan.least_budget - 1)
+    assert not below.fits, "which is no error"
+    assert "less is taken with recompute=True (--recompute), a smaller batch" in str(below)
+    over = planned(device_budget=plan.least_budget, policy="free")
+    assert not over.fits
+    assert 'policy="least", which keeps to its budget' in str(over)
+    assert below.least_budget == plan.least_budget
+
+
+def test_relief_is_the_least_larger_budget_with_which_compute_waits_little() -> None:
+    device = slow(out=1e7, back=1e7)
+
+    def within(budget: int) -> eo.Plan:
+        return planned(device=device, device_budget=budget)
+
+    def waits(plan: eo.Plan) -> float:
+        return 1 - plan.compute_seconds / plan.step_seconds
+
+    least = within(within(1).least_budget)
+    relief = least.relief
+    assert relief is not None
+    assert waits(least) > 0.5
+    found = within(relief.device_budget)
+    assert waits(found) == pytest.approx(relief.waits, abs=0.01)
+    assert relief.waits <= 0.05 < waits(within(relief.device_budget * 15 // 16))
+    assert found.relief is None, "it waits little"
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -> None:
+    """Here rehearsal finds lower peaks than arithmetic, and a step with one checkpoint takes more than it."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(Residual(nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)),
+            nn.Linear(1024, 8),
+        )
+        x = torch.empty(4096, 1024)
+    least = eo.plan(model, x, device="h200", device_budget=1, recompute=recompute)
+    assert not least.fits
+    assert least.peak_bytes == least.least_budget
+    seconds = []
+    for budget in [one.budget for one in least.front(5)]:
+        plan = eo.plan(model, x, device="h200", device_budget=budget, recompute=recompute)
+        assert plan.fits
+        assert plan.least_budget == least.least_budget
+        seconds.append(plan.step_seconds)
+    assert seconds == sorted(seconds, reverse=True), "a larger budget makes no step longer"
+    below = eo.plan(model, x, device="h200", device_budget=least.least_budget - 1, recompute=recompute)
+    assert not below.fits
+    assert below.step_seconds == least.step_seconds
+
+
+def test_free_moves_what_the_link_hides() -> None:
+    fast, none = (planned(device=slow(out=rate, back=rate), policy="free") for rate in (1e8, 1))
+    assert fast.step_seconds == pytest.approx(fast.compute_seconds)
+    assert fast.moved_bytes > 0
+    assert none.moved_bytes == 0
+
+
+def test_states_of_an_optimizer_are_there_all_the_time(everything_fits: eo.Plan) -> None:
+    plan = planned(optimizer_bytes="1MiB")
+    assert plan.peak_bytes == everything_fits.peak_bytes + (1 << 20)
+
+
+def test_the_front_goes_from_the_least_budget_to_where_nothing_moves(everything_fits: eo.Plan) -> None:
+    points = everything_fits.front(5)
+    assert len(points) == 5
+    assert points[0].budget == everything_fits.least_budget
+    assert points[-1].step_seconds == everything_fits.compute_seconds
+    assert all(point.peak_bytes <= point.budget for point in points)
+    budgets, seconds = [point.budget for point in points], [point.step_seconds for point in points]
+    assert budgets == sorted(budgets)
+    assert seconds == sorted(seconds, reverse=True)
+    with pytest.raises(eo.ConfigError, match="points=1 is not accepted"):
+        everything_fits.front(1)
+
+
+def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
+    text = str(planned(policy="max"))
+    assert text.startswith("Stack on slow: 0.001 TFLOP/s")
+    assert "fits: a peak of" in text
+    assert "1.000 times one without transfers" in str(everything_fits)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("blocks")}
+    assert rows["blocks.*.gate"][1] == "3"
+    assert rows["blocks.*.gate"][-2:] == ["192.0", "KiB"]
+    assert "less is taken" not in text, "it fits"
+    assert repr(everything_fits).startswith("<Plan of Stack on slow: fits, ")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "h100", "device_budget": 1},
+        {"policy": "max", "config": {**CONFIG, "tier": "disk", "disk_path": "/tmp", "host_budget": "512KiB"}},
+        {"policy": "max", "config": {**CONFIG, "codec": "bf16", "skip": ["blocks.0"]}},
+        {"device": "here", "steps": 2},
+    ],
+    ids=str,
+)
+def test_a_saved_plan_is_the_same_plan(fields: dict[str, Any], tmp_path: Path) -> None:
+    plan = planned(**fields)
+    plan.save(tmp_path / "plan.json")
+    loaded = eo.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert (str(loaded), loaded.to_dict(), loaded.step_plans) == (str(plan), plan.to_dict(), plan.step_plans)
+    assert loaded.front(3) == plan.front(3)
+
+
+def _set(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for one in path[:-1]:
+            content = content[one]
+        content[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_set("format", to=7), "format 7 instead of 3"),
+        (_set("digest", to=None), "not as it was written"),
+        (_set("plan", "policy", to="most"), "not as it was written"),
+        (_set("plan", "device_budget", to=10**400), "not as it was written"),
+        (_set("plan", "problem", "program", "storages", 0, 0, to=-5), "not as it was written"),
+        (_set("plan", "problem", "op_seconds", 0, to="soon"), "not as it was written"),
+        (_set("plan", "course", 2, to=[10**6]), "not as it was written"),
+        (_set("plan", to=[]), "not as it was written"),
+    ],
+)
+def test_a_file_that_something_has_changed_is_an_error(
+    change: Callable[[Any], None], said: str, everything_fits: eo.Plan, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    everything_fits.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(eo.ConfigError, match=rf"plan\.json' holds no plan that this version can read: .*{said}"):
+        eo.Plan.load(path)
+
+
+def test_a_file_that_is_no_plan_or_has_other_fields_is_an_error(everything_fits: eo.Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    everything_fits.save(path)
+    content = json.loads(path.read_text())
+    fields = {**content["plan"], "speed": 1}
+    text = json.dumps({**content, "plan": fields, "digest": files._digest(files._text(fields))})
+    for other in ("", "[1]", "{}", "\x00", text):
+        path.write_text(other)
+        with pytest.raises(eo.ConfigError, match="holds no plan"):
+            eo.Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        eo.Plan.load(tmp_path / "other.json")
+
+
+def test_arguments_of_other_kinds_are_errors() -> None:
+    model, x = wide()
+    with pytest.raises(eo.ConfigError, match="model=int is not accepted"), eo.plan(model, x, device="h200").apply(5):
+        pass
+    for memory in (80e9, True, -1):
+        with pytest.raises(eo.ConfigError, match=r"memory_bytes=.* takes a whole number"):
+            eo.Machine("mine", 1e12, 1e12, 1e12, memory_bytes=memory)
+    assert eo.plan(model, x, device="h200", device_budget="auto").device_budget == TABLE["h200"].memory_bytes
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"device": "h300"}, 'device=\'h300\' is not accepted: device takes "here" or "h200"'),
+        ({"device": 3}, "device=3 is not accepted"),
+        ({"device_budget": -1}, "device_budget=-1 is not accepted"),
+        ({"device_budget": "much"}, "device_budget='much' is not accepted"),
+        (
+            {"device_budget": "20"},
+            "device_budget='20' is not accepted, since that is 20 bytes, and the model alone takes",
+        ),
+        ({"config": {"device_budget": "20"}}, "device_budget='20' is not accepted, since that is 20 bytes"),
+        ({"optimizer_bytes": -1}, "optimizer_bytes=-1 is not accepted"),
+        *(({"host_budget": one}, f"host_budget={one!r} is not accepted") for one in (-1, 0, "much", 1.5, True)),
+        ({"loss": 5}, "loss=5 is not accepted"),
+        ({"recompute": "no"}, "recompute='no' is not accepted"),
+        ({"recompute": True, "policy": "free"}, "recompute=True is not accepted: with policy='free'"),
+        ({"config": {"keep_last_bytes": 0}}, "keep_last_bytes=0 does not go with a plan"),
+        ({"policy": "most"}, 'policy=\'most\' is not accepted: policy takes "least" or "free" or "max"'),
+        ({"config": {"min_byte": 1}}, "unknown field 'min_byte'"),
+        ({"config": {"skip": ["head"]}}, "head"),
+        ({"device": slow(memory_bytes=0)}, "the memory of slow is not known"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_that_repeats_it(fields: dict[str, Any], said: str) -> None:
+    model, x = wide()
+    with pytest.raises(eo.ConfigError) as caught:
+        eo.plan(model, x, **{"device": "h200", **fields})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DEVICE_BUDGET", "1MiB"),
+        ("MIN_BYTES", "2KiB"),
+        ("PREFETCH_BYTES", "1MiB"),
+        ("POLICY", "free"),
+        ("MAX_SLOWDOWN", "0.05"),
+        ("STEP_PLANS", "false"),
+    ],
+)
+def test_a_variable_that_a_plan_was_not_made_for_is_an_error(
+    everything_fits: eo.Plan, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"EAGER_OFFLOAD_{name}", text)
+    with pytest.raises(
+        eo.ConfigError, match=f"EAGER_OFFLOAD_{name}=.* in the environment does not go with plan="
+    ) as raised:
+        eo.Offload(plan=everything_fits)
+    assert "unset the variable, or plan anew" in str(raised.value)
+    eo.Offload(everything_fits.config, plan=everything_fits).close()  # beside which no variable is asked
+
+
+def test_variables_that_a_plan_was_made_for_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "1MiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "2KiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_HOST_BUDGET", "1GiB")
+    model, x = wide()
+    plan = eo.plan(model, x, device=slow())
+    assert (plan.device_budget, plan.config.min_bytes) == (1 << 20, 2 << 10)
+    eo.Offload(plan=plan).close()
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "auto")
+    eo.Offload(plan=plan).close()
+
+
+def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
+    with pytest.raises(eo.ConfigError, match="model takes a torch"):
+        eo.plan(torch.sin, torch.ones(1), device="h200")  # type: ignore[arg-type]
+
+    class Wrapper(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Wrapper:
+            raise TypeError("cannot pickle a process group")
+
+    with pytest.raises(eo.PlanError, match=r"the model cannot be copied, .* cannot pickle a process group"):
+        eo.plan(Wrapper(2, 2), torch.ones(1, 2), device="h200")
+    with pytest.raises(eo.PlanError, match=r"a tensor of the layout torch\.sparse_coo"):
+        eo.plan(nn.Linear(2, 2), torch.eye(2).to_sparse(), device="h200")
+
+
+@pytest.mark.parametrize("field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds"])
+def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
+    for value in (-1, float("nan"), float("inf"), 10**400, "fast", None, True, 1j):
+        with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
+            slow(**{field: value})
+    for name in (5, None, b"h200"):
+        with pytest.raises(eo.ConfigError, match=r"name=.* is not accepted: name of a Machine takes a text"):
+            eo.Machine(name, 1.0, 1.0, 1.0)  # type: ignore[arg-type]
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_devices_that_have_a_name_are_in_the_order_of_their_speed() -> None:
+    assert list(TABLE) == ["h200", "h100", "a100", "l40s", "rtx4090"]
+    assert TABLE["h200"].flops / TABLE["h200"].out == 11_500
+    for machine in TABLE.values():
+        assert 0.9e14 < machine.flops < 1e15
+        assert machine.single_flops < machine.flops
+        assert 20 << 30 < machine.memory_bytes < 150 << 30
+        assert machine.name in str(machine)
+
+
+def test_the_device_that_is_here_is_measured() -> None:
+    plan = eo.plan(*wide(), config=CONFIG)
+    assert plan.machine.name == "here (cpu)"
+    assert plan.machine.out > 1e6
+    assert plan.machine.memory_bytes > 1 << 20
+    assert plan.fits
+
+
+def test_a_product_of_groups_counts_its_operations() -> None:
+    rows, weights = torch.empty(12, 8, device="meta"), torch.empty(3, 8, 4, device="meta")
+    ends = torch.tensor([2, 5, 12], dtype=torch.int32, device="meta")
+    target = torch.ops.aten._grouped_mm.default
+    result = torch.empty(12, 4, device="meta")
+    assert flops_of(OperatorCall(target, (rows, weights, ends), {}, result)) == 2 * 12 * 8 * 4
+    columns = OperatorCall(
+        target, (rows.t(), torch.empty(12, 4, device="meta"), ends), {}, torch.empty(3, 8, 4, device="meta")
+    )
+    assert flops_of(columns) == 2 * 12 * 8 * 4
+
+
+# -- what the link hides ----------------------------------------------------------------------------------------------
+
+
+def hidden_share(tokens: int, layers: int, window: int) -> tuple[float, float]:
+    """Of what a Llama of 8 billion parameters saves, what is planned to move for free, and what the formula gives."""
+    width, shared, inner, ratio = 4096, 1024, 14_336, 11_500
+    with torch.device("meta"):
+        model = Stack(layers, width, 32, 8, inner).to(torch.bfloat16)
+        x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    # Products alone take time.
+    device = eo.Machine("ratio", ratio * 52e9, ratio * 52e9, 1e18, 52e9, 52e9, 1 << 50)
+    config = {"max_inflight_bytes": window, "prefetch_bytes": window}
+    plan = eo.plan(model, x, device=device, policy="free", config=config)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds, rel=5e-3), "in rehearsal it waits a little"
+    program = plan.problem.program
+    flops = 2 * (2 * width**2 + 2 * width * shared + 3 * width * inner) + 2 * tokens * width
+    nbytes = 12 * width + 4 * shared + 8 * inner
+    assert forward_flops(program) == tokens * layers * flops
+    assert program.movable_bytes == pytest.approx(tokens * layers * nbytes, rel=1 / layers)
+    return plan.moved_bytes / program.movable_bytes, flops / nbytes / ratio
+
+
+def test_what_an_8b_llama_moves_for_free_is_what_the_formula_gives() -> None:
+    share, formula = hidden_share(32 << 10, 16, 4 << 30)
+    assert share == pytest.approx(formula, abs=0.02 + 1 / 16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [8 << 10, 32 << 10, 128 << 10])
+def test_what_an_8b_llama_moves_for_free_is_what_the_formula_gives_at_every_length(tokens: int) -> None:
+    # Windows of one layer: what attention hides was saved in a burst before it.
+    share, formula = hidden_share(tokens, 64, tokens * (12 * 4096 + 4 * 1024 + 8 * 14_336))
+    assert share == pytest.approx(formula, abs=0.02)

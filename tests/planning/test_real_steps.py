@@ -1,0 +1,235 @@
+"""``eo.plan(steps=2)``: real steps in place of a trace, for models whose steps depend on numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.planning.command import main
+from eager_offload.planning.program import Program
+from tests.hazards.programs import assert_identical
+from tests.planning.programs import CONFIG, followed, gradients, slow, wide
+from tests.planning.test_rehearse import shared
+from tests.simulation.stage import Stage
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Gate(nn.Linear):
+    """Asks for a number, and does more or less by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + int(x.abs().max().item() > 0)):
+            x = x + super().forward(x).sigmoid()
+        return x
+
+
+class Counting(nn.Module):
+    """Normalizes by running statistics, drops at random, and has a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.BatchNorm1d(64), Gate(64, 64)
+        self.register_buffer("last", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.gate(self.norm(x)), 0.1)
+        self.last = x.detach().mean(0)
+        return nn.functional.rrelu(x, training=True).square().sum()
+
+
+def counting() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Counting(), torch.randn(256, 64)
+
+
+@pytest.mark.usefixtures("fast_link")
+@pytest.mark.parametrize("made", [wide, shared])
+def test_a_real_step_is_written_down_as_a_traced_one(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    model, x = made()
+    traced = eo.plan(model, x, policy="max", config=CONFIG)
+    real = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
+    assert without_modules(real) == without_modules(traced)
+    # Measured times differ, and with them when copies are over.
+    assert real.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.1)
+    assert real.moved_bytes > 0
+    assert (traced.steps, real.steps) == (0, 2)
+    assert all(seconds > 0 for seconds in real.problem.op_seconds)
+    assert real.compute_seconds == pytest.approx(sum(real.problem.op_seconds))
+
+
+def without_modules(plan: eo.Plan) -> Program:
+    """Its program. In backward a module is guessed where torch sums gradients up between two nodes; real steps guess
+    at no function."""
+    program = plan.problem.program
+    return replace(program, ops=tuple(op._replace(module=0) for op in program.ops), guessed=())
+
+
+def test_a_model_that_asks_for_numbers_is_planned_and_followed(tmp_path: Path) -> None:
+    model, x = counting()
+    with pytest.raises(eo.PlanError, match=r"module 'gate' asks for the value of a tensor .*steps=2\)"):
+        eo.plan(model, x, config=CONFIG)
+    plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
+    assert "operators take what they took in 2 real steps" in str(plan)
+    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = gradients(model, lambda: model(x))
+        torch.manual_seed(seed)
+        assert_identical(expected, gradients(model, lambda: model(x), offload))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
+    assert stats.bytes_out >= 3 * sum(plan.step_plans[0].slots) > 0, "and what is asked for its largest number"
+    offload.close()
+
+
+class Dropping(nn.Linear):
+    """Makes a graph and drops it, of what is saved again afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight.sum()
+        x.abs().max()
+        return super().forward(x).square().sum()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
+    model, x = Dropping(64, 64), torch.randn(256, 64)
+    plan = eo.plan(model, x, policy="max", config=CONFIG, steps=steps)
+    saves = plan.problem.program.saves
+    storages = plan.problem.program.storages
+    dropped = [one for one in saves if one.storage == -1 and one.reason is None and not one.is_alive]
+    assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
+    first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
+    assert {number: one.saved for number, one in enumerate(storages)} == first
+    followed(Stage(slow()), plan, model, x, 3)
+
+
+class Break(Exception):
+    """In the midst of a step."""
+
+
+@pytest.mark.parametrize("fails", ["", "forward", "backward"])
+def test_nothing_is_left_behind(fails: str) -> None:
+    model, x = counting()
+    x.requires_grad_()
+    model(x).backward()
+    leaves = [x, *model.parameters()]
+    grads = [(leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    numbers = {name: one.detach().clone() for name, one in named.items()}
+    alive = (model.norm.weight * x).sum()
+    state, generator = torch.get_rng_state(), random.getstate()
+
+    def stop(*_: object) -> None:
+        raise Break
+
+    def loss(total: Tensor) -> Tensor:
+        if fails == "forward":
+            raise Break
+        if fails == "backward":
+            total.register_hook(stop)
+        return total
+
+    try:
+        plan = eo.plan(model, x, loss=loss, config={**CONFIG, "skip": ["norm"]}, steps=2)
+    except Break:
+        assert fails
+    else:
+        assert not fails
+        assert plan.steps == 2
+    for leaf, (grad, bits) in zip(leaves, grads, strict=True):
+        assert leaf.grad is grad
+        assert grad is None or torch.equal(grad, bits)
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(now[name] is one and torch.equal(one, numbers[name]) for name, one in named.items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert generator == random.getstate()
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    alive.backward()
+
+
+def test_an_input_of_a_graph_and_a_loss_of_parameters_are_fine() -> None:
+    model, x = wide()
+    root = x.clone().requires_grad_()
+    hidden = root.exp()
+    first = next(model.parameters())
+
+    def loss(total: Tensor) -> Tensor:
+        return total + first.square().sum()
+
+    plan = eo.plan(model, hidden, loss=loss, config=CONFIG, steps=1)
+    assert plan.fits
+    assert first.grad is None
+    hidden.sum().backward()
+    assert root.grad is not None
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, total: Tensor) -> Tensor:
+        self.steps += 1
+        return total * self.scale
+
+
+def test_a_loss_that_is_a_module_is_put_back_too() -> None:
+    model, x = wide()
+    loss = Scaled()
+    assert eo.plan(model, x, loss=loss, config=CONFIG, steps=2).fits
+    assert loss.scale.grad is None
+    assert loss.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"steps": -1}, "steps=-1 is not accepted: steps takes a whole number"),
+        ({"steps": True}, "steps=True is not accepted: steps takes a whole number"),
+        ({"steps": 1.5}, "steps=1.5 is not accepted: steps takes a whole number"),
+        ({"device": "h200"}, "steps=2 is not accepted: real steps take the time of this machine"),
+        ({"device": slow()}, "steps=2 is not accepted: real steps take the time of this machine"),
+        ({"recompute": True}, "steps=2 is not accepted: what is computed again is decided by a trace"),
+    ],
+)
+def test_what_cannot_be_timed_is_an_error(fields: dict[str, Any], said: str) -> None:
+    model, x = wide()
+    with pytest.raises(eo.ConfigError) as caught:
+        eo.plan(model, x, **{"steps": 2, **fields})
+    assert said in str(caught.value)
+
+
+def test_tensors_without_numbers_and_accelerators_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = wide()
+    with pytest.raises(eo.ConfigError, match="steps=2 is not accepted for a model on meta"):
+        eo.plan(model.to("meta"), x, steps=2)
+    model, x = wide()
+    with pytest.raises(eo.PlanError, match="the loss requires no gradient"):
+        eo.plan(nn.Identity(), [(x,)], steps=2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    with pytest.raises(eo.ConfigError, match="operators of an accelerator run after their calls"):
+        eo.plan(model, x, steps=2)
+
+
+def test_the_command_runs_steps_too(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = "tests.planning.models_of_a_user:questions"
+    assert main([questions]) == 2
+    assert "steps=2" in capsys.readouterr().err
+    assert main([questions, "--steps", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2

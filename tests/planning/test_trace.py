@@ -1,0 +1,384 @@
+"""A traced step is the real one: the same saves in the same order, for the same reasons. And nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging.handlers
+import random
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import eager_offload as eo
+from eager_offload._torch import FakeTensorMode
+from eager_offload.matched_modules import Pattern
+from eager_offload.planning.program import Program
+from eager_offload.planning.trace import trace
+from eager_offload.selection import reason_to_stay
+from eager_offload.stats import KeepReason
+from tests.hazards.programs import assert_identical
+from tests.planning.programs import Stack, forward_flops, gradients, small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Saved = tuple[int, bool, KeepReason | None]
+
+
+def really(step: Callable[[], Tensor], min_bytes: int) -> tuple[list[Saved], list[int]]:
+    """What a real step saves, and the numbers of the saves that it asks for, in order."""
+    saves: list[Saved] = []
+    asks: list[int] = []
+
+    def pack(tensor: Tensor) -> tuple[int, Tensor]:
+        saves.append((tensor.nbytes, tensor.requires_grad, reason_to_stay(tensor, min_bytes)))
+        return len(saves) - 1, tensor if tensor.is_leaf else tensor.detach()
+
+    def unpack(handle: tuple[int, Tensor]) -> Tensor:
+        asks.append(handle[0])
+        return handle[1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = step()
+    loss.backward()
+    return saves, asks
+
+
+def assert_like(program: Program, real: tuple[list[Saved], list[int]]) -> None:
+    assert [save[:3] for save in program.saves] == real[0]
+    assert [ask.save for ask in program.asks] == real[1]
+
+
+def test_saves_and_asks_of_a_small_model_are_those_of_its_step() -> None:
+    model, x = small()
+    program = trace(model, x, min_bytes=1 << 10)
+    assert_like(program, really(lambda: model(x), 1 << 10))
+    assert program.movable_bytes == sum(one.nbytes for one in program.storages) > 0
+    assert {save.reason for save in program.saves} == {None, KeepReason.PARAMETER, KeepReason.SMALL}
+    assert "blocks.1.gate" in {program.modules[op.module] for op in program.ops[: program.forward_ops]}
+    assert "blocks.1.gate" in {program.modules[op.module] for op in program.ops[program.forward_ops :]}
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    tokens, width, shared, inner = 16, 32, 16, 64
+    model, x = small()
+    program = trace(model, x, min_bytes=0)
+    products = 2 * (2 * width**2 + 2 * width * shared + 3 * width * inner)
+    assert forward_flops(program) == 2 * tokens * (products + 2 * tokens * width)
+
+
+def test_bytes_that_live_are_parameters_inputs_gradients_and_what_is_computed() -> None:
+    model, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    program = trace(model, x, lambda out: out.exp().sum(), min_bytes=0)
+    # mm, exp, sum; and backward: the product of both gradients, and the parameter's.
+    assert [op.name for op in program.ops[:3]] == ["mm", "exp", "sum"]
+    weight, data = 4 * 64, 4 * 32
+    assert program.other_bytes[0] == weight + 2 * data, "the product that exp takes; nothing of it is saved"
+    (saved,) = program.storages
+    assert (saved.nbytes, saved.made, saved.saved) == (data, 1, 2)
+    assert max(program.other_bytes) >= 2 * weight + data, "a gradient"
+
+
+class Routed(nn.Module):
+    """What it does depends on numbers."""
+
+    def __init__(self, question: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner, self.question = nn.Linear(4, 4), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.question(y)
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (lambda y: y.sum().item(), "asks for the value of a tensor"),
+        (lambda y: y[y > 0], "makes a tensor whose size depends on the numbers in another"),
+        (lambda y: bool(y.isnan().any()), "asks for the value of a tensor"),
+        (lambda y: y.detach().numpy(), "asks for the numbers of a tensor"),
+    ],
+)
+def test_a_question_for_numbers_that_are_missing_is_an_error_that_names_the_module(
+    question: Callable[[Tensor], object], said: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Routed(question)))
+    with pytest.raises(eo.PlanError, match=r"module '1\.0' ") as caught:
+        eo.plan(model, torch.ones(2, 4), device="h200")
+    assert said in str(caught.value)
+    assert isinstance(caught.value, eo.OffloadError)
+
+
+def test_what_is_known_does_not_depend_on_what_had_its_memory_before() -> None:
+    class Overwritten(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = x.exp()
+            for _ in range(4):
+                unknown = mask.clone()
+                unknown &= h.sum() > 0
+                del unknown
+                if bool(mask.clone().all()):  # where the other one was
+                    h = h.relu()
+            return h.sum()
+
+    x = torch.ones(2, 4, requires_grad=True)
+    program = trace(Overwritten(), (x, torch.ones(4, dtype=torch.bool)), min_bytes=0)
+    assert [op.name for op in program.ops].count("relu") == 4
+
+
+def test_integers_and_booleans_of_the_inputs_may_steer() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(8, 16)
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            rows = self.words(words)[mask.nonzero().flatten()]
+            return (rows.exp() if bool(mask.all()) else rows.sigmoid().tanh()).sum()
+
+    model, words = Masked(), torch.arange(8)
+    for mask in (torch.ones(8, dtype=torch.bool), torch.arange(8) < 5):
+        program = trace(model, (words, mask), min_bytes=0)
+        assert_like(program, really(lambda mask=mask: model(words, mask), 0))
+
+
+def test_a_model_that_saves_nothing_or_returns_no_loss_is_an_error() -> None:
+    with pytest.raises(eo.PlanError, match="requires no gradient"):
+        eo.plan(nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2), device="h200")
+
+    class Nothing(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"logits": super().forward(x)}
+
+    with pytest.raises(eo.PlanError, match="no loss was found: the model returns dict"):
+        eo.plan(Nothing(2, 2), torch.ones(1, 2), device="h200")
+    with pytest.raises(eo.PlanError, match=r"loss=... returns float, of which there are no gradients"):
+        eo.plan(Nothing(2, 2), torch.ones(1, 2), loss=lambda out: 1.0, device="h200")
+    program = trace(Nothing(2, 2), torch.ones(1, 2), lambda out: out["logits"].sum(), min_bytes=0)
+    assert program.forward_ops == 2
+
+
+def test_the_first_trace_of_a_recurrent_layer_is_as_the_next_ones() -> None:
+    model, x = nn.LSTM(64, 128), torch.randn(4, 2, 64)
+    FakeTensorMode.cache_clear()
+    first, second = (trace(model, x, lambda out: out[0].sum(), min_bytes=0) for _ in range(2))
+    assert first.other_bytes == second.other_bytes
+
+
+def _fails(y: Tensor) -> None:
+    raise KeyError("its own")
+
+
+@pytest.mark.parametrize(
+    ("question", "kind"),
+    [
+        (_fails, KeyError),
+        (lambda y: y.view(3, 7), RuntimeError),
+        (lambda y: y @ y.double()[:1], RuntimeError),
+        (lambda y: y + torch.ones(3), RuntimeError),
+    ],
+)
+def test_an_error_of_the_models_own_is_no_error_of_the_plan(
+    question: Callable[[Tensor], object], kind: type[Exception]
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Routed(question))), torch.ones(2, 4)
+    with pytest.raises(kind):
+        model(x)
+    logger, logged = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(99)
+    logger.addHandler(logged)
+    with pytest.raises(kind) as caught:
+        eo.plan(model, x, device="h200")
+    logger.removeHandler(logged)
+    assert not logged.buffer, "the error says it all"
+    assert not logger.filters
+    assert not isinstance(caught.value, eo.OffloadError)
+    assert "in module '1.0', while it traced" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_model_checkpoints_itself_is_computed_again_in_the_trace(reentrant: bool) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return x.sum()
+
+    model, x = Checkpointed(3, 32, 4, 2, 64), torch.randn(16, 32, requires_grad=True)
+    program = trace(model, x, min_bytes=0)
+    assert_like(program, really(lambda: model(x), 0))
+    assert len(program.ops) - program.forward_ops > 2 * program.forward_ops
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_a_models_checkpoints_save_is_planned_and_followed(steps: int, tmp_path: Path) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x.sum()
+
+    model, x = Checkpointed(3, 32, 4, 2, 64), torch.randn(16, 32, requires_grad=True)
+    seen_by_hooks, _ = really(lambda: model(x), 1 << 10)
+    assert len(trace(model, x, min_bytes=1 << 10).saves) > len(seen_by_hooks)
+    model.zero_grad()
+    expected = gradients(model, lambda: model(x))
+    plan = eo.plan(model, x, steps=steps, policy="max", config={"min_bytes": "1KiB"})
+    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
+    assert_identical(expected, gradients(model, lambda: model(x), offload))
+    stats = offload.stats(synchronize=True)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {})
+    assert stats.bytes_out > 0
+    offload.close()
+
+
+def test_regions_marks_and_skipped_modules_stay() -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with eo.no_offload():
+                x = x.exp()
+            return eo.keep(self.second(self.first(x).sigmoid()).tanh()).sum()
+
+    model, x = Marked(), torch.randn(16, 32, requires_grad=True)
+    reasons = [save.reason for save in trace(model, x, min_bytes=64).saves]
+    assert reasons.count(KeepReason.REGION) == 1
+    skipped = trace(model, x, min_bytes=64, patterns=[Pattern("skip", "second")])
+    assert [save.reason for save in skipped.saves].count(KeepReason.REGION) == 2
+    with pytest.raises(eo.ConfigError, match="third"):
+        trace(model, x, min_bytes=64, patterns=[Pattern("skip", "third")])
+
+
+# -- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> list[object]:
+    return [
+        {name: (id(one), one.requires_grad, one.grad) for name, one in model.named_parameters()},
+        {name: id(one) for name, one in model.named_buffers()},
+        [(list(one._forward_hooks), list(one._forward_pre_hooks), one.training) for one in model.modules()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        torch.is_grad_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    ]
+
+
+class Noisy(nn.Module):
+    """Dropout, running statistics, random numbers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.norm(self.layer(x)), 0.5)
+        return (x * random.random() if torch.rand([]) < 2 else x).sum()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_planning_leaves_nothing_behind_under_no_grad_too(fails: bool) -> None:
+    model, x = Noisy(), torch.randn(4, 8)
+    failing = Routed(Tensor.item)
+    failing.inner = model
+    before, values = state_of(model), {name: one.clone() for name, one in model.state_dict().items()}
+    with torch.no_grad():
+        if fails:
+            with pytest.raises(eo.PlanError):
+                trace(failing, x, min_bytes=0)
+        else:
+            assert trace(model, x, min_bytes=0).storages
+        assert not torch.is_grad_enabled()
+    assert state_of(model) == before
+    assert all(torch.equal(one, values[name]) for name, one in model.state_dict().items())
+
+
+def test_nothing_of_the_model_or_the_inputs_is_held_afterwards() -> None:
+    model, x = small()
+    plan = eo.plan(model, x, device="h200", config={"min_bytes": 0})
+    gone = [weakref.ref(model), weakref.ref(x), weakref.ref(model.blocks[0].q.weight)]
+    del model, x
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+    assert plan.fits
+
+
+def test_a_model_on_meta_is_planned_as_a_real_one() -> None:
+    model, x = small()
+    with torch.device("meta"):
+        other = Stack(2, 32, 4, 2, 64)
+    assert trace(other, x.to("meta"), min_bytes=0) == trace(model, x, min_bytes=0)
+    assert {one.device.type for one in other.parameters()} == {"meta"}
+
+
+def test_tied_parameters_and_views_of_one_are_one_storage() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(64, 8)
+            self.head = nn.Linear(8, 64, bias=False)
+            self.head.weight = self.words.weight
+            self.part = self.words.weight.detach()[:4]
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.head(self.words(words) + self.part.sum()).exp().sum()
+
+    program = trace(Tied(), torch.arange(8), min_bytes=0)
+    assert program.other_bytes[0] < 2 * 4 * 64 * 8
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Is no module of torch's, which torch compiles only in a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("what", ["torch.compile(model)", "model.compile()", "loss"])
+def test_h63_compiled_code_is_compiled_after_a_plan(what: str, steps: int) -> None:
+    torch._dynamo.reset()
+    graphs, x = list[object](), torch.randn(256, 64)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(made: Tensor) -> Tensor:
+        return made.square().mean()
+
+    model: Any = Written()
+    if what == "torch.compile(model)":
+        model = torch.compile(model, backend=backend)
+    elif what == "model.compile()":
+        model.compile(backend=backend)
+    else:
+        loss = torch.compile(loss, backend=backend)
+    plan = eo.plan(model, x, loss=loss, device_budget="1GiB", config={"tier": "host"}, steps=steps)
+    assert not graphs
+    assert plan.is_compiled
+    assert "of the model as it is written" in str(plan)
+    loss(model(x)).backward()
+    assert len(graphs) == 1
+    torch._dynamo.reset()

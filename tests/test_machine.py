@@ -1,0 +1,97 @@
+"""How fast a device is: from the table if it is known, else measured where it is, else an error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import eager_offload as eo
+from eager_offload import machine
+from eager_offload.machine import TABLE, machine_of, measure
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_cpu_is_measured_once() -> None:
+    rates = machine_of(CPU)
+    assert rates is machine_of(torch.device("cpu"))
+    assert min(rates.flops, rates.single_flops, rates.memory) > 1e6
+
+
+def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, kinds, product = torch.get_rng_state(), list[type](), machine._product
+
+    def noted(*given: object) -> object:
+        run, amount = product(*given)  # type: ignore[arg-type]
+        kinds.append(type(run()))
+        return run, amount
+
+    monkeypatch.setattr(machine, "_product", noted)
+    with FakeTensorMode():
+        found = measure()
+    assert set(kinds) == {torch.Tensor}
+    assert found.spread >= 0
+    assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are the user's"
+
+
+def test_a_rate_is_the_median_of_several_measurements_however_slow_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slow = 0.0, iter([1.0, 1.0, 1.0, 50.0, 1.0, 1.0, 1.0])
+
+    def work(scale: int) -> tuple[object, float]:
+        def run() -> None:
+            nonlocal now
+            now += next(slow)
+
+        return run, 6.0
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
+    rate, spread = machine._rate(CPU, work)  # type: ignore[arg-type]
+    assert rate == 6.0
+    assert spread > 0
+
+
+def accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One device of CUDA of that name, which torch says is there."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: GPU)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_name=lambda _: name))
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "memory"), [("NVIDIA GeForce RTX 4090", 165.2e12, 1.008e12), ("NVIDIA L40S", 362e12, 0.864e12)]
+)
+def test_a_known_device_is_as_fast_as_its_data_sheet_says(
+    name: str, flops: float, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator(monkeypatch, name)
+    found = machine_of(GPU)
+    assert (found.flops, found.memory) == (0.6 * flops, 0.8 * memory)
+    assert (found.name in TABLE, found.launch_seconds) == (True, 0.0)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert machine_of(GPU).single_flops == found.flops / 2
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_another_form_of_a_known_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator(monkeypatch, "NVIDIA H100 PCIe")
+    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
+    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
+    assert machine_of(torch.device("cuda", 0)) is measured
+    machine._measured.cache_clear()
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:1"])
+def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are_known(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator(monkeypatch, "NVIDIA H100 PCIe")
+    with pytest.raises(eo.ConfigError, match=r"is not on this machine.*h200, h100, a100, l40s, rtx4090"):
+        machine_of(torch.device(device))

@@ -1,0 +1,311 @@
+"""The runtime and the engine beside a capture, in each mode: the driver refuses none of their calls.
+
+A call that is refused makes the capture void, so its end raises where one was made, also where its error was caught.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload
+from eager_offload.errors import (
+    CaptureInvalidatedError,
+    CaptureStateError,
+    HostAllocationUnderCaptureError,
+    StaleEventError,
+)
+from eager_offload.graphs import CapturePool, GraphCaptureGuard, make_graphed_callable
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, Captures
+from eager_offload.tiers.memory import PAGE
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import assert_identical
+from tests.runtime.test_beside_an_accelerator import forward
+from tests.threads import collect, on_a_thread
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.api import Api
+from tests.virtual_device.on_device.steps import graphs_alive
+
+pytest.importorskip("tests.virtual_device.graphs")  # it skips where torch captures nothing on such a device
+
+HERE = torch.device(NAME, 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(virtual: VirtualDevice) -> Iterator[None]:
+    before = torch.accelerator.current_stream()
+    yield
+    assert CAPTURES.under_way == ()
+    assert torch.accelerator.current_stream() == before
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
+    runtime = AcceleratorRuntime(api)
+    yield runtime
+    collect()
+    runtime.poll()
+    for address in [*api.registered]:  # which a driver refused to do
+        api.unregister(address)
+
+
+def here(call: Callable[[], object]) -> Any:
+    return call()
+
+
+class Beside:
+    """A runtime in a capture, and events of before it, of it, and of a stream that is not a part of it."""
+
+    def __init__(self, runtime: AcceleratorRuntime, mode: CaptureMode = CaptureMode.THREAD_LOCAL) -> None:
+        self.runtime, self.mode = runtime, mode
+        self.stream, self.free = (torch.Stream(device=HERE) for _ in range(2))
+        self.older = runtime.record(self.free)
+        self.slab: Tensor | None = runtime.host_buffer(PAGE)
+
+    def __enter__(self) -> Beside:
+        self.capture: Capture = self.runtime.begin_capture(self.stream, self.mode)
+        self.own, self.younger = self.runtime.record(self.stream), self.runtime.record(self.free)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runtime.end_capture(self.capture)
+
+    def poll(self, how: Callable[[AcceleratorRuntime], object] = AcceleratorRuntime.poll) -> None:
+        self.runtime.keep_until(self.younger, object())
+        how(self.runtime)
+
+    def drop_slab(self) -> None:
+        self.slab = None
+        collect()
+        self.runtime.poll()
+
+
+#: What the engine does, and what it is told in a capture of its own thread.
+OURS: dict[str, tuple[type[Exception] | None, Callable[[Beside], object]]] = {
+    "to ask about an older event": (None, lambda beside: beside.runtime.query(beside.older)),
+    "to ask about its event": (None, lambda beside: beside.runtime.query(beside.own)),
+    "to ask about a younger event": (None, lambda beside: beside.runtime.query(beside.younger)),
+    "to wait for an older event": (None, lambda beside: beside.runtime.synchronize(beside.older)),
+    "to wait for its event": (CaptureStateError, lambda beside: beside.runtime.synchronize(beside.own)),
+    "to wait for a younger event": (CaptureStateError, lambda beside: beside.runtime.synchronize(beside.younger)),
+    "to wait for all that is kept": (None, lambda beside: beside.poll(AcceleratorRuntime.synchronize_kept)),
+    "a stream's wait for an older event": (None, lambda beside: beside.runtime.wait(beside.stream, beside.older)),
+    "a stream's wait for a younger event": (
+        CaptureStateError,
+        lambda beside: beside.runtime.wait(beside.stream, beside.younger),
+    ),
+    "to poll": (None, Beside.poll),
+    "to let go of what is pinned": (None, Beside.drop_slab),
+    "to pin": (HostAllocationUnderCaptureError, lambda beside: beside.runtime.host_buffer(PAGE)),
+    "memory that is not pinned": (None, lambda beside: beside.runtime.host_buffer(PAGE, pin_memory=False)),
+}
+
+
+@pytest.mark.parametrize("where", [here, on_a_thread])
+@pytest.mark.parametrize("mode", CaptureMode)
+@pytest.mark.parametrize("name", OURS)
+def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
+    api: Api, runtime: AcceleratorRuntime, name: str, mode: CaptureMode, where: Callable[..., object]
+) -> None:
+    """In mode ``global`` another thread is told what the thread that captures is told; else it need not know of it."""
+    kind, call = OURS[name]
+    told_everywhere = mode is CaptureMode.GLOBAL or "its event" in name or "a stream's" in name
+    is_told = kind is not None and (where is here or told_everywhere)
+    with Beside(runtime, mode) as beside, pytest.raises(kind) if is_told and kind else nullcontext():
+        where(lambda: call(beside))
+    with pytest.raises(StaleEventError):
+        runtime.query(beside.own)
+    torch.accelerator.synchronize()
+    assert runtime.query(beside.younger)
+    collect()
+    runtime.poll()
+    assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
+
+
+def test_what_was_enqueued_before_a_capture_is_over_in_it(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    x, beside = torch.zeros(4, device=NAME), Beside(runtime)
+    torch.accelerator.synchronize()
+    with beside.free:
+        virtual.sleep(0.05)
+        x.fill_(1)
+        beside.older = runtime.record(beside.free)
+    with beside:
+        assert runtime.query(beside.older)
+        assert virtual.peek(x).eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "name"),
+    [
+        ("forbid_queries", False, "to ask about a younger event"),
+        ("forbid_queries", False, "to poll"),
+        ("forbid_queries", False, "to wait for a younger event"),
+        ("forbid_queries", False, "to let go of what is pinned"),
+        ("of", None, "a stream's wait for a younger event"),
+    ],
+)
+def test_a_runtime_without_one_of_its_checks_is_refused(
+    runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch, check: str, answer: object, name: str
+) -> None:
+    """So what is checked above can be seen."""
+    beside = Beside(runtime).__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(Captures, check, lambda *_: answer)
+        with suppress(RuntimeError):
+            OURS[name][1](beside)
+    with pytest.raises(CaptureInvalidatedError):
+        runtime.end_capture(beside.capture)
+
+
+@pytest.mark.parametrize("voids", [False, True])
+@pytest.mark.parametrize("abandons", [False, True])
+def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_its_memory_back(
+    api: Api, runtime: AcceleratorRuntime, abandons: bool, voids: bool
+) -> None:
+    """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
+    begun = runtime.begin_capture(torch.Stream(device=HERE), CaptureMode.THREAD_LOCAL)
+    if voids:
+        with pytest.raises(RuntimeError, match="not permitted"):
+            torch.accelerator.synchronize()
+    with suppress(CaptureInvalidatedError):
+        (runtime.abandon_capture if abandons else runtime.end_capture)(begun)
+    made = [call for call in api.calls if "register" not in call]
+    assert made == ["forget_workspaces", "begin_graph", "forget_workspaces"]
+
+
+def test_a_pool_goes_on_after_a_capture_that_failed_in_other_memory() -> None:
+    """To 2.12, torch goes on to take the first for that of a capture that is under way."""
+    pool, x = CapturePool(), torch.ones(4, device=NAME)
+
+    def capture() -> Any:
+        pool.unseal()
+        return make_graphed_callable(lambda: x + 1, pool=pool)
+
+    graphs = [capture(), capture()]
+    pool.unseal()
+    with pytest.raises(RuntimeError, match="not permitted"), GraphCaptureGuard(pool=pool):
+        torch.accelerator.synchronize()
+    graphs += [capture(), capture()]
+    pool.unseal()
+    with pytest.raises(CaptureStateError):
+        GraphCaptureGuard(torch.accelerator.current_stream(), pool=pool).__enter__()  # which changes nothing
+    graphs.append(capture())
+    first, second, third, fourth, fifth = (graph._graph.pool() for graph in graphs)
+    assert first == second != third == fourth == fifth
+
+
+@pytest.mark.parametrize("where", [here, on_a_thread])
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_a_graph_that_goes_in_a_capture_is_destroyed_after_it(
+    virtual: VirtualDevice, mode: CaptureMode, where: Callable[..., object]
+) -> None:
+    """And one that has gone while it ran is destroyed before it, so that the capture has its memory."""
+    alive, x, runtime = graphs_alive(virtual), torch.ones(4, device=NAME), accelerator_runtime()
+    graphs = [make_graphed_callable(lambda: x + 1) for _ in range(2)]
+    for graph in graphs:
+        graph.launch()
+    del graph
+    graphs.pop()
+    with Beside(runtime, mode):
+        assert virtual.graphs_alive == alive + 2, "the one that is held, and the capture"
+        if where is here or mode is CaptureMode.GLOBAL:
+            where(lambda: (graphs.clear(), collect(), runtime.poll()))
+            assert virtual.graphs_alive == alive + 2
+        else:
+            where(graphs.clear)
+    assert graphs_alive(virtual) == alive
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(32, 32, generator=generator).to(NAME).requires_grad_() for _ in range(2)]
+
+
+def step(around: Any, of: list[Tensor]) -> tuple[Tensor, ...]:
+    with around:
+        loss = forward(*of)
+    return torch.autograd.grad(loss, of)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. no room for")
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_h52_a_thread_trains_while_another_captures(
+    mode: CaptureMode, warm: bool, offloads: Callable[..., Offload]
+) -> None:
+    """In mode ``global`` what would have to be pinned first stays, and what is pinned is used."""
+    runtime, expected, offload = accelerator_runtime(), step(nullcontext(), of := leaves()), offloads()
+    torch.accelerator.synchronize()
+    if warm:
+        assert_identical(expected, step(offload, of))
+    before = offload.stats(synchronize=True).bytes_out
+    capturing, over, failed = threading.Event(), threading.Event(), list[BaseException]()
+
+    def capture() -> None:
+        try:
+            begun = runtime.begin_capture(torch.Stream(device=HERE), mode)
+            capturing.set()
+            over.wait()
+            runtime.end_capture(begun)
+        except BaseException as error:
+            failed.append(error)
+        capturing.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    capturing.wait()
+    try:
+        found = [step(offload, of) for _ in range(3)]
+    finally:
+        over.set()
+        thread.join()
+    assert not failed
+    for gradients in found:
+        assert_identical(expected, gradients)
+    moved = offload.stats(synchronize=True).bytes_out - before
+    assert moved > 0 or mode is CaptureMode.GLOBAL
+    assert_identical(expected, step(offload, of))
+    assert assert_settled(offload).bytes_out > before + moved
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
+    virtual: VirtualDevice, mode: CaptureMode, offloads: Callable[..., Offload]
+) -> None:
+    """Graphs of before go in it, what it saves stays, and an ``Offload`` out of use goes as well."""
+    runtime, offload, dropped = accelerator_runtime(), offloads(), Offload(tier="host", min_bytes=0)
+    of, stream = leaves(), torch.Stream(device=HERE)
+    expected = step(nullcontext(), of)
+    assert_identical(expected, step(dropped, of))
+    torch.accelerator.synchronize()
+    with stream, offload:
+        losses = [forward(*of) for _ in range(3)]
+        moved = offload.stats().bytes_out
+        begun = runtime.begin_capture(stream, mode)
+        captured = forward(*of)
+        torch.autograd.grad(captured, of)
+        del losses[0], dropped, captured
+        collect()
+        runtime.poll()
+        stats = offload.stats(synchronize=True)
+        runtime.end_capture(begun)
+    assert stats.bytes_out == moved
+    assert stats.kept_bytes["region"] > 0
+    assert_identical(expected, torch.autograd.grad(losses.pop(), of))
+    losses.clear()
+    assert assert_settled(offload).bytes_out > 0

@@ -1,0 +1,262 @@
+"""Pinned slabs: exact sizes, given back from where the driver may be called, and never by a child."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eager_offload import CapacityError
+from eager_offload.runtime import accelerator
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.tiers.arena import Arena
+from eager_offload.tiers.guard import Guard
+from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.slabs import HostSlot, PowersOfTwo
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import Settled
+from tests.processes import printed_by
+from tests.threads import collect, on_a_thread
+from tests.tiers.machines import FakeMachine
+from tests.tiers.rig import reserve
+from tests.tiers.test_guard import Readings
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.api import Api
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def api(virtual: VirtualDevice) -> Api:
+    return Api()
+
+
+@pytest.fixture
+def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
+    runtime = AcceleratorRuntime(api)
+    yield runtime
+    collect()
+    runtime.poll()
+    assert not api.registered
+
+
+def tier_of(runtime: AcceleratorRuntime) -> HostTier:
+    return HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), GIB)
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE, 5 * MIB + PAGE])
+def test_a_slab_is_registered_to_the_byte_and_the_page(api: Api, runtime: AcceleratorRuntime, nbytes: int) -> None:
+    slab, pageable = runtime.host_buffer(nbytes), runtime.host_buffer(nbytes, pin_memory=False)
+    assert (slab.shape, slab.dtype, pageable.shape) == ((nbytes,), torch.uint8, (nbytes,))
+    assert api.registered == {slab.data_ptr(): nbytes}
+    assert slab.data_ptr() % PAGE == pageable.data_ptr() % PAGE == 0
+    assert (slab.is_pinned(), pageable.is_pinned()) == (True, False)
+    assert api.calls == [f"register {PAGE}", "unregister", f"register {nbytes}"]
+
+
+@pytest.mark.parametrize("skew", [0, 64])
+def test_a_machine_that_cannot_register_is_asked_once_and_pins_through_torch(virtual: VirtualDevice, skew: int) -> None:
+    api = Api(can_register=False, skew=skew)
+    runtime = AcceleratorRuntime(api)
+    slabs = [runtime.host_buffer(MIB) for _ in range(3)]
+    once = [f"empty_pinned {MIB}", *([f"empty_pinned {MIB + PAGE - 1}"] if skew else [])]
+    assert api.calls == [f"register {PAGE}", *once * 3], "room to spare would double the slab"
+    assert all(slab.data_ptr() % PAGE == 0 and slab.shape == (MIB,) and slab.is_pinned() for slab in slabs)
+    assert isinstance(runtime.slab_sizes(), PowersOfTwo)
+
+
+def test_a_slab_is_unregistered_before_its_pages_go_and_not_in_its_finalizer(
+    api: Api, runtime: AcceleratorRuntime
+) -> None:
+    slab = runtime.host_buffer(MIB)
+    part, address = slab[PAGE:], slab.data_ptr()
+    del slab
+    runtime.poll()
+    assert address in api.registered, "a view keeps the slab"
+    with runtime._pinned._lock:  # a finalizer that took it would stand still here
+        del part
+        collect()
+    assert address in api.registered, "the driver is not called by a finalizer"
+    runtime.poll()
+    assert api.registered == {}
+
+
+def test_a_slab_that_dies_in_another_thread_is_unregistered_in_this_one(api: Api, runtime: AcceleratorRuntime) -> None:
+    slabs = [runtime.host_buffer(MIB) for _ in range(4)]
+    on_a_thread(slabs.clear)
+    assert len(api.registered) == 4
+    slab = runtime.host_buffer(PAGE)  # a call that may call the driver
+    assert api.registered == {slab.data_ptr(): PAGE}
+
+
+def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Api, runtime: AcceleratorRuntime) -> None:
+    """A copy must not straddle two registrations."""
+    tier, user = tier_of(runtime), object.__new__(Arena)
+    runtime.attach_user(user)
+    slots = [reserve(tier, nbytes) for nbytes in (PAGE, MIB, 33 * MIB, 70 * MIB, 9000)]
+    assert len(api.registered) > 1
+    assert sum(api.registered.values()) == tier.held_bytes
+    assert all(
+        any(at <= slot.address and slot.address + slot.nbytes <= at + size for at, size in api.registered.items())
+        for slot in slots
+    )
+    slots.clear()
+    tier.close()
+    runtime.detach_user(user)
+    assert api.registered == {}
+
+
+@pytest.mark.parametrize("call", ["register", "empty_pinned"])
+def test_a_slab_that_cannot_be_pinned_is_pageable_which_is_said_once(virtual: VirtualDevice, call: str) -> None:
+    api = Api(can_register=call == "register")
+    runtime = AcceleratorRuntime(api)
+    runtime.host_buffer(PAGE)
+    runtime.poll()
+    api.calls.clear()
+    api.fail(call, *[RuntimeError("CUDA error: out of memory\nmany more lines")] * 2)
+    with pytest.warns(RuntimeWarning, match=r"1048576 bytes.*could not be pinned \(CUDA error: out of memory\)"):
+        assert runtime.host_buffer(MIB).fill_(7).shape == (MIB,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runtime.host_buffer(MIB).fill_(7).data_ptr() % PAGE == 0
+        slab = runtime.host_buffer(MIB)
+    collect()
+    runtime.poll()
+    assert slab.is_pinned()
+    assert api.calls == [f"{call} {MIB}"] * 3, "what was not registered is not unregistered"
+    del slab
+    runtime.poll()
+
+
+def test_h26_pinned_memory_is_unpinned_before_the_next_look(
+    api: Api, runtime: AcceleratorRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, watch = Readings(FakeMachine(tmp_path)), Guard()
+    monkeypatch.setattr("eager_offload.tiers.guard.host_headroom", readings)
+    monkeypatch.setattr("eager_offload.tiers.host.HOST_FRACTION", 1000)
+
+    def given_back() -> None:
+        runtime.poll()
+        watch.forget()
+
+    readings.held = lambda: sum(api.registered.values())
+    readings.available = GIB + 96 * MIB
+    sizes = runtime.slab_sizes()
+    arena = Arena(runtime.host_buffer, idle_bytes=GIB, sizes=sizes, admit=watch.admit, given_back=given_back)
+    tier = HostTier(arena)
+    slot: HostSlot | None = reserve(tier, 64 * MIB)
+    slot = None
+    other = reserve(tier, 80 * MIB)
+    assert slot is None
+    assert api.registered == {other.address: 80 * MIB}
+
+
+def test_a_step_after_reserve_pins_nothing(
+    api: Api, runtime: AcceleratorRuntime, offloads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "_runtime", runtime)
+    offload = offloads(host_budget="64MiB")
+    offload.reserve("32MiB")
+    offload.reserve(32 << 20)
+    registered = dict(api.registered)
+    assert sum(registered.values()) == 32 * MIB
+    for _ in range(2):
+        y = torch.ones(512, 512, device=NAME, requires_grad=True)
+        with Settled(offload):
+            for _ in range(6):
+                y = (y * 1.01).sin()
+            loss = y.sum()
+        del y
+        loss.backward()
+        del loss
+    stats = assert_settled(offload)
+    assert stats.bytes_out > 0
+    assert 0 < stats.host_bytes_peak < 32 * MIB
+    assert api.registered == registered
+    with pytest.raises(CapacityError, match=r"80.0 MiB of host memory cannot be reserved.*comes to 64.0 MiB.*raise"):
+        offload.reserve("80MiB")
+    offload.close()
+
+
+# -- fork -------------------------------------------------------------------------------------------------------------
+
+
+def test_h28_a_forked_child_gives_back_nothing_of_its_parents(api: Api, runtime: AcceleratorRuntime) -> None:
+    tier = tier_of(runtime)
+    slot, slab, gone = tier.reserve(40 * MIB), runtime.host_buffer(MIB), runtime.host_buffer(MIB)
+    event = runtime.record(runtime.current_stream(torch.device(NAME, 0)))
+    runtime.keep_until(event, slab)
+    del gone  # to be given back, and not yet
+    before = list(api.calls)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del slot, slab, event
+            tier.close()
+            collect()
+            runtime.poll()
+            runtime._pinned.poll()
+            status = 0 if api.calls == before else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    runtime.poll()
+    assert len(api.registered) == 2, "the parent goes on"
+    del slot, slab, event
+    tier.close()
+    torch.accelerator.synchronize()
+    runtime.poll()
+
+
+#: A child maps something of its own where a slab of its parent is, and stops when its interpreter has ended.
+ENDS = """
+import ctypes, mmap, os, signal, sys
+from tests.virtual_device import install
+install()
+from eager_offload.runtime.accelerator import accelerator_runtime
+
+runtime = accelerator_runtime()
+slab = runtime.host_buffer(1 << 20).fill_(7)
+start = slab.data_ptr()
+
+def flags(process):
+    # Those of the pages at the slab's address.
+    is_there = False
+    for line in open(f"/proc/{process}/smaps"):
+        first, dash, rest = line.partition(" ")[0].partition("-")
+        if dash:
+            is_there = int(first, 16) <= start < int(rest, 16)
+        elif is_there and line.startswith("VmFlags:"):
+            return line.split()
+    return []
+
+assert "dc" in flags("self"), "a fork copies them"  # "do not copy area on fork"
+child = os.fork()
+if child == 0:
+    library = ctypes.CDLL(None)
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.mmap(start, 1 << 20, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10, -1, 0)  # MAP_FIXED
+    library.on_exit(getattr(library, "raise"), None)  # of the status
+    del slab, runtime
+    sys.exit(int(signal.SIGSTOP))
+_, status = os.waitpid(child, os.WUNTRACED)
+assert os.WIFSTOPPED(status), status
+mapped = flags(child)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+assert mapped and "dc" not in mapped, "the child has unmapped what is not its parent's any more"
+assert slab.sum() == 7 << 20
+"""
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system leaves no pages out of a fork")
+def test_h64_a_forked_child_has_no_pinned_page_and_unmaps_nothing_of_its_own() -> None:
+    printed_by("-c", ENDS)

@@ -1,0 +1,474 @@
+"""The accelerator runtime: its calls, what is selected afterwards, memory, links, and times of the device."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload.errors import OffloadError
+from eager_offload.runtime import accelerator
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
+from eager_offload.runtime.captures import CaptureMode
+from eager_offload.tiers.arena import Arena
+from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.slabs import HostSlot
+from tests.runtime.simulated_rig import DistantSlot
+from tests.threads import collect, on_threads
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.api import Api
+
+HERE, THERE = torch.device(NAME, 0), torch.device(NAME, 1)
+NBYTES, PROBE = 1 << 14, 1 << 16
+LATE = 2e-3  # seconds that a copy takes at least
+
+
+#: Slots, which are kept until their copies are over, and the runtimes that unpin them then.
+_slots: list[HostSlot] = []
+_runtimes: list[AcceleratorRuntime] = []
+
+
+@pytest.fixture(autouse=True)
+def _copies_are_over(virtual: VirtualDevice) -> Iterator[None]:
+    yield
+    for index in range(virtual.devices):
+        torch.accelerator.synchronize(index)
+    _slots.clear()
+    collect()
+    for runtime in _runtimes:
+        runtime.close()
+        runtime.poll()
+        assert isinstance(runtime._api, Api)
+        assert not runtime._api.registered
+    _runtimes.clear()
+
+
+def runtime_of(api: Api) -> AcceleratorRuntime:
+    _runtimes.append(AcceleratorRuntime(api, probe_bytes=PROBE))
+    return _runtimes[-1]
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+def runtime(api: Api) -> AcceleratorRuntime:
+    return runtime_of(api)
+
+
+def slot_of(runtime: AcceleratorRuntime, nbytes: int = NBYTES) -> HostSlot:
+    slot = HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(nbytes)
+    assert slot is not None
+    _slots.append(slot)
+    return slot
+
+
+def block(nbytes: int = NBYTES) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=HERE)
+
+
+def selection() -> list[object]:
+    """What the calling thread has selected."""
+    return [torch.accelerator.current_device_index(), *map(torch.accelerator.current_stream, (HERE, THERE))]
+
+
+def of(calls: list[str], *names: str) -> list[str]:
+    return [call for call in calls if call.startswith(names)]
+
+
+# -- calls, and what is selected afterwards ---------------------------------------------------------------------------
+
+
+def test_h15_a_copy_costs_so_many_calls_and_the_host_does_not_wait(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    source, slot = block(), slot_of(runtime)
+    timed, plain = [], []
+    with virtual.held():
+        for number in range(accelerator._TIMED + 5):
+            with virtual.noted() as calls:
+                over = runtime.copy(slot, source, out, after=[runtime.record(compute)])
+                runtime.wait(compute, over)
+            (timed if number == 0 else plain)[:] = calls
+        assert not runtime.query(over), "the host did not wait for the copy"
+    there, here = f"0/{out.stream_id}", "0/0"
+    assert timed == [
+        *("make_event", f"record_event {here}", f"wait_event {there}"),
+        *("make_event", f"record_event {there}"),  # the first copies tell how long they took
+        *(f"set_stream {there}", f"copy {NBYTES} on {there}", f"set_stream {here}"),
+        *("make_event", f"record_event {there}", f"wait_event {here}"),
+    ]
+    assert plain == [
+        *(f"record_event {here}", f"wait_event {there}"),
+        *(f"set_stream {there}", f"copy {NBYTES} on {there}", f"set_stream {here}"),
+        *(f"record_event {there}", f"wait_event {here}"),
+    ], "events are recorded again once what they stood for is of no use to anyone"
+
+
+def test_copies_inside_an_entered_stream_switch_once(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    out, slots, source = runtime.transfer_stream(HERE, Direction.OUT), [slot_of(runtime) for _ in range(3)], block()
+    with virtual.noted() as calls, runtime.enter(out):
+        for slot in slots:
+            runtime.copy(slot, source, out)
+    assert of(calls, "set_stream") == [f"set_stream 0/{out.stream_id}", "set_stream 0/0"]
+    assert of(calls, "copy") == [f"copy {NBYTES} on 0/{out.stream_id}"] * 3
+
+
+def test_an_event_that_is_in_use_is_not_recorded_again(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    with virtual.noted() as calls:
+        first, second = runtime.record(compute), runtime.record(out)
+        assert first != second
+        assert first.recorded_on == compute
+        runtime.wait(out, first)  # before the event's next record, which the wait has nothing to do with
+        del first
+        again = runtime.record(compute)
+        runtime.record(runtime.current_stream(THERE))
+    assert calls.count("make_event") == 3, "an event belongs to its device"
+    runtime.synchronize(again)
+
+
+def test_a_wait_costs_no_call_where_order_is_given_already(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    with virtual.held():
+        event = runtime.record(compute)
+        with virtual.noted() as calls:
+            runtime.wait(compute, event)
+        assert calls == []
+        with virtual.noted() as calls:
+            runtime.wait(out, event)
+        assert calls == [f"wait_event 0/{out.stream_id}"]
+        assert not runtime.query(event)
+    runtime.synchronize(event)
+    with virtual.noted() as calls:
+        assert runtime.query(event)
+        runtime.wait(out, event)
+        runtime.synchronize(event)
+    assert calls == []
+
+
+def test_synchronize_waits_for_what_the_event_stands_for_and_no_more(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    source, slot = block(), slot_of(runtime)
+    with virtual.slow_links(latency=LATE):
+        with virtual.slow_compute(LATE):
+            source.fill_(7)
+        copied = runtime.copy(slot, source, out, [runtime.record(compute)])
+        with virtual.held_stream(out):
+            later = runtime.copy(slot, source, out)
+            runtime.synchronize(copied)
+            assert slot.tensor.eq(7).all()
+            assert not runtime.query(later)
+
+
+@pytest.mark.parametrize("call", [None, "copy", "empty", "set_stream"])
+def test_h10_h30_a_copy_on_another_device_restores_what_was_selected_even_where_it_fails(
+    api: Api, runtime: AcceleratorRuntime, call: str | None
+) -> None:
+    own = torch.Stream(device=HERE)
+    slot, inward = slot_of(runtime), runtime.transfer_stream(THERE, Direction.IN)
+    with own:
+        before = selection()
+        target = runtime.allocate(Layout(NBYTES), THERE, runtime.current_stream(THERE))
+
+        def attempt() -> None:
+            runtime.copy(target, slot, inward)
+            runtime.allocate(Layout(NBYTES), THERE, inward)
+
+        if call is not None:
+            api.fail(call, torch.OutOfMemoryError("no room"))
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                attempt()
+            assert selection() == before
+        attempt()
+        assert selection() == before
+    assert target.device == THERE
+
+
+def test_streams_can_be_entered_inside_each_other_and_twice(runtime: AcceleratorRuntime) -> None:
+    before = selection()
+    out, far = (runtime.transfer_stream(device, Direction.OUT) for device in (HERE, THERE))
+    with runtime.enter(out), runtime.enter(far):
+        assert torch.accelerator.current_device_index() == 1
+        with runtime.enter(out):
+            assert runtime.current_stream(torch.device(NAME)) == out
+        assert runtime.current_stream(torch.device(NAME)) == far
+        assert runtime.current_stream(HERE) == out
+    assert selection() == before
+
+
+def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_back(
+    api: Api, runtime: AcceleratorRuntime
+) -> None:
+    out, both_inside = runtime.transfer_stream(HERE, Direction.OUT), threading.Barrier(2)
+    api.during_copy = lambda: both_inside.wait(timeout=30)
+
+    def work(number: int) -> bool:
+        torch.accelerator.set_stream(torch.Stream(device=HERE))
+        before = selection()
+        runtime.copy(slot_of(runtime), block(), out)
+        return selection() == before
+
+    assert on_threads(2, work) == [True, True]
+
+
+def test_transfer_streams_are_made_once_whichever_thread_asks_first(runtime: AcceleratorRuntime) -> None:
+    start = threading.Barrier(8)
+
+    def ask(number: int) -> int:
+        start.wait(timeout=30)
+        return id(runtime.transfer_stream(HERE, Direction.OUT))
+
+    assert len({*on_threads(8, ask)}) == 1
+    assert len({runtime.transfer_stream(device, way) for device in (HERE, THERE) for way in Direction}) == 4
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_belongs_to_the_stream_that_it_is_allocated_for(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    noted, before = torch.Stream(device=HERE), selection()
+    with virtual.noted() as calls:
+        target = runtime.allocate(Layout(NBYTES), HERE, noted)
+    assert of(calls, "empty") == [f"empty {NBYTES} on 0/{noted.stream_id}"], "no byte more than its size"
+    assert selection() == before
+    assert target.untyped_storage().nbytes() == NBYTES
+
+
+@pytest.mark.parametrize("skew", [0, 16, 7])
+def test_a_target_has_its_size_and_offset_whatever_the_allocator_aligns_to(virtual: VirtualDevice, skew: int) -> None:
+    runtime = runtime_of(Api(skew=skew))
+    for nbytes in (0, 1, 4096):
+        for offset in (0, 1, 4, 16, 32, 63):
+            target = runtime.allocate(Layout(nbytes, offset), HERE, runtime.current_stream(HERE))
+            assert (target.shape, target.dtype) == ((nbytes,), torch.uint8)
+            assert not nbytes or target.data_ptr() % ALIGNMENT == offset
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_h22_copies_are_exact_and_memory_is_ordinary_in_any_mode_of_the_caller(
+    runtime: AcceleratorRuntime, mode: Callable[[], torch.no_grad]
+) -> None:
+    source = block()
+    with mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        compute, slot = runtime.current_stream(HERE), slot_of(runtime)
+        target = runtime.allocate(Layout(NBYTES, 16), HERE, compute)
+        buffers = [runtime.host_buffer(PAGE), runtime.host_buffer(PAGE, pin_memory=False)]
+        source.fill_(3)
+        out = runtime.copy(slot, source, runtime.transfer_stream(HERE, Direction.OUT), [runtime.record(compute)])
+        after = [out, runtime.record(compute)]
+        runtime.synchronize(runtime.copy(target, slot, runtime.transfer_stream(HERE, Direction.IN), after))
+    assert not any(one.is_inference() for one in (target, *buffers))
+    assert target.eq(3).all()
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_bandwidth_is_measured_once_behind_the_last_owner_of_its_memory(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    before, allocated = selection(), torch.accelerator.memory_allocated()
+    with virtual.slow_links(bandwidth=1e8):
+        for way in Direction:
+            stream = f"0/{runtime.transfer_stream(HERE, way).stream_id}"
+            with virtual.noted() as calls:
+                found = runtime.bandwidth(HERE, way)
+            assert 0 < found <= 1e8, "by the device's clock"
+            first = calls.index(f"copy {PROBE} on {stream}")
+            assert {"record_event 0/0", f"wait_event {stream}"} <= {*calls[:first]}
+            copy, record = f"copy {PROBE} on {stream}", f"record_event {stream}"
+            made = [call for call in calls[first:] if call in (copy, record, "synchronize")]
+            assert made == [copy, record, "synchronize", record, *[copy] * 4, record, "synchronize"]
+            with virtual.noted() as calls:
+                assert runtime.bandwidth(torch.device(NAME), way) == found
+            assert calls == []
+    assert selection() == before
+    assert torch.accelerator.memory_allocated() == allocated
+
+
+def test_without_events_that_tell_the_time_the_host_does(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    with virtual.without_a_clock():
+        assert not runtime.tells_time(HERE)
+        with virtual.slow_links(bandwidth=1e8):
+            assert 0 < runtime.bandwidth(HERE, Direction.OUT) <= 1e8
+        runtime.start_timing(HERE)
+        before = time.perf_counter()
+        mark = runtime.mark(runtime.current_stream(HERE))
+        assert before <= runtime.time_of(mark) <= time.perf_counter()
+        assert runtime.hops(offload(runtime)) == ()
+        runtime.stop_timing(HERE)
+
+
+def test_a_full_device_is_measured_with_less_and_without_a_kilobyte_not_at_all(
+    virtual: VirtualDevice, api: Api, runtime: AcceleratorRuntime
+) -> None:
+    full = torch.OutOfMemoryError("no room")
+    api.fail("empty", *[full] * 4)
+    with pytest.raises(torch.OutOfMemoryError):
+        runtime.bandwidth(HERE, Direction.OUT)
+    api.fail("empty", *[full] * 2)
+    with virtual.noted() as calls:
+        assert 0 < runtime.bandwidth(HERE, Direction.OUT) < math.inf
+    assert {call.split()[1] for call in of(calls, "copy")} == {str(PROBE >> 4)}
+
+
+def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    out, before = runtime.transfer_stream(HERE, Direction.OUT), torch.accelerator.memory_allocated()
+    monkeypatch.setattr(runtime, "synchronize", interrupted)
+    for _ in range(2):  # the second time an event of the first is over
+        with virtual.held_stream(out):
+            with pytest.raises(KeyboardInterrupt):
+                runtime.bandwidth(HERE, Direction.OUT)
+            runtime.poll()
+            collect()
+            assert torch.accelerator.memory_allocated() >= before + PROBE
+        torch.accelerator.synchronize()
+        runtime.poll()
+        assert torch.accelerator.memory_allocated() == before
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def offload(runtime: AcceleratorRuntime) -> Event:
+    event = runtime.copy(slot_of(runtime), block(), runtime.transfer_stream(HERE, Direction.OUT))
+    runtime.synchronize(event)
+    return event
+
+
+def test_the_first_copies_and_some_later_ones_tell_how_long_they_took(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    most = accelerator._TIMED
+    with virtual.slow_links(latency=LATE):
+        copies = [runtime.seconds(offload(runtime)) for _ in range(2 * most + 2)]
+    timed = [number for number, seconds in enumerate(copies) if seconds is not None]
+    assert timed == [*range(most + 1), 2 * most]
+    assert min(copies[number] for number in timed) >= LATE
+
+
+def test_a_copy_and_a_mark_tell_when_they_were_while_anyone_wants_to_know(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    out = runtime.transfer_stream(HERE, Direction.OUT)
+    for _ in range(accelerator._TIMED + 1):
+        offload(runtime)
+    assert runtime.hops(offload(runtime)) == ()
+    began = time.perf_counter()
+    for _ in range(2):
+        runtime.start_timing(HERE)
+    runtime.stop_timing(HERE)
+    with virtual.slow_links(latency=LATE):
+        mark, first, second = runtime.mark(out), offload(runtime), offload(runtime)
+        event = runtime.copy(slot_of(runtime), block(), out)
+        last = runtime.mark(out)
+        ((one,), (other,)) = runtime.hops(first), runtime.hops(second)
+        assert one.stop - one.start >= LATE
+        assert runtime.time_of(last) >= other.stop + LATE, "it has come by then"
+    assert began <= runtime.time_of(mark) <= one.start <= one.stop <= other.start
+    assert other.stop <= time.perf_counter(), "the origin of the device's clock is a moment of the host's"
+    runtime.stop_timing(HERE)
+    assert runtime.hops(offload(runtime)) == ()
+    assert runtime.hops(first) == (one,), "what was measured stays known"
+    runtime.synchronize(event)
+
+
+def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
+    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    source, slot = block(), slot_of(runtime)
+    before = runtime.moment(compute)
+    runtime.wait_until_past(before)
+    with virtual.slow_links(latency=LATE):
+        with virtual.held_stream(out):
+            runtime.wait(compute, copied := runtime.copy(slot, source, out))
+            after = runtime.moment(compute)
+            assert runtime.is_past(before)
+            assert not runtime.is_past(after)
+            assert runtime.seconds_between(before, after) is None
+            assert runtime.tells_time(HERE)
+            assert not runtime.query(copied), "the host has waited for a transfer, which another thread may be behind"
+        runtime.wait_until_past(after)
+    assert runtime.is_past(after)
+    assert runtime.seconds_between(before, after) >= LATE
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this torch captures nothing on such a device")
+def test_an_event_that_became_part_of_a_captured_graph_is_no_moment(runtime: AcceleratorRuntime) -> None:
+    stream = torch.Stream(device=HERE)
+    runtime.start_timing(HERE)
+    capture = runtime.begin_capture(stream, CaptureMode.THREAD_LOCAL)
+    before = time.perf_counter()
+    mark = runtime.mark(stream)
+    after = time.perf_counter()
+    runtime.end_capture(capture)
+    assert before <= runtime.time_of(mark) <= after
+    runtime.stop_timing(HERE)
+
+
+def test_the_way_to_a_disk_has_two_legs(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    runtime.start_timing(HERE)
+    slot, target = DistantSlot(NBYTES), block()
+    with virtual.slow_links(latency=LATE):
+        away = runtime.copy(slot, block().fill_(9), runtime.transfer_stream(HERE, Direction.OUT), [record(runtime)])
+        runtime.synchronize(away)
+        back = runtime.copy(target, slot, runtime.transfer_stream(HERE, Direction.IN), [record(runtime)])
+        runtime.synchronize(back)
+        for event in (away, back):
+            tier, device = runtime.hops(event)
+            assert (tier.name, device.name) == ("disk", "")
+            assert device.stop - device.start >= LATE
+    assert target.eq(9).all()
+    runtime.stop_timing(HERE)
+
+
+def record(runtime: AcceleratorRuntime) -> Event:
+    return runtime.record(runtime.current_stream(HERE))
+
+
+# -- where there is none ----------------------------------------------------------------------------------------------
+
+
+class NoApi(Api):
+    def current_accelerator(self) -> None:
+        return None
+
+
+def test_a_process_has_one_runtime_and_without_an_accelerator_an_error(
+    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "_runtime", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerator, "AcceleratorApi", NoApi)
+        with pytest.raises(OffloadError, match="no usable accelerator"):
+            accelerator_runtime()
+    assert accelerator_runtime() is accelerator_runtime()
+
+
+def test_a_device_that_cannot_serve_is_an_error_that_says_why(api: Api, runtime: AcceleratorRuntime) -> None:
+    with pytest.raises(OffloadError, match=f"cpu is not the accelerator of this process, which is '{NAME}'"):
+        runtime.current_stream(torch.device("cpu"))
+    api.fail("stream", *[NotImplementedError("this device has one stream")] * 2)
+    with pytest.raises(OffloadError, match=rf"cannot create a stream on {NAME}:0.*run without Offload there"):
+        runtime.transfer_stream(HERE, Direction.IN)

@@ -1,0 +1,388 @@
+"""The disk tier behind an accelerator: device, pinned memory, disk and back, in a pipeline."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eager_offload import Offload, OffloadError, TransferError
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator_events import AcceleratorEvent
+from eager_offload.runtime.base import Direction, Layout
+from eager_offload.runtime.staging import StagedEvent, Staging
+from eager_offload.tiers.disk import DiskSlot
+from tests.hazards.backends import Gate, assert_settled, gate_before
+from tests.hazards.blocks import Step
+from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.test_short_memory import NBYTES, SmallMachine
+from tests.hazards.test_short_memory import machine as machine  # the fixture
+from tests.hazards.test_short_memory import step as small_step
+from tests.runtime.simulated_rig import DistantSlot
+from tests.threads import collect
+from tests.virtual_device import NAME, VirtualDevice
+from tests.virtual_device.backend import VirtualBackend
+
+HERE = torch.device(NAME, 0)
+
+
+@pytest.fixture
+def runtime() -> AcceleratorRuntime:
+    return accelerator_runtime()
+
+
+@pytest.fixture
+def backend(virtual: VirtualDevice) -> Iterator[VirtualBackend]:
+    with VirtualBackend() as backend:
+        yield backend
+        backend.assert_nothing_is_held()
+
+
+@pytest.fixture
+def offload(backend: VirtualBackend, tmp_path: Path) -> Offload:
+    return backend.offload(tier="disk", disk_path=tmp_path)
+
+
+@pytest.fixture
+def limited(backend: VirtualBackend, runtime: AcceleratorRuntime) -> Iterator[Callable[[int], Staging]]:
+    """Bounds the staging memory of each way."""
+    before = runtime._staging
+
+    def limit(nbytes: int) -> Staging:
+        runtime._staging = Staging(runtime, runtime._enqueue, limit=nbytes)
+        return runtime._staging
+
+    yield limit
+    runtime._staging.close()
+    runtime._staging = before
+
+
+def staging_bytes(staging: Staging) -> int:
+    """Bytes of pinned memory through which the disk is served."""
+    arenas = [room._arena for room in (staging._out, staging._in)]
+    return sum(arena.held_bytes for arena in arenas if arena is not None)
+
+
+def assert_trains(offload: Offload, steps: int = 1) -> None:
+    for seed in range(steps):
+        expected = Step(seed).forward(nullcontext()).backward()
+        assert_identical(expected.result, Step(seed).forward(Settled(offload)).backward().result)
+
+
+def test_a_step_with_checksums_and_staging_memory_for_one_tensor_at_a_time(
+    backend: VirtualBackend, tmp_path: Path, limited: Callable[[int], Staging]
+) -> None:
+    staging = limited(8192)
+    offload = backend.offload(tier="disk", disk_path=tmp_path, verify=True)
+    assert_trains(offload, 2)
+    assert staging_bytes(staging) <= 3 * 8192, "the bound, and one pair of larger ones that travel alone"
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.bytes_in > 0
+    assert stats.disk_bytes_peak > stats.host_bytes_peak == 0
+    offload.close()
+    assert staging_bytes(staging) == 0
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_h54_the_host_tier_spills_to_the_disk(backend: VirtualBackend, tmp_path: Path, plans: bool) -> None:
+    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 22, step_plans=plans)
+    assert_trains(offload)
+    some = offload.stats()
+    offload = backend.offload(tier="auto", disk_path=tmp_path, host_budget=1 << 12, step_plans=plans)
+    with pytest.warns(RuntimeWarning, match="the host tier is full"):
+        assert_trains(offload, 4)
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert some.host_bytes_peak > some.disk_bytes_peak == 0, "the first tier has room for all"
+    assert stats.disk_bytes_peak > 0
+    assert stats.demotions["host_to_disk"] > 0
+    assert (stats.followed_forwards > 0) is plans
+
+
+def test_h26_headroom_that_shrinks_in_mid_training_demotes_to_disk(
+    machine: SmallMachine, backend: VirtualBackend, tmp_path: Path
+) -> None:
+    offload = backend.offload(tier="auto", disk_path=tmp_path)
+    assert_identical(small_step(), small_step(Settled(offload)))
+    assert offload.stats().disk_bytes_peak == 0
+    machine.available = 3 << 20
+    with pytest.warns(RuntimeWarning, match="the host tier is full: saved tensors go to the disk tier as well. The"):
+        assert_identical(small_step(depth=24), small_step(Settled(offload), depth=24))
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert stats.demotions["host_to_disk"] > 0
+    assert stats.disk_bytes_peak >= NBYTES
+    assert "budget" not in stats.demotions
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gated(name: str) -> Iterator[Gate]:
+    with gate_before(DiskSlot, name) as gate:
+        yield gate
+
+
+def test_the_next_copies_leave_the_device_while_the_first_is_written(
+    virtual: VirtualDevice, offload: Offload, runtime: AcceleratorRuntime
+) -> None:
+    step, expected, copied = Step(1), Step(1).forward(nullcontext()).backward(), virtual.copied_bytes[0]
+    with gated("write") as gate:
+        step.forward(offload)
+        gate.wait_until_reached()
+        runtime.transfer_stream(HERE, Direction.OUT).synchronize()
+        offload.stats()
+        runtime.transfer_stream(HERE, Direction.OUT).synchronize()
+        left = offload.stats().offloaded_bytes
+        assert virtual.copied_bytes[0] - copied > step.x.nbytes, "several have left while nothing is on the disk yet"
+        assert offload.stats().inflight_bytes_peak == left
+    offload.stats(synchronize=True)
+    assert_identical(expected.result, step.backward().result)
+    assert_moved(assert_settled(offload))
+
+
+def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
+    backend: VirtualBackend,
+    tmp_path: Path,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
+    offload = backend.offload(tier="disk", disk_path=tmp_path, step_plans=False)
+    staging, done = limited(1 << 16), threading.Event()
+    steps = [Step(seed) for seed in range(8)]
+
+    def forward() -> None:
+        with backend.watching():
+            for step in steps:
+                step.forward(offload)
+        done.set()
+
+    with gated("write") as gate:
+        thread = threading.Thread(target=forward)
+        thread.start()
+        gate.wait_until_reached()
+        assert staging_bytes(staging) <= 1 << 16
+        gate.open()
+        thread.join()
+    assert done.is_set()
+    steps[-1].backward()
+    steps.clear()
+    assert_moved(assert_settled(offload))
+
+
+class Elsewhere(DistantSlot):
+    """Gives zeros."""
+
+    def read(self, target: Tensor) -> None:
+        target.zero_()
+
+
+def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    staging = limited(64 << 20)
+    compute, back = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.IN)
+    for megabytes in (32, 48, 33, 50):  # none of them fits beside, or into, the room of the one before
+        target = runtime.allocate(Layout(megabytes << 20), HERE, compute).fill_(7)
+        event = runtime.copy(target, Elsewhere(megabytes << 20), back, [runtime.record(compute)])
+        assert isinstance(event, StagedEvent)
+        assert event.work is not None
+        event.work.result()
+        assert 0 < staging_bytes(staging) <= 64 << 20
+    runtime.synchronize(event)  # for the device too
+    assert runtime.query(event)
+    assert not virtual.peek(target).any()
+    staging.close()
+    runtime.poll()
+    assert staging_bytes(staging) == 0
+
+
+# -- failures and interrupts ------------------------------------------------------------------------------------------
+
+
+def failing(call: Callable[[DiskSlot, Tensor], None], *, times: int) -> Callable[[DiskSlot, Tensor], None]:
+    left = [times]
+
+    def fails(slot: DiskSlot, tensor: Tensor) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        call(slot, tensor)
+
+    return fails
+
+
+def test_h27_a_write_that_fails_leaves_the_source_on_the_device(
+    offload: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskSlot, "write", failing(DiskSlot.write, times=3))
+    with pytest.warns(RuntimeWarning, match="offloading failed, the saved tensor stays"):
+        assert_trains(offload, 3)
+    stats = assert_settled(offload)
+    assert stats.demotions["write_failed"] == 3
+    assert stats.kept_bytes["failed"] > 0
+    assert_moved(stats, 0.5)
+
+
+def test_h27_a_read_that_fails_is_a_transfer_error_and_the_next_step_is_exact(
+    offload: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskSlot, "read", failing(DiskSlot.read, times=1))
+        step = Step(1).forward(Settled(offload))
+        with pytest.raises(TransferError, match="disk tier failed") as caught:
+            step.backward()
+        assert (caught.value.errno, caught.value.tier) == (errno.EIO, "disk")
+        del step, caught
+    assert_trains(offload)
+    assert_moved(assert_settled(offload))
+
+
+def test_no_memory_for_staging_leaves_the_source_on_the_device(
+    offload: Offload, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(nbytes: int, **_: object) -> Tensor:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(runtime, "host_buffer", refused)
+    with pytest.warns(RuntimeWarning, match="no .* bytes of memory left"):
+        assert_trains(offload)
+    stats = offload.stats()
+    assert stats.offloaded_bytes == 0
+    assert stats.kept_bytes["failed"] > 0
+
+
+def test_h10_room_outlives_a_copy_that_was_not_noted(
+    virtual: VirtualDevice, offload: Offload, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it did not, its pages would be unregistered under the copy, which the device says."""
+    staging = runtime._staging
+    enqueue = staging._enqueue
+
+    def interrupted(*args: Any) -> AcceleratorEvent:
+        enqueue(*args)
+        raise KeyboardInterrupt
+
+    step = Step(1).forward(Settled(offload))
+    with virtual.held_stream(runtime.transfer_stream(HERE, Direction.OUT)):
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "_enqueue", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                Step(2).forward(offload)
+        collect()
+        staging.close()  # with that copy still to come
+        runtime.poll()
+    torch.accelerator.synchronize()
+    step.backward()
+    del step
+    assert_settled(offload)
+
+
+def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
+    virtual: VirtualDevice, backend: VirtualBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = backend.runtime
+    copy, targets = runtime.copy, list[int]()
+
+    def interrupted(target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        targets.append(target.data_ptr())
+        copy(target, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    offload = backend.offload(tier="disk", disk_path=tmp_path, prefetch_bytes=0)
+    step = Step(1).forward(Settled(offload))
+    with virtual.held_stream(runtime.transfer_stream(HERE, Direction.IN)):
+        with gated("read") as gate, monkeypatch.context() as patch:
+            patch.setattr(runtime, "copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step.backward()
+            gate.wait_until_reached()
+            gate.open()
+            runtime._staging._reader.record().wait()
+        collect()
+        fresh = [torch.empty(32, 32, device=HERE) for _ in range(64)]
+        assert not {tensor.data_ptr() for tensor in fresh} & {*targets}, "its copy has not run"
+        del fresh
+    torch.accelerator.synchronize()
+    del step
+    assert_trains(offload)
+    assert_moved(assert_settled(offload))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
+    virtual: VirtualDevice, tier: str, backend: VirtualBackend
+) -> None:
+    offload = backend.offload(tier=tier)
+    step, expected = Step(1).forward(offload), Step(1).forward(nullcontext()).backward()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with virtual.noted() as calls:
+                offload.stats()
+                # Not by backward, which autograd refuses in a child once it has threads for devices.
+                assert step.loss is not None
+                assert step.loss.grad_fn is not None
+                with pytest.raises(OffloadError, match="forked"):
+                    _ = step.loss.grad_fn.next_functions[0][0]._saved_self  # type: ignore[union-attr]  # it has one
+                del step
+                collect()
+                offload.stats()
+                backend.runtime.poll()
+            status = 0 if calls == [] else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_identical(expected.result, step.backward().result)
+    del step
+    assert_moved(assert_settled(offload))
+
+
+# -- without one wait -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thread", [None, "write", "read"])
+def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
+    virtual: VirtualDevice,
+    backend: VirtualBackend,
+    tmp_path: Path,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+    thread: str | None,
+) -> None:
+    """The writer's for the copy into its room, the reader's for the last copy out of its room."""
+    limited(1 << 14)
+    synchronize = backend.runtime.synchronize
+
+    def forgetful(event: Any) -> None:
+        if thread is None or not threading.current_thread().name.endswith(thread):
+            synchronize(event)
+
+    def gradient(around: AbstractContextManager[object]) -> Tensor:
+        x = leaf(64, 64)  # 16 KiB
+        with around:
+            y = x
+            for _ in range(6):
+                y = (y * 1.01).sin()
+            loss = y.sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    offload = backend.offload(tier="disk", disk_path=tmp_path)
+    expected = gradient(nullcontext())
+    with virtual.slow_links(latency=0.01), monkeypatch.context() as patch:
+        patch.setattr(backend.runtime, "synchronize", forgetful)
+        found = gradient(Settled(offload))
+        assert torch.equal(expected, found) is (thread is None)
+    assert offload.stats(synchronize=True).bytes_in > 0
