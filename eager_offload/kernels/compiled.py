@@ -12,7 +12,6 @@ from torch import Tensor
 
 from eager_offload._torch import flatten_with_names
 from eager_offload.errors import CapabilityError
-from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
 #: A compiled kernel: takes the tensors of a call.
@@ -46,9 +45,7 @@ def _alive(text: str) -> Launch | None:
     return None if reference is None else reference()
 
 
-def compiled_by_inductor(
-    name: str, body: Callable[..., object], signature: Signature, spec: LaunchSpec, tensors: list[Tensor]
-) -> Launch:
+def compiled_by_inductor(name: str, body: Callable[..., object], signature: Signature, tensors: list[Tensor]) -> Launch:
     """The operators that ``body`` runs on such tensors, compiled.
 
     Raises:
@@ -79,7 +76,7 @@ def compiled_by_inductor(
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
     default = torch.get_default_dtype()  # of tensors that a graph makes without saying
     where = device, _capability(device)
-    parts = ("inductor", torch.__version__, *where, default, repr(spec), shapes, places, _code(graph))
+    parts = ("inductor", torch.__version__, *where, default, shapes, places, _code(graph))
     text = "\n".join(map(str, parts))
 
     def compile_it() -> Launch:

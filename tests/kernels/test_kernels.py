@@ -231,6 +231,10 @@ def test_cuda_is_refused_at_once_where_there_is_none_and_with_clusters(monkeypat
     with pytest.raises(CapabilityError, match=r"k: impl='cuda' needs a CUDA device, .* take impl='inductor'"):
         as_torch_kernel(kernel(), "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "7.0")
+        with pytest.raises(CapabilityError, match="this torch is built for ROCm"):
+            as_torch_kernel(kernel(), "cuda")
     with pytest.raises(CapabilityError, match=r"k: cluster=\(2, 1, 1\), and .* no clusters"):
         as_torch_kernel(kernel(cluster=(2, 1, 1)), "cuda")
     with pytest.raises(CapabilityError, match="k: impl='cuda' takes CUDA tensors, and these are on cpu"):
