@@ -192,6 +192,30 @@ class Elsewhere(DistantSlot):
         target.zero_()
 
 
+def test_the_next_is_read_while_the_first_is_copied_back(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    limited(4 << 20)
+    compute, back, read = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.IN), threading.Event()
+
+    class Noted(Elsewhere):
+        def read(self, target: Tensor) -> None:
+            super().read(target)
+            read.set()
+
+    targets = [runtime.allocate(Layout(1 << 20), HERE, compute).fill_(7) for _ in range(4)]
+    with virtual.held_stream(back):
+        slots = [Elsewhere(1 << 20), Noted(1 << 20), Elsewhere(1 << 20), Elsewhere(1 << 20)]
+        events = [
+            runtime.copy(target, slot, back, [runtime.record(compute)])
+            for target, slot in zip(targets, slots, strict=True)
+        ]
+        assert read.wait(20), "the reader waits for the copy of what it read before"
+    for event in events:
+        runtime.synchronize(event)
+    assert not any(virtual.peek(target).any() for target in targets)
+
+
 def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
     virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
 ) -> None:
