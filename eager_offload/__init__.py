@@ -80,6 +80,7 @@ _HOMES = {
 _GONE = {
     "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
     "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
+    "simulation": "the simulated runtime is a part of the library's tests; a step is predicted by eager_offload.plan",
 }
 
 if not TYPE_CHECKING:  # for which every name would be one

@@ -96,12 +96,8 @@ class StaleEventError(GraphError):
     """An event that was recorded in a capture is a part of that graph: outside it stands for no moment."""
 
 
-class PoolSealedError(GraphError):
-    """A graph has been captured with this pool, and ``unseal`` has not been called since."""
-
-
 class PoolInUseError(GraphError):
-    """Graphs that live, or a capture that is under way, need what the pool holds."""
+    """A capture that is under way uses the pool."""
 
 
 class HostAllocationUnderCaptureError(GraphError):

@@ -175,8 +175,8 @@ def counts_from_the_beginning(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):
-        regions = (_region_of(given) for given in node.all_input_nodes)
-        return any(counts_from_the_beginning(one) for region in regions if region is not None for one in region.nodes)
+        branches = (_branch_of(given) for given in node.all_input_nodes)
+        return any(counts_from_the_beginning(one) for branch in branches if branch is not None for one in branch.nodes)
     schema = schema_of(node.target)
     _, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     return name.startswith("as_strided") or name.endswith("storage_offset")
@@ -192,8 +192,8 @@ def _may_be_a_view_of(node: Node, given: Node) -> bool:
     return key is not None and key == storage_of(given)
 
 
-def _region_of(node: Node) -> Graph | None:
-    """The graph of a region that is called by the name ``node``."""
+def _branch_of(node: Node) -> Graph | None:
+    """The graph, such as a branch of ``torch.cond``, that an operator is given by the name ``node``."""
     if node.op != "get_attr":
         return None
     found = getattr(getattr(node.graph.owning_module, str(node.target), None), "graph", None)

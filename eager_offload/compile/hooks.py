@@ -41,7 +41,7 @@ class _Hook(EmptyGraphModule):
         """One call of ``offloads``, with what compilers key on: they cannot know what a Python function will do."""
         active.compiled.set()
         graph = Graph()
-        call = graph.call_function(offloads, (graph.placeholder("tensor"), self.text))
+        call = graph.call_function(offloads, (graph.placeholder("tensor"),))
         graph.output(call)
         call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{cache_key()} {key_of(self.text)}"
         return graph
@@ -81,7 +81,7 @@ def hook_pair(text: str) -> HookPair:
     return pair
 
 
-def offloads(packed: Tensor, text: str) -> Tensor:
+def offloads(packed: Tensor) -> Tensor:
     """What the graph of a hook calls: nothing happens, if it is traced after all. Dynamo, when it traces a
     backward, must not: it would take the graph for what the hook does."""
     return packed

@@ -257,7 +257,7 @@ class SavedTensors:
             whole = self._known(storage_key(storage), storage)
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
-            if self._may_share(whole, tensor, queue, packed_at, forward):
+            if self._may_share(whole, tensor, queue, packed_at):
                 return self._share(whole, tensor, forward)
             if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
@@ -308,12 +308,12 @@ class SavedTensors:
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
-            if whole is not None and self._may_share(whole, tensor, queue, packed_at, forward):
+            if whole is not None and self._may_share(whole, tensor, queue, packed_at):
                 return self._share(whole, tensor, forward)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._known(name, storage)
         if known is not None:
-            if self._may_share(known, tensor, queue, packed_at, forward):
+            if self._may_share(known, tensor, queue, packed_at):
                 return self._share(known, tensor, forward)
             if known.times_saved == _MOST_TIMES:
                 return KeepReason.ALIVE
@@ -390,9 +390,7 @@ class SavedTensors:
         saved = None if record is None else record()
         return saved if saved is not None and saved.origin() is storage else None
 
-    def _may_share(
-        self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward
-    ) -> bool:
+    def _may_share(self, saved: SavedStorage, tensor: Tensor, queue: ResidentQueue, packed_at: int) -> bool:
         """Whether the bytes that ``saved`` has, or will have, are those that ``tensor`` has at its unpack.
 
         [Note: sharing]

@@ -20,11 +20,6 @@ from eager_offload.kernels.signature import Signature
 #: What an implementation may be called.
 _BODIES = ("torch", "pallas", "cuda")
 _IMPLS = ("auto", "torch", "inductor", "pallas", "cuda")
-#: By implementation, what compiles it, and of which body. All others are the reference.
-_COMPILERS: dict[str, tuple[Callable[..., Launch], str]] = {
-    "pallas": (pallas.compiled, "pallas"),
-    "cuda": (cuda.compiled, "cuda"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +94,8 @@ class TorchKernel:
             The outputs, in their structure, and what is ``inout`` behind them; a single result comes bare.
 
         Raises:
-            KernelError: an argument is not what the signature says, or CUDA C++ does not compile. Nothing was launched.
+            KernelError: an argument is not what the signature says, CUDA C++ does not compile, or CUDA refuses the
+                launch. Nothing was launched.
             CapabilityError: the device, or what is installed, cannot do this, or the body cannot be traced.
         """
         kernel = self.kernel
@@ -126,8 +122,7 @@ class TorchKernel:
             if place in self._compiled:
                 return self._compiled[place]
             try:
-                make, body = _COMPILERS.get(self.impl, (compiled_by_inductor, "torch"))
-                found: Launch = make(kernel.name, kernel.impls[body], kernel.signature, kernel.spec, tensors)
+                found = _compiled(kernel, self.impl, tensors)
             except CapabilityError as error:
                 if self.impl != "auto":
                     raise
@@ -136,6 +131,19 @@ class TorchKernel:
                 return None
             self._compiled[place] = found
             return found
+
+
+def _compiled(kernel: Kernel, impl: str, tensors: list[Tensor]) -> Launch:
+    """Returns what launches ``kernel`` by ``impl`` on such tensors; raises as the compilers do."""
+    if impl == "cuda":
+        source = kernel.impls["cuda"]
+        assert isinstance(source, str)
+        return cuda.compiled(kernel.name, source, kernel.spec, tensors)
+    body = kernel.impls["pallas" if impl == "pallas" else "torch"]
+    assert callable(body)
+    if impl == "pallas":
+        return pallas.compiled(kernel.name, body, kernel.signature, kernel.spec, tensors)
+    return compiled_by_inductor(kernel.name, body, tensors)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -158,11 +166,11 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
 
     Raises:
         KernelError: ``impl`` is none of these, or the kernel has no such implementation.
-        CapabilityError: JAX is not installed; or there is no CUDA, or the ``spec`` has clusters.
+        CapabilityError: JAX is not installed; or there is no CUDA (ROCm is none), or the ``spec`` has clusters.
     """
     if impl not in _IMPLS:
         raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
-    if impl in _COMPILERS and impl not in kernel.impls:
+    if impl in ("pallas", "cuda") and impl not in kernel.impls:
         raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
     if impl == "pallas":
         pallas.check_installed()

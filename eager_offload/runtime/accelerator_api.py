@@ -123,18 +123,13 @@ class AcceleratorApi:
         if registration is None:
             raise NotImplementedError("this torch cannot register memory")
         # Portable: for every device of the process.
-        if code := int(cast(int, registration.register(address, nbytes, _PORTABLE))):
-            # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
-            with suppress(RuntimeError):
-                torch.empty(1, device="cuda").fill_(1)
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
+        _check_code(registration.register(address, nbytes, _PORTABLE), f"cudaHostRegister of {nbytes} bytes")
 
     def unregister(self, address: int) -> None:
-        """Unpins what was registered at ``address``."""
+        """Unpins what was registered at ``address``. Raises ``RuntimeError`` where the driver refuses to."""
         registration = host_registration()
         assert registration is not None
-        # After an error of the device nothing can be unpinned any more, and the process has heard of it elsewhere.
-        registration.unregister(address)
+        _check_code(registration.unregister(address), "cudaHostUnregister")
 
     def pci_address(self, index: int) -> str | None:
         """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where it does not say."""
@@ -152,3 +147,12 @@ class AcceleratorApi:
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where ``tensor`` is, with its index."""
         return tensor.device
+
+
+def _check_code(code: object, call: str) -> None:
+    """Raises ``RuntimeError`` where a call of the driver's has returned the number of an error."""
+    if number := int(cast(int, code)):
+        # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
+        with suppress(RuntimeError):
+            torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
+        raise RuntimeError(f"{call} failed with error {number}")

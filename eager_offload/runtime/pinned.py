@@ -75,7 +75,7 @@ class PinnedMemory:
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
-        self._warned = False
+        self._warned = self._warned_of_pages = False
         #: The node of memory nearest to a device, by the device's index.
         self._nodes: dict[int, int | None] = {}
 
@@ -108,16 +108,28 @@ class PinnedMemory:
             return resident_slab(nbytes, node=self._node())
 
     def poll(self) -> None:
-        """Unpins the slabs that have gone; what the process inherited from a parent stays as it is."""
+        """Unpins the slabs that have gone; what the process inherited from a parent stays as it is.
+
+        Pages that the driver refuses to unpin are kept, since it still writes to them, and it is asked again by the
+        next poll. One warning says so.
+        """
+        refused = list[FinalizerRecord[_Owner]]()
         while self.returned:
             try:
                 record = self.returned.popleft()
             except IndexError:  # another thread was faster
-                return
+                break
             assert isinstance(record, _OwnerRecord)
-            if record in self._records:
-                self._records.discard(record)
+            if record not in self._records:
+                continue
+            try:
                 self._api.unregister(record.pages.data_ptr())
+            except RuntimeError as error:
+                refused.append(record)
+                self._warn_of_pages(record.pages.nbytes, error)
+            else:
+                self._records.discard(record)
+        self.returned.extend(refused)
 
     def after_fork(self) -> None:
         """The child's locks are free, and nothing of the parent's is touched."""
@@ -181,4 +193,15 @@ class PinnedMemory:
             f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
             f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
             "host_budget may help; pin_memory=False says that it is meant so"
+        )
+
+    def _warn_of_pages(self, nbytes: int, error: RuntimeError) -> None:
+        with self._lock:
+            if self._warned_of_pages:
+                return
+            self._warned_of_pages = True
+        reason = str(error).partition("\n")[0]
+        warn(
+            f"{nbytes} bytes of pinned host memory could not be unpinned ({reason}): they "
+            "are held until that works. After an error of the device it does not: start the process anew"
         )

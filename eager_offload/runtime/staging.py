@@ -5,7 +5,8 @@
 
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
-and while one is copied back, the next is read. Room is bounded for each way; a copy without it waits for the oldest. A
+and while one is copied back, the next is read: the reader holds the room that it read into last, or the next read would
+be given that one again and wait for its copy. Room is bounded for each way; a copy without it waits for the oldest. A
 storage that is larger than the bound travels alone.
 
 [Note: where the bytes are safe]
@@ -101,6 +102,7 @@ class _Room:
         # What has to be over for room to come back, oldest first. Each implies those before it, so none need be kept
         # for long.
         self._users: deque[Callable[[], None]] = deque(maxlen=64)
+        self._latest: HostSlot | None = None
 
     def take(self, nbytes: int) -> HostSlot | None:
         """Room for ``nbytes``, with what has to be over before it is written; waits for it where all is taken.
@@ -114,6 +116,9 @@ class _Room:
                 sizes = self._device.slab_sizes()
                 arena = self._arena = Arena(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
             slot = arena.allocate(nbytes, limit=self._limit)
+            if slot is None and self._latest is not None:
+                self._latest = None
+                slot = arena.allocate(nbytes, limit=self._limit)
             while slot is None and self._users:
                 self._users.popleft()()
                 slot = arena.allocate(nbytes, limit=self._limit)
@@ -123,9 +128,15 @@ class _Room:
         """``wait`` returns when the room that was taken last is free again."""
         self._users.append(wait)
 
+    def hold(self, slot: HostSlot) -> None:
+        """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
+        with self._lock.lock:
+            self._latest = slot
+
     def close(self) -> None:
         with self._lock.lock:
             self._users.clear()
+            self._latest = None
             arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
@@ -189,6 +200,7 @@ class Staging:
         landed = self._enqueue(target, room.tensor, stream, after)
         room.fences = (Fence(device, landed),)
         self._in.note_user(partial(device.synchronize, landed))
+        self._in.hold(room)
         # The caller may have been interrupted, and then nothing else holds what is being written.
         device.keep_until(landed, target)
         event.landed = landed

@@ -81,7 +81,7 @@ def test_a_region_of_no_codec_is_an_error() -> None:
         eo.codec("int4")
 
 
-@pytest.mark.parametrize("name", ["CodecPolicy", "PrecisionError"])
+@pytest.mark.parametrize("name", ["CodecPolicy", "PrecisionError", "simulation"])
 def test_what_is_gone_says_what_to_write(name: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}' any more: "):
         getattr(eo, name)

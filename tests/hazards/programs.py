@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -175,13 +176,8 @@ def copies_given_at_once(backend: Any) -> Iterator[None]:
     Args:
         backend: has a ``runtime``.
     """
-    runtime: Any = backend.runtime
-    before = runtime.holds_copies_back
-    runtime.holds_copies_back = False
-    try:
+    with patch.object(backend.runtime, "holds_copies_back", False):  # the runtime's class has it again afterwards
         yield
-    finally:
-        runtime.holds_copies_back = before
 
 
 def assert_identical(expected: object, actual: object, where: str = "", *, values: bool = True) -> None:

@@ -188,23 +188,13 @@ def test_results_come_in_their_structure_and_what_is_inout_behind_them() -> None
     assert torch.equal(state, torch.full((4, 3), 2.0))
 
 
-def test_an_alias_is_written_where_its_input_is() -> None:
-    kernel = of(Signature((FLOATS,), (FLOATS,), aliases=((0, 0),)), lambda x, y: y.copy_(x + 1))
-    x = torch.zeros(4, 3)
-    assert kernel(x) is x
-    assert torch.equal(x, torch.ones(4, 3))
-    with pytest.raises(KernelError, match="out= is given"):
-        kernel(x, out=torch.empty(4, 3))
-
-
 @pytest.mark.parametrize(
     ("signature", "written", "other"),
     [
         (Signature((FLOATS, FLOATS), (), (FLOATS,)), 2, 0),
         (Signature((), (FLOATS,), (FLOATS, FLOATS)), 0, 1),
-        (Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0),)), 0, 1),
     ],
-    ids=["inout and an input", "inout and inout", "an alias and another input"],
+    ids=["inout and an input", "inout and inout"],
 )
 def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signature, written: int, other: int) -> None:
     memory = torch.ones(8, 3)
@@ -228,18 +218,6 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
     ("make", "says"),
     [
         (lambda: Signature((FLOATS,), ()), "writes something"),
-        (lambda: Signature((FLOATS,), (FLOATS,), (FLOATS,), ((0, 0),)), "both aliases and inout"),
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((1, 0),)), "1 inputs and 1 outputs"),
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0, -1),)), "1 inputs and 1 outputs"),
-        (lambda: Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0), (1, 0))), "names an output twice"),
-        (lambda: Signature((FLOATS,), (FLOATS, FLOATS), aliases=((0, 0), (0, 1))), "names an input twice"),
-        (lambda: Signature((FLOATS,), (TensorSpec((4, 3), torch.int8),), aliases=((0, 0),)), "torch.int8"),
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0,),)), "pairs of whole numbers"),  # type: ignore[arg-type]
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=3), "pairs of whole numbers"),  # type: ignore[arg-type]
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=(0, 0)), "pairs of whole numbers"),  # type: ignore[arg-type]
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0.0, 0),)), "pairs of whole numbers"),  # type: ignore[arg-type]
-        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((False, False),)), "pairs of whole numbers"),
-        (lambda: Signature((Scalar(torch.float32),), (FLOATS,), aliases=((0, 0),)), "a number that"),
         (lambda: Signature((FLOATS,), (Scalar(torch.int8),)), r"at outputs\[0\]: it is TensorSpec"),
         (lambda: Signature((3,), (FLOATS,)), r"has 3 at inputs\[0\]"),
         (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
@@ -255,6 +233,18 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: TensorSpec((1,), torch.int8, align=12), "a power of two"),
         (lambda: TensorSpec((1,), torch.int8, align=2.0), "a power of two"),  # type: ignore[arg-type]
         (lambda: TensorSpec((1,), torch.int8, align=-2), "a power of two"),
+        (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
+        (lambda: LaunchSpec((True, 1, 1), (1, 1, 1)), "from 1 on"),
+        (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
+        (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
+        (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 65)), "64 threads in its third dimension"),
+        (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
+        (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
+        (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "bytes from 0 on"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "bytes from 0 on"),
+        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared="48KiB"), "bytes from 0 on"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, [scaled]), "impls=.* is a Mapping"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), None, {"torch": scaled}), "spec=None .* a LaunchSpec"),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from eager_offload import CapacityError
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.host import HostTier
@@ -94,6 +96,35 @@ def test_a_slab_that_dies_in_another_thread_is_unregistered_in_this_one(api: Api
     assert len(api.registered) == 4
     slab = runtime.host_buffer(PAGE)  # a call that may call the driver
     assert api.registered == {slab.data_ptr(): PAGE}
+
+
+def test_a_slab_that_cannot_be_unregistered_is_kept_until_it_can(api: Api, runtime: AcceleratorRuntime) -> None:
+    """Its pages would be another tensor's, and the driver would still write to them."""
+    slab, other = runtime.host_buffer(MIB), runtime.host_buffer(2 * MIB)
+    address, pages = slab.data_ptr(), weakref.ref(next(iter(runtime._pinned._records)).pages)
+    del slab, other
+    collect()
+    api.fail("unregister", *[RuntimeError("cudaHostUnregister failed with error 4")] * 4)
+    with pytest.warns(RuntimeWarning, match=r"bytes of pinned host memory could not be unpinned \(.*error 4\)"):
+        runtime.poll()
+    with warnings.catch_warnings(record=True) as again:
+        runtime.poll()
+    assert again == [], "it was told"
+    assert address in api.registered
+    assert len(api.registered) == len(runtime._pinned._records) == 2
+    assert pages() is not None
+    runtime.poll()
+    assert api.registered == {}
+    assert pages() is None
+
+
+def test_an_error_of_the_driver_is_that_of_the_call(virtual: VirtualDevice) -> None:
+    """It stays behind until a kernel is launched, whichever accelerator that is on."""
+    api, pages = AcceleratorApi(), torch.zeros(2 * PAGE, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister of 0 bytes failed with error 1"):
+        api.register(pages.data_ptr(), 0)
+    with pytest.raises(RuntimeError, match="cudaHostUnregister failed with error 713"):
+        api.unregister(pages.data_ptr())
 
 
 def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Api, runtime: AcceleratorRuntime) -> None:

@@ -19,10 +19,11 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import StagedEvent, Staging
+from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Gate, assert_settled, gate_before
 from tests.hazards.blocks import Step
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once, leaf
 from tests.hazards.test_short_memory import NBYTES, SmallMachine
 from tests.hazards.test_short_memory import machine as machine  # the fixture
 from tests.hazards.test_short_memory import step as small_step
@@ -157,25 +158,28 @@ def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
     limited: Callable[[int], Staging],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
     offload = backend.offload(tier="disk", disk_path=tmp_path, step_plans=False)
-    staging, done = limited(1 << 16), threading.Event()
+    staging, waits, wait = limited(1 << 16), threading.Event(), HostEvent.wait
     steps = [Step(seed) for seed in range(8)]
 
     def forward() -> None:
-        with backend.watching():
+        with backend.watching(), copies_given_at_once(backend):
             for step in steps:
                 step.forward(offload)
-        done.set()
 
+    def noted(event: HostEvent) -> None:
+        if threading.current_thread() is thread:
+            waits.set()
+        wait(event)
+
+    monkeypatch.setattr(HostEvent, "wait", noted)
+    thread = threading.Thread(target=forward)
     with gated("write") as gate:
-        thread = threading.Thread(target=forward)
         thread.start()
-        gate.wait_until_reached()
-        assert staging_bytes(staging) <= 1 << 16
+        assert waits.wait(60), "eight forwards do not fit into 64 KiB of staging"
+        assert staging_bytes(staging) == 1 << 16, "all of it is taken"
         gate.open()
         thread.join()
-    assert done.is_set()
     steps[-1].backward()
     steps.clear()
     assert_moved(assert_settled(offload))
@@ -186,6 +190,30 @@ class Elsewhere(DistantSlot):
 
     def read(self, target: Tensor) -> None:
         target.zero_()
+
+
+def test_the_next_is_read_while_the_first_is_copied_back(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    limited(4 << 20)
+    compute, back, read = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.IN), threading.Event()
+
+    class Noted(Elsewhere):
+        def read(self, target: Tensor) -> None:
+            super().read(target)
+            read.set()
+
+    targets = [runtime.allocate(Layout(1 << 20), HERE, compute).fill_(7) for _ in range(4)]
+    with virtual.held_stream(back):
+        slots = [Elsewhere(1 << 20), Noted(1 << 20), Elsewhere(1 << 20), Elsewhere(1 << 20)]
+        events = [
+            runtime.copy(target, slot, back, [runtime.record(compute)])
+            for target, slot in zip(targets, slots, strict=True)
+        ]
+        assert read.wait(20), "the reader waits for the copy of what it read before"
+    for event in events:
+        runtime.synchronize(event)
+    assert not any(virtual.peek(target).any() for target in targets)
 
 
 def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
