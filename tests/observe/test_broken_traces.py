@@ -140,7 +140,7 @@ def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
     collect()  # the traceback and what it held
 
 
-def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path, disk: DiskBackend) -> None:
+def test_a_backward_that_raises_is_shown_as_far_as_it_came(path: Path, disk: DiskBackend) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_backward_that_raises_ends_where_it_was_seen_last(path: Path, disk: Di
             loss.backward()
 
     trace = traced(offload, path, work)
-    assert [one.name for one in trace.slices if one.track == "compute backward"] == ["SinBackward0", "backward"]
+    assert [one.name for one in trace.slices if one.track == "compute backward"] == ["backward", "SinBackward0"]
 
 
 def test_a_file_that_cannot_be_written_in_the_end_is_an_error(

@@ -104,7 +104,7 @@ def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, disk: DiskBacke
         traced(offload, model, path)
     trace = read_trace(path)
     assert sum(g.nbytes for g in trace.saved if g.reason == "budget") == trace.stats["kept_bytes"]["budget"] > 0
-    assert {one.name for one in trace.slices if one.kind is SliceKind.DEMOTION} >= {"budget"}
+    assert trace.stats["demotions"]["budget"] > 0
 
 
 # -- profiles of torch's own ----------------------------------------------------------------------------------------

@@ -84,8 +84,7 @@ def _slices() -> list[Slice]:
         Slice(SliceKind.STALL, "reload", "cpu", "stall", 0.74, 0.01),
         Slice(SliceKind.STALL, AWKWARD, "cpu", "stall", 0.8, 0.005),
     ]
-    slices += [Slice(SliceKind.DEMOTION, "budget", "cpu", "demotion", 0.2, 0.0)] * 2
-    slices += [Slice(SliceKind.OFFLOAD, "offload", "cuda:0", "offload", 0.1, 0.05, MIB, tier="host", error="no room")]
+    slices += [Slice(SliceKind.OFFLOAD, "offload", "cuda:0", "offload", 0.1, 0.05, MIB, tier="host")]
     return slices
 
 
