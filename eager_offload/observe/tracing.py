@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -101,7 +100,7 @@ class Tracing:
             warn(message)
 
     def _take_all_away(self) -> None:
-        """As below, where an interrupt comes into it too."""
+        """Does so where an interrupt comes into it too."""
         try:
             self._take_away()
         except BaseException:
@@ -120,20 +119,21 @@ class Tracing:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """``path``; raises ``ConfigError`` where no file can be put there."""
+    """Returns ``path``; raises ``ConfigError`` where no file can be put there."""
     try:
         found = Path(os.fsdecode(path)).absolute()
     except TypeError:
         raise ConfigError(f"path={path!r} is not accepted: trace takes the path of a file") from None
-    accepted = "trace takes the path of a file in a directory that exists and can be written to"
-    if found.is_dir():
-        raise ConfigError(f"path={os.fspath(path)!r} is not accepted, since it is a directory: {accepted}")
     target = Path(os.path.realpath(found))
     try:
-        if not target.exists() or target.is_file():
-            tempfile.TemporaryFile(prefix=f".{target.name}.", dir=target.parent).close()
-        elif not os.access(target, os.W_OK):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        os.stat(os.path.join(target.parent, ""))  # which has to be a directory
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(f"path={os.fspath(path)!r} is not accepted ({error.strerror}): {accepted}") from error
+        raise ConfigError(
+            f"path={os.fspath(path)!r} is not accepted ({error.strerror}): trace takes the path of a file in a "
+            "directory that exists and can be written to"
+        ) from error
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -92,23 +93,21 @@ def test_without_offload_autograd_would_hold_what_the_counter_says(
     assert [one.seconds for one in trace.memory] == sorted(one.seconds for one in trace.memory)
 
 
-def test_what_stays_is_counted_on_the_device(path: Path, net: Net, offload: eo.Offload) -> None:
+@pytest.mark.parametrize(("reason", "fields"), [("region", {}), ("newest", {"keep_last_bytes": 1 << 30})])
+def test_what_stays_is_counted_on_the_device(
+    reason: str, fields: dict[str, int], path: Path, net: Net, disk: DiskBackend
+) -> None:
+    offload = disk.offload(**{"min_bytes": NBYTES, **fields})
+
     def work() -> None:
-        with eo.no_offload():
+        with eo.no_offload() if reason == "region" else nullcontext():
             step(net, offload)
 
     trace = traced(offload, path, work)
     assert_sound(trace)
+    assert trace.stats["kept_bytes"][reason] > 0
     assert max(one.device for one in trace.memory) == (1 + 2 * DEPTH) * NBYTES
     assert all(one.device == one.without_offload for one in trace.memory)
-
-
-def test_newest_bytes_that_are_asked_for_stay_on_the_device(path: Path, net: Net, disk: DiskBackend) -> None:
-    offload = disk.offload(keep_last_bytes=1 << 30, min_bytes=NBYTES)
-    trace = traced_step(offload, path, net)
-    assert_sound(trace)
-    assert trace.stats["kept_bytes"]["newest"] > 0
-    assert [one.device for one in trace.memory] == [one.without_offload for one in trace.memory]
 
 
 def test_a_full_tier_is_a_fallback(path: Path, net: Net, disk: DiskBackend) -> None:
@@ -246,22 +245,13 @@ def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -
 
 def test_a_second_trace_begins_anew(path: Path, net: Net, offload: eo.Offload) -> None:
     first = traced_step(offload, path, net)
-    second = traced(offload, path, lambda: (step(net, offload), step(net, offload)))
+    second = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
     assert_sound(second)
     assert second.stats["saved_bytes"] == 2 * first.stats["saved_bytes"]
     assert second.stats["max_inflight_bytes"] == offload.stats().max_inflight_bytes > 0, "a window is no amount"
     assert second.advice[0].startswith("Memory ")
-
-
-def test_counting_anew_inside_is_shown_as_it_is(path: Path, net: Net, offload: eo.Offload) -> None:
-    step(net, offload)
     trace = traced(offload, path, lambda: (offload.reset_stats(), step(net, offload)))
-    assert trace.stats["saved_bytes"] == offload.stats().saved_bytes
-
-
-def test_closing_inside_a_trace_is_fine(path: Path, net: Net, offload: eo.Offload) -> None:
-    trace = traced(offload, path, lambda: (step(net, offload), offload.close(), step(net, offload)))
-    assert_sound(trace)
+    assert trace.stats["saved_bytes"] == offload.stats().saved_bytes, "counting anew inside is shown as it is"
 
 
 def test_a_codec_for_each_module_is_written_as_the_config_has_it(path: Path, net: Net, disk: DiskBackend) -> None:
