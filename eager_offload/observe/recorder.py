@@ -32,15 +32,16 @@ from eager_offload.observe.compute import Compute
 from eager_offload.observe.timeline import Saver, Timeline
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.selection import logical_bytes
-from eager_offload.stats import Accounts, Counters, GraphBytes, OffloadStats, OnDevice, kept_by_graph
+from eager_offload.stats import Accounts, GraphBytes, OffloadStats, OnDevice, kept_by_graph
 from eager_offload.tiers.base import Slot
 from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace
 from eager_offload.version import VERSION
 
 
-class _Part(NamedTuple):
+class _Save(NamedTuple):
     """A saved tensor, or a plain one inside it, by which it is known what became of it."""
 
+    saver: Saver
     nbytes: int
     #: Why it was kept, where that is known at once.
     reason: str = ""
@@ -56,13 +57,6 @@ class _Part(NamedTuple):
         if record.state is State.KEPT or (record.state is State.WAITING and not self.shares):
             return "kept", record.kept.value
         return "shared" if self.shares else "offloaded", ""
-
-
-class _Save(NamedTuple):
-    """A saved tensor, or what a graph saved at once."""
-
-    saver: Saver
-    parts: list[_Part]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -83,12 +77,19 @@ class TraceRecorder:
     """See the module; and ``stats.Observer``, which this is.
 
     Args:
+        before: the stats when the trace begins.
         pack: what packs a tensor when no trace runs.
     """
 
     def __init__(
-        self, accounts: Accounts, offloaders: Offloaders, config: OffloadConfig, pack: Callable[[Tensor], Packed]
+        self,
+        before: OffloadStats,
+        accounts: Accounts,
+        offloaders: Offloaders,
+        config: OffloadConfig,
+        pack: Callable[[Tensor], Packed],
     ) -> None:
+        self._before, self._counters = before, accounts.counters
         self._accounts = accounts
         self._offloaders = offloaders
         self._config = config
@@ -116,13 +117,8 @@ class TraceRecorder:
         self._compute.stop()
         self._timeline.stop()
 
-    def finish(self, before: OffloadStats, after: OffloadStats, counters: Counters) -> Trace:
-        """Everything, once transfers are over.
-
-        Args:
-            before, after: the stats when the trace began and when it ended.
-            counters: what was counted on when it began.
-        """
+    def finish(self, after: OffloadStats) -> Trace:
+        """Returns everything, once transfers are over and the stats are ``after``."""
         timeline = self._timeline
         with self._accounts.lock:
             self._sample()
@@ -130,7 +126,7 @@ class TraceRecorder:
             self._compute.break_off()
             timeline.is_over = True
             saved = _groups_of(self._saves)
-            counted = after.since(before) if counters is self._accounts.counters else after
+            counted = after.since(self._before) if self._counters is self._accounts.counters else after
         slices = timeline.slices()
         return Trace(
             seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
@@ -170,27 +166,25 @@ class TraceRecorder:
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
         """Takes note of a saved tensor; returns what saved it."""
-        saver, first = Saver(self._compute.module()), None
+        saver = Saver(self._compute.module())
         if isinstance(handle, KeptTensor):
-            parts = [_Part(logical_bytes(tensor), handle.reason.value)]
-        else:
-            views = [handle] if isinstance(handle, SavedView) else handle.views()
-            parts = [_Part(one.size.numel() * one.dtype.itemsize, "", one.storage.record, one.shares) for one in views]
-            if isinstance(handle, SavedView) and not handle.shares:
-                first = handle.storage.record.key
-                saver = self._savers.get(first, saver)  # its copy may have started
-        if self._timeline.keep(self._saves, _Save(saver, parts)) and first is not None:
-            self._savers[first] = saver
+            self._timeline.keep(self._saves, _Save(saver, logical_bytes(tensor), handle.reason.value))
+            return saver
+        if isinstance(handle, SavedView) and not handle.shares:
+            saver = self._savers.setdefault(handle.storage.record.key, saver)  # its copy may have started
+        for one in [handle] if isinstance(handle, SavedView) else handle.views():
+            nbytes = one.size.numel() * one.dtype.itemsize
+            self._timeline.keep(self._saves, _Save(saver, nbytes, "", one.storage.record, one.shares))
         return saver
 
     # -- what the engine reports --------------------------------------------------------------------------------------
 
     def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
         runtime, device = self._timeline.runtime(offloader.device), str(offloader.device)
-        saver = (None if key is None else self._savers.get(key)) or Saver(self._compute.module())
+        saver = Saver(self._compute.module())
+        saver = saver if key is None else self._savers.setdefault(key, saver)
         draft = Slice(SliceKind(what), what, device, what, nbytes=slot.nbytes, tier=slot.tier)
-        if self._timeline.copied(draft, runtime, event, saver) and key is not None:
-            self._savers[key] = saver
+        self._timeline.copied(draft, runtime, event, saver)
         if what != SliceKind.OFFLOAD:
             self._compute.asked(offloader.device, "")  # a graph asks, whose saves have no handle here
         self._sample()
@@ -205,10 +199,10 @@ class TraceRecorder:
 
     def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
         saver, record = Saver(self._compute.module(), "compiled graph"), host.record
-        parts = [_Part(record.logical_bytes, record=record)]
-        parts += (_Part(nbytes, reason.value) for reason, nbytes in kept_by_graph(region or "").items())
-        for part in parts:
-            self._timeline.keep(self._saves, _Save(saver, [part]))
+        saves = [_Save(saver, record.logical_bytes, record=record)]
+        saves += (_Save(saver, nbytes, reason.value) for reason, nbytes in kept_by_graph(region or "").items())
+        for save in saves:
+            self._timeline.keep(self._saves, save)
         self._sample()
 
     def _sample(self) -> None:
@@ -229,8 +223,7 @@ class TraceRecorder:
 def _groups_of(saves: Iterable[_Save]) -> tuple[SavedGroup, ...]:
     """Which operation of which module saved what, most bytes first."""
     sizes: dict[tuple[str, str, str, str], list[int]] = {}
-    for save in saves:
-        for part in save.parts:
-            sizes.setdefault((save.saver.operation, save.saver.module, *part.outcome()), []).append(part.nbytes)
+    for one in saves:
+        sizes.setdefault((one.saver.operation, one.saver.module, *one.outcome()), []).append(one.nbytes)
     found = (SavedGroup(*key, count=len(nbytes), nbytes=sum(nbytes)) for key, nbytes in sizes.items())
     return tuple(sorted(found, key=lambda group: -group.nbytes))

@@ -108,8 +108,8 @@ class Timeline:
 
         self.keep(self._entries, slices)
 
-    def copied(self, draft: Slice, runtime: Runtime, event: Event, saver: Saver) -> bool:
-        """Bytes of ``saver`` travelled, as ``event`` tells; returns whether there was room."""
+    def copied(self, draft: Slice, runtime: Runtime, event: Event, saver: Saver) -> None:
+        """Bytes of ``saver`` travelled, as ``event`` tells."""
 
         def slices() -> Iterator[Slice]:
             try:
@@ -121,7 +121,7 @@ class Timeline:
                 name, seconds = f"{draft.name} {hop.name}".rstrip(), max(0.0, hop.stop - hop.start)
                 yield replace(named, name=name, track=name, start=hop.start - self._began, seconds=seconds)
 
-        return self.keep(self._entries, slices)
+        self.keep(self._entries, slices)
 
     def slices(self) -> tuple[Slice, ...]:
         """Returns all, in the order of their beginning, outer ones first; the host waits until they are over."""

@@ -58,9 +58,8 @@ class Tracing:
             )
         self._process = os.getpid()
         try:
-            self._before = offload.stats(synchronize=True)
-            self._counters = accounts.counters
-            recorder = TraceRecorder(accounts, offload._offloaders, offload.config, offload._hooks.pack)
+            before = offload.stats(synchronize=True)
+            recorder = TraceRecorder(before, accounts, offload._offloaders, offload.config, offload._hooks.pack)
             self._recorder = accounts.observer = recorder
             with accounts.lock:
                 recorder.start()
@@ -79,7 +78,7 @@ class Tracing:
         try:
             if os.getpid() != self._process:
                 return  # a forked child: the file is its parent's
-            found = recorder.finish(self._before, offload.stats(synchronize=True), self._counters)
+            found = recorder.finish(offload.stats(synchronize=True))
         finally:
             self._take_all_away()
         if error is None and not (found.saved or found.slices):
