@@ -192,7 +192,8 @@ class _Probes:
             return results[0]
         said = f"no answer within {_ONE_PROBE:.0f} s"
         for error in errors:
-            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            first, *_ = str(error).strip().split("\n")
+            said = f"{type(error).__name__}: {first}"
         self.failures.append(f"{what}: {said}")
         return otherwise
 
