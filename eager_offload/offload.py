@@ -515,8 +515,8 @@ class Offload:
             with offload.trace("step.json"):
                 train_one_step()
 
-        It shows forward and backward by module, every offload, reload, prefetch, stall and fallback, and the bytes of
-        saved tensors by where they are, beside those that autograd would hold otherwise. For a few steps: a trace takes
+        It shows forward and backward by module, every offload, reload, prefetch and stall, and the bytes of saved
+        tensors by where they are, beside those that autograd would hold otherwise. For a few steps: a trace takes
         memory for each saved tensor. It begins and ends by waiting for all transfers; in between it does not wait. The
         file appears when it is left, with an exception too; where nothing ran, a warning comes in its place. What is
         compiled for the first time inside is compiled again when it is called outside.

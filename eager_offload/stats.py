@@ -115,6 +115,10 @@ class Planned(Protocol):
         ...
 
 
+#: Of the stats, what does not add up from step to step.
+_NO_AMOUNTS = ("device_budget", "keep_last_bytes", "max_inflight_bytes", "plan", "prefetch_bytes", "slowdown")
+
+
 @dataclass(frozen=True)
 class OffloadStats:
     """A snapshot of an :class:`~eager_offload.Offload`'s counters; ``print`` shows it as a short report.
@@ -257,9 +261,18 @@ class OffloadStats:
         """The fields, as JSON can hold them; ``OffloadStats(**stats.to_dict())`` is equal to ``stats``."""
         return dataclasses.asdict(self)
 
-    def with_counted(self, counted: dict[str, Any]) -> OffloadStats:
-        """Stats of these fields, and of what these ones know besides: a part of the same run."""
-        stats = OffloadStats(**counted)
+    def since(self, before: OffloadStats) -> OffloadStats:
+        """Returns what was counted since ``before``, of the same run; what is no amount is what it is now."""
+        earlier, found = before.to_dict(), self.to_dict()
+        for name, now in found.items():
+            if name in _NO_AMOUNTS or name.endswith(("_peak", "_largest")) or isinstance(now, bool):
+                continue
+            if isinstance(now, dict):
+                more = {what: value - earlier[name].get(what, 0) for what, value in now.items()}
+                found[name] = {what: value for what, value in more.items() if value}
+            else:
+                found[name] = now - earlier[name]
+        stats = OffloadStats(**found)
         stats._know(self._config, self._planned, self._rows)
         return stats
 
@@ -437,13 +450,6 @@ class Counters:
         return stats
 
 
-class Waiting(Protocol):
-    """A wait that has begun."""
-
-    def over(self, what: str) -> None:
-        """It is over; ``what`` was waited for."""
-
-
 class OnDevice(Protocol):
     """What serves one device."""
 
@@ -462,8 +468,8 @@ class Observer(Protocol):
     def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
         """A copy was enqueued that ``event`` stands behind; ``key`` names the saved storage."""
 
-    def waits(self, offloader: OnDevice, stream: Stream | None) -> Waiting:
-        """A wait of ``stream`` begins, or where that is ``None`` of the host."""
+    def waits(self, offloader: OnDevice, stream: Stream | None, what: str) -> Callable[[], None]:
+        """A wait for ``what`` begins, of ``stream``, or where that is ``None`` of the host; returns what ends it."""
 
     def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
         """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""

@@ -1,7 +1,7 @@
-"""A trace: what ran when, what was resident, and what saved it. Its file, and the objects that the file stands for.
+"""A trace: what ran when, what was resident, and what saved it; and its file.
 
-The file is Chrome trace JSON, which https://ui.perfetto.dev and ``chrome://tracing`` open, beside a profile of
-``torch.profiler`` if there is one::
+The file is Chrome trace JSON, which https://ui.perfetto.dev opens, beside a profile of ``torch.profiler`` if there is
+one::
 
     {"traceEvents": [...], "displayTimeUnit": "ms", "eager_offload": {...}}
 
@@ -16,14 +16,12 @@ track of it; ``cat`` is a :class:`SliceKind`. Tracks:
 ``compute backward``     a whole backward, and inside it one slice after the other: from where an operation asks for
                          what it saved to where the next one does
 ``offload``, ``reload``  bytes on their way off the device and back; ``prefetch``: back before they were asked for
-``stall``                compute waits for a transfer, which the name says; ``stall host``: the host of an accelerator
-                         waits for one, which compute may not notice
-``demotion``             what could not be done as planned; the name is the kind that the stats count
+``stall``                compute waits for a transfer, which the name says
 ======================== =============================================================================================
 
 A second thread has tracks of its own, ``compute forward 2`` and so on. Where an accelerator reaches a disk through host
-memory, the way between that and the disk is on ``offload disk`` and ``reload disk``. Counters are ``device``, ``host``,
-``disk`` and ``without offload``, each with ``{"bytes": n}``; their times are the host's, which hands memory out.
+memory, the way between that and the disk is on ``offload disk`` and ``reload disk``. Counters have the bytes of a
+:class:`MemorySample`; their times are the host's, which hands memory out.
 
 **eager_offload** holds the other fields of a :class:`Trace`, which ``read_trace`` gives back.
 """
@@ -32,18 +30,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from eager_offload.errors import ConfigError, OffloadError
 
-#: Of the file; a reader takes this one and older ones.
-FORMAT = 1
+#: Of the file.
+FORMAT = 2
 
 
 class SliceKind(StrEnum):
@@ -54,11 +49,6 @@ class SliceKind(StrEnum):
     RELOAD = "reload"
     PREFETCH = "prefetch"
     STALL = "stall"
-    DEMOTION = "demotion"
-
-
-#: The track of what the host of an accelerator waits, and what the tracks of further threads begin with.
-HOST_STALLS = "stall host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +61,9 @@ class Slice:
     """Such as ``"cpu"`` or ``"cuda:0"``."""
     track: str
     """Slices of one device and track follow each other, or lie inside each other."""
-    start: float
+    start: float = 0.0
     """Seconds since the trace began."""
-    seconds: float
+    seconds: float = 0.0
     nbytes: int = 0
     """Bytes that travel; 0 for what moves none."""
     module: str = ""
@@ -82,8 +72,6 @@ class Slice:
     """The autograd node, such as ``"MmBackward0"``; empty where it is not known."""
     tier: str = ""
     """``"host"`` or ``"disk"``, for transfers."""
-    error: str = ""
-    """What made a transfer fail."""
 
     @property
     def stop(self) -> float:
@@ -157,38 +145,24 @@ class Trace:
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes the file, whole or not at all: it appears under its name when it is complete.
-
-    A file that exists keeps its mode, of a link the target is written, and what is no plain file, such as
-    ``/dev/stdout`` or a named pipe, is written to where it is.
+    """Writes the file; one that exists keeps its mode, of a link the target is written, and to a pipe it is written.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(os.path.realpath(path))
     own = {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}}
     own["saved"] = [asdict(group) for group in trace.saved]
     content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": own}
-    text = json.dumps(content, separators=(",", ":"))
-    if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8")
-        return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text, "utf-8")
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    text = json.dumps(content, separators=(",", ":"))  # before the file is opened: one that is there stays till then
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Reads a file that ``write_trace`` wrote.
 
     Raises:
-        ConfigError: it is something else, or from a newer version.
+        ConfigError: it is something else, or of another version.
         OSError: it cannot be read.
     """
     with open(path, encoding="utf-8") as file:
@@ -201,82 +175,45 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                 f"path={os.fspath(path)!r} is not accepted: it is no trace of eager_offload. Take a file that "
                 "`with offload.trace(path):` wrote"
             ) from None
-    if version > FORMAT:
+    if version != FORMAT:
         raise ConfigError(
             f"path={os.fspath(path)!r} is not accepted: it has the format {version}, and this version of eager_offload "
-            f"reads up to {FORMAT}. Upgrade eager_offload"
+            f"reads {FORMAT}. Upgrade eager_offload, or write the trace again"
         )
     try:
-        return _restored(content["traceEvents"], own)
+        events = content["traceEvents"]
+        slices = [_slice_of(event) for event in events if event["ph"] == "X"]
+        memory = [MemorySample(event["ts"] / 1e6, **event["args"]) for event in events if event["ph"] == "C"]
+        plain = {name: own[name] for name in _PLAIN} | {"advice": tuple(own["advice"])}
+        saved = tuple(SavedGroup(**group) for group in own["saved"])
+        return Trace(**plain, saved=saved, slices=tuple(slices), memory=tuple(memory))
     except (ValueError, KeyError, TypeError) as error:
         raise OffloadError(f"the trace {os.fspath(path)!r} is damaged ({error!r}): write it again") from error
 
 
 # -- the file -------------------------------------------------------------------------------------------------------
 
-_COUNTERS = {"device": "device", "host": "host", "disk": "disk", "without_offload": "without offload"}
-#: The order of the tracks of a device, from the top.
-_TRACKS = {kind: place for place, kind in enumerate(SliceKind)}
-_MEMORY_PID = 1
 #: Fields of a slice that are left out where they are empty, and those of a trace that JSON holds as they are.
-_ARGUMENTS = {"nbytes": "bytes", "module": "module", "operation": "operation", "tier": "tier", "error": "error"}
+_ARGUMENTS = {"nbytes": "bytes", "module": "module", "operation": "operation", "tier": "tier"}
 _PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped")
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     """What the viewer shows."""
-    yield _metadata("process_name", _MEMORY_PID, 0, name="saved tensors, bytes")
-    last: MemorySample | None = None
     for sample in trace.memory:
-        for which, name in _COUNTERS.items():
-            nbytes = getattr(sample, which)
-            if last is None or nbytes != getattr(last, which):
-                at = {"pid": _MEMORY_PID, "name": name, "ts": _microseconds(sample.seconds)}
-                yield {"ph": "C", **at, "args": {"bytes": nbytes}}
-        last = sample
-    processes = {device: _MEMORY_PID + 1 + place for place, device in enumerate(trace.devices)}
-    threads: dict[tuple[str, str], int] = {}
-    for device, pid in processes.items():
-        yield _metadata("process_name", pid, 0, name=device)
+        nbytes = sample._asdict()
+        at = _microseconds(nbytes.pop("seconds"))
+        yield {"ph": "C", "pid": "saved tensors", "name": "bytes", "ts": at, "args": nbytes}
     for one in trace.slices:
-        pid, track = processes[one.device], (one.device, one.track)
-        if track not in threads:
-            tid = threads[track] = 1 + len(threads)
-            yield _metadata("thread_name", pid, tid, name=one.track)
-            yield _metadata("thread_sort_index", pid, tid, sort_index=100 * _TRACKS[one.kind] + tid)
-        place = {"pid": pid, "tid": threads[track], "ts": _microseconds(one.start), "dur": _microseconds(one.seconds)}
+        place = {"pid": one.device, "tid": one.track, "ts": _microseconds(one.start), "dur": _microseconds(one.seconds)}
         known = {key: value for name, key in _ARGUMENTS.items() if (value := getattr(one, name))}
         yield {"ph": "X", **place, "cat": one.kind.value, "name": one.name, "args": known}
 
 
-def _metadata(what: str, pid: int, tid: int, **arguments: str | int) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
-
-
-def _restored(events: list[dict[str, Any]], own: dict[str, Any]) -> Trace:
-    """What ``write_trace`` has written."""
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"].get("name") for event in events if event["ph"] == "M"
-    }
-    slices: list[Slice] = []
-    memory: list[MemorySample] = []
-    fields = {name: field for field, name in _COUNTERS.items()}
-    for event in events:
-        given = event["args"]
-        if event["ph"] == "X":
-            device = names["process_name", event["pid"], 0]
-            track = names["thread_name", event["pid"], event["tid"]]
-            known = {name: given[key] for name, key in _ARGUMENTS.items() if key in given}
-            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            slices.append(Slice(SliceKind(event["cat"]), event["name"], device, track, start, seconds, **known))
-        elif event["ph"] == "C":
-            last, seconds = memory[-1] if memory else MemorySample(-1.0, 0, 0, 0, 0), event["ts"] / 1e6
-            if last.seconds == seconds:
-                memory.pop()
-            memory.append(last._replace(seconds=seconds, **{fields[event["name"]]: given["bytes"]}))
-    plain = {name: own[name] for name in _PLAIN} | {"advice": tuple(own["advice"])}
-    saved = tuple(SavedGroup(**group) for group in own["saved"])
-    return Trace(**plain, saved=saved, slices=tuple(slices), memory=tuple(memory))
+def _slice_of(event: dict[str, Any]) -> Slice:
+    known = {name: event["args"][key] for name, key in _ARGUMENTS.items() if key in event["args"]}
+    start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+    return Slice(SliceKind(event["cat"]), event["name"], event["pid"], event["tid"], start, seconds, **known)
 
 
 def _microseconds(seconds: float) -> float:

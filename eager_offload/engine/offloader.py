@@ -537,13 +537,13 @@ class DeviceOffloader:
         if runtime.query(event):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
             return
-        waiting = None if observer is None else observer.waits(self, stream)
+        waiting = None if observer is None else observer.waits(self, stream, what)
         try:
             with self._counting_wait(stream, event, fills_window=fills_window):
                 runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
         finally:
             if waiting is not None:
-                waiting.over(what)
+                waiting()
 
     @contextmanager
     def _counting_wait(

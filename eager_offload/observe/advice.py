@@ -7,7 +7,7 @@ no knob is named that does not go with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
@@ -182,10 +182,9 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     misses = {name: times for name, times in stats.plan_misses.items() if name not in _NO_MISSES}
     count = sum(misses.values())
     if count and count >= _MUCH * (count + stats.followed_forwards):
-        how = ", ".join(f"{name} {times:,}" for name, times in sorted(misses.items()))
         yield (
-            f"{count:,} forwards differed from what was planned ({how}), where {stats.followed_forwards:,} began to "
-            "follow it: plan with the model and the inputs of these steps."
+            f"{count:,} forwards differed from what was planned ({counts_text(misses)}), where "
+            f"{stats.followed_forwards:,} began to follow it: plan with the model and the inputs of these steps."
         )
 
 
@@ -242,7 +241,7 @@ def _planned_waits(stats: OffloadStats) -> str:
     least = "" if planned.policy == "least" else 'policy="least" and '
     return (
         f'{said}: plan with {least}device_budget="{size_literal(relief.device_budget)}", and it waits for about '
-        f"{_percent(relief.waits)} of it by the same prediction."
+        f"{percent_text(relief.waits)} of it by the same prediction."
     )
 
 
@@ -254,7 +253,7 @@ def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> 
     if config.slowdown is None and config.keep_last_bytes == "auto":
         less += 'policy="free" moves what the link hides and no more; or '
     return (
-        f"while transfers ran {_percent(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
+        f"while transfers ran {percent_text(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
         f"{less}checkpoint a part of the model, or put `with eo.no_offload():` around modules that compute little"
         + ("." if larger is None else f', or set min_bytes="{size_literal(larger)}".')
     )
@@ -272,7 +271,7 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason 
         if nbytes and nbytes >= _MUCH * may_move and reason is not said:
             a_step = size_text(nbytes // max(stats.steps, 1))
             sentence = reason_text(reason, config, stats.prefetch_bytes)
-            yield f"{a_step} a step ({_percent(nbytes / stats.saved_bytes)} of what is saved) {sentence}."
+            yield f"{a_step} a step ({percent_text(nbytes / stats.saved_bytes)} of what is saved) {sentence}."
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -280,7 +279,8 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
 
     def much(nbytes: int, sentence: str) -> Iterator[str]:
         if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
-            yield f"{size_text(nbytes)} ({_percent(nbytes / stats.offloaded_bytes)} of what was offloaded) {sentence}"
+            share = percent_text(nbytes / stats.offloaded_bytes)
+            yield f"{size_text(nbytes)} ({share} of what was offloaded) {sentence}"
 
     never_asked = max(stats.released_bytes - stats.failed_bytes, 0)
     yield from much(never_asked, "were never asked for: run forwards without a backward under torch.no_grad().")
@@ -351,10 +351,10 @@ def _rate(stats: OffloadStats) -> int:
 
 
 def _waited(stats: OffloadStats) -> str:
-    waited = f"compute waited {_percent(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
+    waited = f"compute waited {percent_text(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)} of the time"
     if not (took := processor_share(stats)):
         return waited
-    return f"{waited} for copies, which took {_percent(took)} of a core"
+    return f"{waited} for copies, which took {percent_text(took)} of a core"
 
 
 def processor_share(stats: OffloadStats) -> float:
@@ -362,8 +362,19 @@ def processor_share(stats: OffloadStats) -> float:
     return stats.processor_seconds / stats.seconds if stats.seconds else 0.0
 
 
-def _percent(share: float) -> str:
+def percent_text(share: float) -> str:
+    """A share for a reader, such as ``"4.2 %"``."""
     return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
+
+
+def sizes_text(parts: Mapping[str, int]) -> str:
+    """Bytes of several things for a reader, the most first."""
+    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in sorted(parts.items(), key=lambda one: -one[1]))
+
+
+def counts_text(parts: Mapping[str, int]) -> str:
+    """How often several things came, for a reader."""
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(parts.items()))
 
 
 def _times(count: int) -> str:

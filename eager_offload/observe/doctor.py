@@ -21,9 +21,8 @@ import shutil
 import textwrap
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,12 +38,10 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import Measurement, measure, name_of
 from eager_offload.offload import Offload
 from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.directories import filesystem_of, usual_directories
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
-from eager_offload.tiers.memory import node_of_device
 from eager_offload.tiers.ranks import local_ranks
 from eager_offload.version import VERSION
 
@@ -52,12 +49,8 @@ _T = TypeVar("_T")
 
 #: The version of the keys. New keys leave it as it is; a key that goes or changes its meaning adds one.
 FORMAT = 2
-#: Seconds for one probe, and for all of them; those that would begin later are left out.
-_ONE_PROBE, _ALL_PROBES = 8.0, 16.0
-#: Accelerators of one machine that are looked at.
-_MOST_DEVICES = 4
-#: Bytes that are pinned to see how long it takes.
-_PINNED_BYTES = 256 << 20
+#: Seconds for one probe.
+_ONE_PROBE = 10.0
 #: Bytes that have to fit on a disk to measure it, those that are enough, and the part of what is free that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
 #: Columns of the text.
@@ -84,8 +77,6 @@ class Device:
     memory_speed: float | None = None
     spread: float | None = None
     link: Speed | None = None
-    numa_node: int | None = None
-    pin_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +148,7 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     Args:
         paths: directories for a spill file. ``None``: those that are tried where ``disk_path`` is ``None``.
     """
-    run = _Probes()
+    started, run = time.perf_counter(), _Probes()
     memory: Memory | None = run("host memory", _memory, None)
     found = [Device("cpu", _processor(), psutil.virtual_memory().total, itemsize=4)]
     found += run("accelerators", _accelerators, list[Device]())
@@ -173,7 +164,8 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     # After the rest: where no byte code is cached, the modules that it looks into take long to import.
     missing = run("private names of torch", _missing, dict[str, str]())
     end = verdict(devices, disks, tests, settings)
-    return Diagnosis(FORMAT, run.elapsed, _software(), devices, memory, disks, missing, tests, run.failures, end)
+    seconds = time.perf_counter() - started
+    return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, missing, tests, run.failures, end)
 
 
 class _Probes:
@@ -181,44 +173,29 @@ class _Probes:
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self._started = time.perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._started
 
     def __call__(self, what: str, probe: Callable[[], _T], otherwise: _T) -> _T:
         """Returns what ``probe`` does, or ``otherwise`` if it fails or takes too long, with a line that says so."""
-        left = min(_ONE_PROBE, _ALL_PROBES - self.elapsed)
-        if left <= 0:
-            self.failures.append(f"{what}: left out, since the {_ALL_PROBES:.0f} seconds for all probes were over")
-            return otherwise
         results: list[_T] = []
         errors: list[BaseException] = []
 
         def work() -> None:
             try:
                 results.append(probe())
-            except BaseException as error:  # whatever a driver or a filesystem comes up with
+            except BaseException as error:
                 errors.append(error)
 
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("ignore")  # those for developers
-            warnings.simplefilter("always", RuntimeWarning)
-            warnings.simplefilter("always", UserWarning)
-            thread = threading.Thread(target=work, name=f"eager_offload doctor: {what}", daemon=True)
-            thread.start()
-            thread.join(left)
-        self.failures += [f"{what}: {_first_line(one.message)}" for one in warned]
+        thread = threading.Thread(target=work, name=f"eager_offload doctor: {what}", daemon=True)
+        thread.start()
+        thread.join(_ONE_PROBE)
         if results:
             return results[0]
-        said = f"{type(errors[0]).__name__}: {_first_line(errors[0])}" if errors else f"no answer within {left:.0f} s"
+        said = f"no answer within {_ONE_PROBE:.0f} s"
+        for error in errors:
+            first, *_ = str(error).strip().split("\n")
+            said = f"{type(error).__name__}: {first}"
         self.failures.append(f"{what}: {said}")
         return otherwise
-
-
-def _first_line(message: object) -> str:
-    return str(message).strip().partition("\n")[0]
 
 
 # -- probes ---------------------------------------------------------------------------------------------------------
@@ -247,12 +224,8 @@ def _accelerators() -> list[Device]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
-    api, count = AcceleratorApi(), min(torch.accelerator.device_count(), _MOST_DEVICES)
-    devices = [torch.device(accelerator.type, index) for index in range(count)]
-    return [
-        Device(str(one), name_of(one), api.total_memory(one), numa_node=node_of_device(api.pci_address(one.index)))
-        for one in devices
-    ]
+    devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    return [Device(str(one), name_of(one), accelerator_runtime().total_memory(one)) for one in devices]
 
 
 def _measured(run: _Probes, device: Device) -> Device:
@@ -262,27 +235,13 @@ def _measured(run: _Probes, device: Device) -> Device:
         rates = measured.machine
         flops = rates.single_flops if at.type == "cpu" else rates.flops
         device = replace(device, flops=flops, memory_speed=rates.memory, spread=measured.spread)
-    if at.type == "cpu":
-        return device
-    link: Speed | None = run(f"link of {name}", partial(_link, at), None)
-    return replace(device, link=link, pin_seconds=run(f"pinning for {name}", _pin_seconds, None))
+    link: Speed | None = None if at.type == "cpu" else run(f"link of {name}", partial(_link, at), None)
+    return replace(device, link=link)
 
 
 def _link(device: torch.device) -> Speed:
     runtime = accelerator_runtime()
     return Speed(runtime.bandwidth(device, Direction.OUT), runtime.bandwidth(device, Direction.IN))
-
-
-def _pin_seconds() -> float:
-    """Seconds to pin one GiB as offloading does it, in a slab of a quarter of that."""
-    runtime = accelerator_runtime()
-    runtime.slab_sizes()  # finds out how to pin
-    started = time.perf_counter()
-    slab = runtime.host_buffer(_PINNED_BYTES)
-    seconds = time.perf_counter() - started
-    if not slab.is_pinned():
-        raise RuntimeError("the memory that came is pageable")
-    return seconds * (1 << 30) / _PINNED_BYTES
 
 
 def _memory() -> Memory:
@@ -370,9 +329,7 @@ def recommended(devices: Sequence[Device], memory: Memory | None, disks: Sequenc
         # A directory that was refused too: the self test shows what is wrong with it.
         return {"tier": "disk"} | ({"disk_path": (best or disks[0]).path} if disks else {})
     room = min((one.memory_bytes for one in accelerators if one.memory_bytes), default=0)
-    spills = best is not None and memory is not None and memory.budget_bytes < room
-    pins = any(one.pin_seconds is not None for one in accelerators)
-    return ({"disk_path": best.path} if best and spills else {}) | ({} if pins else {"pin_memory": False})
+    return {"disk_path": best.path} if best and memory is not None and memory.budget_bytes < room else {}
 
 
 def _best_disk(disks: Sequence[Disk]) -> Disk | None:
@@ -404,11 +361,6 @@ def verdict(
         if speed is not None and device.flops is not None and device.name in passed:
             ratios[device.name] = device.flops * _seconds_a_byte(speed)
             advice.append(_when_it_pays(device, ratios[device.name]))
-    if passed == ["cpu"]:
-        advice.append(
-            "On a CPU, call eager_offload.release_freed_memory() before the model is built and set "
-            "THP_MEM_ALLOC_ENABLE=1 before Python starts, or freed memory stays with the process."
-        )
     if wrong:
         summary = f"Gradients came out wrong on {', '.join(wrong)}: do not use it here, and please report this."
     elif not passed:
@@ -441,32 +393,36 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """Returns the whole report, in lines of 80 columns; it ends in the verdict."""
-    end, memory = diagnosis.verdict, diagnosis.memory
-    sections: dict[str, list[tuple[str, str]]] = {
-        "Software": [*diagnosis.software.items()],
-        "Devices": [row for device in diagnosis.devices for row in _device_rows(device)],
-        "Host memory": []
-        if memory is None
-        else [
-            ("headroom", f"{size_text(memory.headroom_bytes)} of {size_text(memory.total_bytes)}"),
-            ("bound by", memory.bound_by),
-            ("to raise it", memory.remedy),
-            ("host_budget", f'"auto" is {size_text(memory.budget_bytes)} for this process, one of {memory.ranks} here'),
-        ],
-        "Directories for a spill file": [("-", _disk_text(disk)) for disk in diagnosis.disks],
-        "Not in this torch": [("-", f"{name}. Without it: {text}") for name, text in diagnosis.missing.items()],
-        "Self test": [
-            (test.device, f"gradients {'equal' if test.equal else 'DIFFER'}; {size_text(test.moved_bytes)} moved")
-            for test in diagnosis.self_tests
-        ],
-        "What failed": [("-", failure) for failure in diagnosis.failures],
-        "Verdict": [("", end.summary), *(("-", one) for one in end.advice)],
-    }
+    """Returns all of it in lines of 80 columns, by the keys of ``--json``; it ends in the verdict."""
+    found, end = asdict(diagnosis), diagnosis.verdict
+    sections = {name: found[name] for name in found if name not in ("format", "seconds", "verdict")}
+    parts = [f"eager_offload doctor, in {diagnosis.seconds:.1f} seconds"]
+    parts += ["\n".join([name, *map(_wrapped, _rows(value))]) for name, value in sections.items() if value]
+    end_rows = [("", end.summary), *(("-", sentence) for sentence in end.advice)]
     if end.works:
-        sections["Verdict"] += [("", "Recommended:"), ("", end.python)] if end.settings else [("", "The defaults fit.")]
-    parts = ["\n".join([title, *map(_wrapped, rows)]) for title, rows in sections.items() if rows]
-    return "\n\n".join(["eager_offload doctor", *parts, f"({diagnosis.seconds:.1f} seconds)"])
+        end_rows += [("", "Recommended:"), ("", end.python)] if end.settings else [("", "The defaults fit.")]
+    return "\n\n".join([*parts, "\n".join(["verdict", *map(_wrapped, end_rows)])])
+
+
+def _rows(value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, str]]:
+    """Returns the rows of a section: of each a name, or ``-`` for an item of a list, and what is said of it."""
+    if isinstance(value, dict):
+        yield from ((name, _shown(name, one)) for name, one in value.items() if one not in (None, ""))
+    else:
+        yield from (("-", _shown("", one)) for one in value)
+
+
+def _shown(name: str, value: Any) -> str:
+    """Returns what stands under the key ``name`` for a reader, without what is not known."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(key, one)}" for key, one in value.items() if one not in (None, ""))
+    if name.endswith("_bytes"):
+        return size_text(value)
+    if name in ("memory_speed", "out", "back"):
+        return rate_text(value)
+    if name == "flops":
+        return f"{value / 1e12:,.1f} T/s" if value >= 1e12 else f"{value / 1e9:,.0f} G/s"
+    return f"{value:.0%}" if name == "spread" else str(value)
 
 
 def _wrapped(row: tuple[str, str]) -> str:
@@ -477,28 +433,3 @@ def _wrapped(row: tuple[str, str]) -> str:
     first = {"": "  ", "-": "  - "}.get(name, f"  {name:<14} ")
     wrapper = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
-
-
-def _device_rows(device: Device) -> Iterator[tuple[str, str]]:
-    memory = f", {size_text(device.memory_bytes)}" if device.memory_bytes else ""
-    node = f", node {device.numa_node}" if device.numa_node is not None else ""
-    yield device.name, device.model + memory + node
-    if device.flops is not None and device.memory_speed is not None:
-        flops = f"{device.flops / 1e12:,.1f} T" if device.flops >= 1e12 else f"{device.flops / 1e9:,.0f} G"
-        product = f"{flops}FLOP/s in products of {8 * device.itemsize} bits"
-        yield "  compute", f"{product}, {rate_text(device.memory_speed)} of memory (spread {device.spread:.0%})"
-    if device.link is not None:
-        yield "  link", f"{rate_text(device.link.out)} out, {rate_text(device.link.back)} back"
-    if device.pin_seconds is not None:
-        yield "  pinning", f"{device.pin_seconds * 1e3:,.0f} ms a GiB"
-
-
-def _disk_text(disk: Disk) -> str:
-    if disk.refused or disk.speed is None:
-        return f"{disk.path}: cannot serve: {disk.refused}"
-    how = "around the page cache" if disk.direct_io else "through the page cache"
-    return (
-        f"{disk.path}: {disk.filesystem or 'unknown filesystem'}, {size_text(disk.free_bytes)} free, "
-        f'{size_text(disk.budget_bytes)} of it for disk_budget="auto"; '
-        f"{rate_text(disk.speed.out)} write, {rate_text(disk.speed.back)} read, {how}"
-    )

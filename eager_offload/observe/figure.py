@@ -30,11 +30,10 @@ _WIDTH, _NARROW = 160, 110
 _TEXT, MUTED, _RULE, _PAPER = "#1f2933", "#52606d", "#d9e2ec", "#f5f7fa"
 DEVICE, WITHOUT, _HOST, _DISK, BUDGET = "#0b69a3", "#829ab1", "#cb6e17", "#87449a", "#ba2525"
 _KINDS = {
-    SliceKind.OFFLOAD: ("offload", "#cb6e17"),
-    SliceKind.RELOAD: ("reload", "#0c6b58"),
-    SliceKind.PREFETCH: ("prefetch", "#27ab83"),
-    SliceKind.STALL: ("stall", "#ba2525"),
-    SliceKind.DEMOTION: ("fallback", "#1f2933"),
+    SliceKind.OFFLOAD: "#cb6e17",
+    SliceKind.RELOAD: "#0c6b58",
+    SliceKind.PREFETCH: "#27ab83",
+    SliceKind.STALL: "#ba2525",
 }
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom"}
@@ -133,8 +132,7 @@ def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
     )
     found = []
     for device, track in order:
-        shown = track.replace(SliceKind.DEMOTION.value, _KINDS[SliceKind.DEMOTION][0])
-        named = f"{device} {shown}" if len(devices) > 1 else shown
+        named = f"{device} {track}" if len(devices) > 1 else track
         for depth, on_it in enumerate(_by_depth(tracks[device, track])):
             found.append(_Lane("" if depth else named, on_it))
     return found
@@ -274,7 +272,7 @@ class Stack:
                     colours.setdefault(_kind_of(one), _MODULES[len(colours) % len(_MODULES)])
                 self._bars(placed, x, y, "compute, by module", [colours[_kind_of(one)] for _, one in placed], "white")
             elif placed:
-                self._bars(placed, x, y, *_KINDS[kind], _KINDS[kind][1])
+                self._bars(placed, x, y, kind.value, _KINDS[kind], _KINDS[kind])
         ticks = [row for row, lane in enumerate(lanes) if lane.name]
         self.layout(
             y,
@@ -368,7 +366,7 @@ def _reading(one: Slice) -> str:
     when = f"{time_text(one.seconds)}, {time_text(one.start)} after the beginning"
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""
-    parts = (f"{one.device} {one.track}", module, one.operation, size, one.tier, one.error)
+    parts = (f"{one.device} {one.track}", module, one.operation, size, one.tier)
     return "<br>".join([f"<b>{_escaped(one.name)}</b>", when, *(_escaped(part) for part in parts if part)])
 
 

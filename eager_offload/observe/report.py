@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.config import rate_text, size_text
-from eager_offload.observe.advice import change_text
+from eager_offload.observe.advice import change_text, counts_text, percent_text, sizes_text
 from eager_offload.runtime.base import covered_seconds
 from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
@@ -44,8 +44,7 @@ class SavedRow:
     @property
     def became(self) -> str:
         """What became of them, most bytes first."""
-        shown = sorted(self.outcomes.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in shown)
+        return sizes_text(self.outcomes)
 
 
 def peaks(trace: Trace) -> MemorySample:
@@ -77,7 +76,7 @@ def summary(trace: Trace) -> list[Tile]:
             size_text(offloaded),
             f"and {size_text(shared)} shared with them: {_share(offloaded + shared, saved)} of what is saved",
         ),
-        Tile("Kept", size_text(sum(kept.values())), ", ".join(f"{name} {size_text(n)}" for name, n in _largest(kept))),
+        Tile("Kept", size_text(sum(kept.values())), sizes_text(kept)),
         Tile("Moved out", f"{size_text(stats.get('bytes_out', 0))}{_rate(trace, SliceKind.OFFLOAD)}", moved),
         Tile(
             "Compute stalled",
@@ -87,7 +86,7 @@ def summary(trace: Trace) -> list[Tile]:
         Tile(
             "Fallbacks",
             f"{sum(demotions.values()):,}",
-            ", ".join(f"{name} {count:,}" for name, count in _largest(demotions)) or "everything went as planned",
+            counts_text(demotions) or "everything went as planned",
         ),
     ]
 
@@ -164,8 +163,4 @@ def _rate(trace: Trace, *kinds: SliceKind) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.3g} %" if whole else "0 %"
-
-
-def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(parts.items(), key=lambda item: -item[1])
+    return percent_text(part / whole if whole else 0.0)

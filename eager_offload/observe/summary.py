@@ -6,7 +6,15 @@ import textwrap
 from collections.abc import Iterator
 
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.observe.advice import WEAR_SECONDS, change_text, processor_share, stays_within_host
+from eager_offload.observe.advice import (
+    WEAR_SECONDS,
+    change_text,
+    counts_text,
+    percent_text,
+    processor_share,
+    sizes_text,
+    stays_within_host,
+)
 from eager_offload.stats import OffloadStats
 
 
@@ -17,7 +25,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
         lines.append(f"windows    {out} on the way out, {back} brought back early")
     if stats.demotions:
-        lines.append(f"fallbacks  {_counts(stats.demotions)}")
+        lines.append(f"fallbacks  {counts_text(stats.demotions)}")
     if stats.coded_bytes or stats.refused:
         lines.append(f"coded      {_codecs_text(stats)}")
     if stats.disk_bytes_written:
@@ -31,9 +39,9 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         )
     learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
     if (setting := config.slowdown) is not None and learns:
-        limit = f"max_slowdown of {_share(setting)}" if setting else "free"
+        limit = f"max_slowdown of {percent_text(setting)}" if setting else "free"
         lines.append(
-            f"policy     {limit}: compute waits {_share(stats.slowdown)} of a step, and "
+            f"policy     {limit}: compute waits {percent_text(stats.slowdown)} of a step, and "
             f"{size_text(stats.keep_last_bytes)} may stay"
         )
     if stats.compiled_regions:
@@ -43,7 +51,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         lines.append(f"planned    {stats.plan}")
     if stats.plan_misses:
         followed = _number(stats.followed_forwards, "forward")
-        lines.append(f"followed   {followed}; not, or not to the end: {_counts(stats.plan_misses)}")
+        lines.append(f"followed   {followed}; not, or not to the end: {counts_text(stats.plan_misses)}")
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
     for sentence in stats.advice:
@@ -58,9 +66,9 @@ def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
     before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
     if not stats.offloaded_bytes or not before:
         return "nothing moved"
-    stalled = _share(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)
+    stalled = percent_text(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)
     change = change_text(before, after) + (", yet within host memory" if stays_within_host(stats) else "")
-    took = f", copies {_share(processor_share(stats))} of a core" if stats.processor_seconds else ""
+    took = f", copies {percent_text(processor_share(stats))} of a core" if stats.processor_seconds else ""
     return (
         f"peak saved-tensor memory {_short(after)} ({_short(before)} without offload, {change}); "
         f"stalled {stalled} of step time{took}"
@@ -78,7 +86,7 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     yield row("saved", stats.saved_bytes, _number(stats.saved_tensors, "tensor"))
     shared = f", and {size_text(stats.shared_bytes)} on the same storages" if stats.shared_bytes else ""
     yield row("offloaded", stats.offloaded_bytes, _number(stats.offloaded_tensors, "tensor") + shared)
-    yield row("kept", sum(stats.kept_bytes.values()), _breakdown(stats.kept_bytes))
+    yield row("kept", sum(stats.kept_bytes.values()), sizes_text(stats.kept_bytes))
     more = "more than offloaded: of a view, all that it spans travels"
     yield row("moved out", stats.bytes_out, more if stats.bytes_out > stats.offloaded_bytes else "")
     found = {"still resident": stats.forwarded_bytes, "never asked for": stats.released_bytes}
@@ -136,18 +144,5 @@ def _short(nbytes: int) -> str:
     return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
 
 
-def _share(part: float) -> str:
-    return f"{part:.1%}".replace("%", " %")
-
-
 def _number(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("s" if count != 1 else "")
-
-
-def _counts(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(parts.items()))
-
-
-def _breakdown(parts: dict[str, int]) -> str:
-    shown = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in shown)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -59,9 +58,8 @@ class Tracing:
             )
         self._process = os.getpid()
         try:
-            self._before = offload.stats(synchronize=True)
-            self._counters = accounts.counters
-            recorder = TraceRecorder(accounts, offload._offloaders, offload.config, offload._hooks.pack)
+            before = offload.stats(synchronize=True)
+            recorder = TraceRecorder(before, accounts, offload._offloaders, offload.config, offload._hooks.pack)
             self._recorder = accounts.observer = recorder
             with accounts.lock:
                 recorder.start()
@@ -80,7 +78,7 @@ class Tracing:
         try:
             if os.getpid() != self._process:
                 return  # a forked child: the file is its parent's
-            found = recorder.finish(self._before, offload.stats(synchronize=True), self._counters)
+            found = recorder.finish(offload.stats(synchronize=True))
         finally:
             self._take_all_away()
         if error is None and not (found.saved or found.slices):
@@ -101,7 +99,7 @@ class Tracing:
             warn(message)
 
     def _take_all_away(self) -> None:
-        """As below, where an interrupt comes into it too."""
+        """Does so where an interrupt comes into it too."""
         try:
             self._take_away()
         except BaseException:
@@ -120,20 +118,21 @@ class Tracing:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """``path``; raises ``ConfigError`` where no file can be put there."""
+    """Returns ``path``; raises ``ConfigError`` where no file can be put there."""
     try:
         found = Path(os.fsdecode(path)).absolute()
     except TypeError:
         raise ConfigError(f"path={path!r} is not accepted: trace takes the path of a file") from None
-    accepted = "trace takes the path of a file in a directory that exists and can be written to"
-    if found.is_dir():
-        raise ConfigError(f"path={os.fspath(path)!r} is not accepted, since it is a directory: {accepted}")
     target = Path(os.path.realpath(found))
     try:
-        if not target.exists() or target.is_file():
-            tempfile.TemporaryFile(prefix=f".{target.name}.", dir=target.parent).close()
-        elif not os.access(target, os.W_OK):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        os.stat(os.path.join(target.parent, ""))  # which has to be a directory
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(f"path={os.fspath(path)!r} is not accepted ({error.strerror}): {accepted}") from error
+        raise ConfigError(
+            f"path={os.fspath(path)!r} is not accepted ({error.strerror}): trace takes the path of a file in a "
+            "directory that exists and can be written to"
+        ) from error
     return found

@@ -132,7 +132,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"failed_forwards": 1, "failed_bytes": 3 * GIB, "released_bytes": 4 * GIB}, {}, ["Once a forward ended in an"]),
     ({**kept("newest", 4 * GIB), "stall_seconds": 10.0}, {}, ["Compute waited"]),
     (kept("device", GIB), {}, ["102.4 MiB", "accelerator"]),
-    (kept("layout", GIB), {}, ["102.4 MiB", "sparse"]),
+    (kept("layout", GIB), {}, ["102.4 MiB", "for their layout"]),
     (
         {"released_bytes": 4 * GIB},
         {},

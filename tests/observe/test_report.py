@@ -44,9 +44,9 @@ def test_the_summary_has_the_numbers_of_the_stats() -> None:
     found = tiles(example())
     assert found["Peak on the device"] == ("45.0 MiB", "168.0 MiB without offload (-73 %)")
     assert found["Saved"] == ("196.0 MiB", "in 60 tensors")
-    assert found["Offloaded"][1] == "and 20.0 MiB shared with them: 81.6 % of what is saved"
+    assert found["Offloaded"][1] == "and 20.0 MiB shared with them: 82 % of what is saved"
     assert found["Kept"] == ("36.0 MiB", "newest 28.0 MiB, parameter 5.0 MiB, small 3.0 MiB")
-    assert found["Compute stalled"] == ("15.0 ms", "1.67 % of 900.0 ms")
+    assert found["Compute stalled"] == ("15.0 ms", "1.7 % of 900.0 ms")
     assert found["Fallbacks"] == ("2", "budget 2")
 
 
@@ -61,7 +61,7 @@ def test_time_that_overlaps_counts_once_in_a_rate() -> None:
 
 def test_what_the_host_of_an_accelerator_waits_is_no_stall_of_compute() -> None:
     trace = Trace(12.0, {}, {"stall_seconds": 0.25, "host_wait_seconds": 6.0})
-    assert tiles(trace)["Compute stalled"] == ("250.0 ms", "2.08 % of 12.00 s; the host waited 6.00 s")
+    assert tiles(trace)["Compute stalled"] == ("250.0 ms", "2.1 % of 12.00 s; the host waited 6.00 s")
 
 
 def test_alike_modules_count_as_one() -> None:
@@ -95,7 +95,7 @@ def assert_drawn(figure: go.Figure, trace: Trace) -> None:
     drawn = bars(figure)
     for kind in SliceKind:
         slices = [one for one in trace.slices if one.kind is kind]
-        name = {SliceKind.COMPUTE: "compute, by module", SliceKind.DEMOTION: "fallback"}.get(kind, kind.value)
+        name = "compute, by module" if kind is SliceKind.COMPUTE else kind.value
         assert (name in drawn) == bool(slices)
         if slices:
             assert sum(drawn[name].x) == pytest.approx(1e3 * sum(one.seconds for one in slices))
@@ -126,7 +126,7 @@ def test_a_figure_shows_every_kind_of_slice_each_in_its_lane() -> None:
     assert_drawn(figure, example())
     assert list(figure.layout.yaxis2.ticktext) == [
         *("cpu compute forward", "cpu compute backward", "cpu offload", "cpu reload", "cpu prefetch", "cpu stall"),
-        *("cpu fallback", "cuda:0 offload"),
+        "cuda:0 offload",
     ]
     compute = bars(figure)["compute, by module"]
     assert sorted(set(compute.y)) == [0, 1, 2, 3, 4], "three depths of forward, two of backward"
@@ -212,7 +212,7 @@ NEWER = json.dumps({"traceEvents": [], "eager_offload": {"format": FORMAT + 1}})
         ('{"traceEvents": []}', "no trace of eager_offload"),
         ("[]", "no trace of eager_offload"),
         (NEWER, "Upgrade eager_offload"),
-        ('{"eager_offload": {"format": 1}}', "damaged"),
+        (json.dumps({"eager_offload": {"format": FORMAT}}), "damaged"),
         (b"\xff\xfe\x00", "no trace of eager_offload"),
     ],
 )

@@ -40,7 +40,7 @@ _FIRST = {
     "learning": "learning learned_steps",
     "machine": "machine",
     "observe/doctor": "observe/doctor",
-    "observe/timestamps": "observe/tracing",
+    "observe/timeline": "observe/tracing",
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
@@ -81,7 +81,7 @@ _DEVICE = (
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/accelerator runtime/device_clock "
+    "codecs compile eager/coding kernels observe/doctor observe/timeline runtime/accelerator runtime/device_clock "
     "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
 )
 
