@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eager_offload._torch import compile_cuda
 from eager_offload.errors import CapabilityError, KernelError
-from eager_offload.kernels.compiled import Launch
+from eager_offload.kernels.compiled import Launch, kept
 from eager_offload.kernels.launch import LaunchSpec
 
 #: Bytes of shared memory of a block from which on CUDA wants a kernel to be prepared for as many.
@@ -55,28 +55,34 @@ def compiled(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) ->
     )
     if spec.shared > limit:
         raise CapabilityError(too_much)
-    try:
-        with torch.cuda.device(device):
-            run = compile_cuda(source, name)
-    except OSError as error:
-        raise CapabilityError(
-            f"{name}: impl='cuda' needs NVRTC and CUDA's headers ({error}). Set CUDA_HOME before Python starts, such "
-            "as to nvidia/cu13 in the site-packages of a torch that pip has installed"
-        ) from error
-    except RuntimeError as error:
-        raise KernelError(f"{name}: impls['cuda'] does not compile for {device}: {error}") from error
-    if spec.shared >= _PREPARED_FROM:
+    compile_it = compile_cuda
+
+    def make() -> Launch:
         try:
             with torch.cuda.device(device):
-                run.set_shared_memory_config(spec.shared)
+                run = compile_it(source, name)
+        except OSError as error:
+            raise CapabilityError(
+                f"{name}: impl='cuda' needs NVRTC and CUDA's headers ({error}). Set CUDA_HOME before Python "
+                "starts, such as to nvidia/cu13 in the site-packages of a torch that pip has installed"
+            ) from error
         except RuntimeError as error:
-            raise CapabilityError(f"{too_much} ({error})") from error
+            raise KernelError(f"{name}: impls['cuda'] does not compile for {device}: {error}") from error
+        if spec.shared >= _PREPARED_FROM:
+            try:
+                with torch.cuda.device(device):
+                    run.set_shared_memory_config(spec.shared)
+            except RuntimeError as error:
+                raise CapabilityError(f"{too_much} ({error})") from error
 
-    def launch(*given: Tensor) -> None:
-        try:
-            with torch.cuda.device(device):
-                run(spec.grid, spec.block, list(given), spec.shared, torch.cuda.current_stream(device))
-        except RuntimeError as error:
-            raise KernelError(f"{name}: {device} does not launch it with {spec}: {error}") from error
+        def launch(*given: Tensor) -> None:
+            try:
+                with torch.cuda.device(device):
+                    run(spec.grid, spec.block, list(given), spec.shared, torch.cuda.current_stream(device))
+            except RuntimeError as error:
+                raise KernelError(f"{name}: {device} does not launch it with {spec}: {error}") from error
 
-    return launch
+        return launch
+
+    capability = torch.cuda.get_device_capability(device)
+    return kept("\n".join(map(str, ("cuda", torch.__version__, device, capability, spec, name, source))), make)

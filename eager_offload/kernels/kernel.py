@@ -143,7 +143,7 @@ def _compiled(kernel: Kernel, impl: str, tensors: list[Tensor]) -> Launch:
     assert callable(body)
     if impl == "pallas":
         return pallas.compiled(kernel.name, body, kernel.signature, kernel.spec, tensors)
-    return compiled_by_inductor(kernel.name, body, tensors)
+    return compiled_by_inductor(kernel.name, body, kernel.signature, tensors)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:

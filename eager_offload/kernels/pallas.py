@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from eager_offload._torch import flatten_with_names
 from eager_offload.errors import CapabilityError
-from eager_offload.kernels.compiled import Launch
+from eager_offload.kernels.compiled import Launch, kept
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
@@ -60,7 +60,10 @@ def compiled(
     def on_references(*references: Any) -> None:
         # An interpreter has no memory that is read and written: what is written comes twice, and its second is a copy
         # of it, so that what the body does not write stays as it is.
-        body(*references[:read], *references[len(tensors) :])
+        inputs, results = list(references[:read]), references[len(tensors) :]
+        for source, target in signature.aliases:
+            inputs[source] = results[target]
+        body(*inputs, *results)
 
     def run(*arrays: Any) -> Any:
         call = pallas.pallas_call(
@@ -73,15 +76,22 @@ def compiled(
         )
         return call(*arrays)
 
-    jitted = jax.jit(run)
+    text = "\n".join(
+        ("pallas", jax.__version__, torch.__version__, repr(spec), str(jax.make_jaxpr(run)(*to_jax(tensors))))
+    )
 
-    def launch(*given: Tensor) -> None:
-        results = jitted(*to_jax(given))
-        jax.block_until_ready(results)  # what it reads may be changed from here on
-        for target, result in zip(given[read:], results, strict=True):
-            target.copy_(from_dlpack(result))
+    def compile_it() -> Launch:
+        jitted = jax.jit(run)
 
-    return launch
+        def launch(*given: Tensor) -> None:
+            results = jitted(*to_jax(given))
+            jax.block_until_ready(results)  # what it reads may be changed from here on
+            for target, result in zip(given[read:], results, strict=True):
+                target.copy_(from_dlpack(result))
+
+        return launch
+
+    return kept(text, compile_it)
 
 
 def _check_dtype(name: str, jax: Any, dtype: torch.dtype) -> None:

@@ -97,14 +97,19 @@ class Signature:
         inputs: for each argument a ``TensorSpec`` or ``Scalar``, or tuples, lists and dicts of them.
         outputs: for each result a ``TensorSpec``, or tuples, lists and dicts of them.
         inout: as ``inputs``, tensors only: arguments that are read and written.
+        aliases: pairs of numbers, of an input and an output, each counted in their order with nesting taken away: the
+            output is written where the input is.
 
     Raises:
-        KernelError: a part of it is something else, or it has no outputs and nothing ``inout``.
+        KernelError: a part of it is something else; it has no outputs and nothing ``inout``; both ``aliases`` and
+            ``inout``, which say the same in two ways; an alias of what does not exist, is taken already or has another
+            shape or dtype.
     """
 
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     inout: Sequence[Any] = ()
+    aliases: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         for name, accepted in (("inputs", TensorSpec | Scalar), ("outputs", TensorSpec), ("inout", TensorSpec)):
@@ -116,8 +121,29 @@ class Signature:
                 if not isinstance(spec, accepted):
                     kinds = "TensorSpec or Scalar" if name == "inputs" else "TensorSpec"
                     raise KernelError(f"Signature has {spec!r} at {name}{path}: it is {kinds}")
+        object.__setattr__(self, "aliases", _checked_pairs(self.aliases))
         if not self.outputs and not self.inout:
             raise KernelError("Signature(outputs=(), inout=()) is not accepted: a kernel writes something")
+        if self.aliases and self.inout:
+            raise KernelError(
+                "Signature has both aliases and inout: declare what is read and written in one of the ways"
+            )
+        self._check_aliases()
+
+    def _check_aliases(self) -> None:
+        inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
+        for place, sides in enumerate(zip(*self.aliases, strict=True)):
+            if len(set(sides)) != len(sides):
+                raise self._refused(f"it names {'an output' if place else 'an input'} twice")
+        for source, target in self.aliases:
+            if not (0 <= source < len(inputs) and 0 <= target < len(outputs)):
+                raise self._refused(f"there are {len(inputs)} inputs and {len(outputs)} outputs, counted from 0")
+            one, other = inputs[source], outputs[target]
+            if not isinstance(one, TensorSpec) or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise self._refused(f"input {source} is {one}, and output {target} is {other}")
+
+    def _refused(self, why: str) -> KernelError:
+        return KernelError(f"Signature(aliases={self.aliases}) is not accepted: {why}")
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> LaunchArguments:
         """The arguments of a launch, with new outputs where ``out`` is ``None``.
@@ -134,8 +160,9 @@ class Signature:
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         count = len(flatten_with_names(self.inputs)[1])
-        outputs, output_names = self._outputs(kernel, out, device)
-        written = range(count, len(tensors) + len(output_names))  # new outputs have no names
+        outputs, output_names = self._outputs(kernel, out, tensors, device)
+        # New outputs have no names, and an alias is its input.
+        written = {*range(count, len(tensors) + len(output_names)), *(source for source, _ in self.aliases)}
         everything = [*(f"the argument {name}" for name in names), *(f"the output {name}" for name in output_names)]
         _check_apart(kernel, everything, [*tensors, *outputs[: len(output_names)]], written)
         return LaunchArguments(device, [*tensors, *outputs], outputs)
@@ -159,17 +186,35 @@ class Signature:
             )
         return names, leaves, specs
 
-    def _outputs(self, kernel: str, out: Any, device: torch.device) -> tuple[list[Tensor], list[str]]:
+    def _outputs(
+        self, kernel: str, out: Any, inputs: list[Tensor], device: torch.device
+    ) -> tuple[list[Tensor], list[str]]:
         """The outputs, and where each stands in those of the caller, if they are so."""
+        aliased = {target: inputs[source] for source, target in self.aliases}
         if out is None:
             specs = flatten_with_names(self.outputs)[1]
-            return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs], []
+            return [
+                aliased[number] if number in aliased else torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                for number, spec in enumerate(specs)
+            ], []
+        if aliased:
+            raise KernelError(f"{kernel}: out= is given, and the aliases of the signature say where the outputs are")
         if not isinstance(out, tuple | list):
             out = (out,)
         names, leaves, specs = self._matched(kernel, "outputs", tuple(self.outputs), tuple(out))
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the output {name}", spec, leaf, device)
         return leaves, names
+
+
+def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
+    """``aliases`` of a signature; raises ``KernelError`` for what is no pairs of whole numbers."""
+    rows = isinstance(given, tuple | list) and all(isinstance(pair, tuple | list) for pair in given)
+    if not rows or not all(len(pair) == 2 and all(map(is_whole, pair)) for pair in given):
+        raise KernelError(
+            f"Signature(aliases={given!r}) is not accepted: it is pairs of whole numbers, such as ((0, 0),)"
+        )
+    return tuple((int(source), int(target)) for source, target in given)
 
 
 def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:
@@ -183,14 +228,15 @@ def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> t
     return next((leaf.device for leaf in flatten_with_names(out)[1] if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
-def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: Sequence[int]) -> None:
+def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
     """Raises ``KernelError`` where what is written shares memory with another tensor."""
     for place in written:
         for other, tensor in enumerate(tensors):
             if other != place and _overlap(tensors[place], tensor):
                 raise KernelError(
                     f"{kernel}: {names[place]} is written, and shares memory with {names[other]}: give each its own, "
-                    "or declare in the signature that it is read and written (inout)"
+                    "or declare in the signature that they are one (inout: read and written; aliases: an output that "
+                    "is an input)"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels have the bits of their reference."""
+"""Compiled kernels have the bits of their reference, are kept once for each text, and go with their last user."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from eager_offload.kernels import (
     Signature,
     TensorSpec,
     as_torch_kernel,
-    kernel,
+    compiled,
 )
+from eager_offload.kernels.compiled import kept
 from tests.kernels.int8 import int8_blocks
+from tests.threads import collect
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
 #: Magnitudes far apart, zeros, denormals, halves that are rounded to even.
@@ -28,6 +30,20 @@ BLOCKS = torch.cat(
     [torch.randn(5, 64, generator=torch.manual_seed(0)) * scale for scale in (1e-40, 1e-6, 1.0, 3e30)]
     + [torch.zeros(1, 64), torch.arange(64).view(1, 64) / 2]
 )
+
+
+def kept_count() -> int:
+    """How many compiled kernels are alive."""
+    return sum(reference() is not None for reference in compiled._kept.values())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a test compiles goes with it; the process keeps those of its codecs."""
+    monkeypatch.setattr(compiled, "_kept", {})
+    yield
+    collect()
+    assert kept_count() == 0
 
 
 @pytest.mark.long
@@ -41,6 +57,11 @@ def test_what_inductor_compiles_has_the_bits_of_the_reference() -> None:
     mine = tuple(torch.full_like(one, 99) for one in expected)
     assert compiled(BLOCKS, out=mine)[0] is mine[0]
     assert all(map(torch.equal, mine, expected))
+    # Another one of the same text, by another name for it: nothing is compiled anew.
+    assert kept_count() == 1
+    again = as_torch_kernel(int8_blocks(len(BLOCKS)))
+    assert all(map(torch.equal, again(BLOCKS), expected))
+    assert kept_count() == 1
 
 
 def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() -> None:
@@ -48,16 +69,21 @@ def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() 
     adds = Kernel(
         "adds", Signature((ones, Scalar(torch.float32)), (), (ones,)), SPEC, {"torch": lambda x, a, y: y.add_(x * a)}
     )
-    counts = Kernel("counts", Signature((), (), (ones,)), SPEC, {"torch": lambda y: y.add_(1)})
+    counts = Kernel(
+        "counts", Signature((ones,), (ones,), aliases=((0, 0),)), SPEC, {"torch": lambda x, y: y.copy_(x + 1)}
+    )
     add, count = as_torch_kernel(adds, "inductor"), as_torch_kernel(counts, "inductor")
     y = torch.zeros(8)
     for number in range(1, 4):  # one compiled kernel for all numbers
         assert add(torch.ones(8), number, y) is y
         assert count(y) is y
     assert torch.equal(y, torch.full((8,), 1.0 + 1 + 2 + 1 + 3 + 1))
+    assert kept_count() == 2
 
 
 def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next() -> None:
+    from torch._inductor.codecache import PyCodeCache
+
     spec = TensorSpec((8,), torch.float32)
     kernel = Kernel("sub", Signature((spec, spec), (spec,)), SPEC, {"torch": lambda x, y, z: z.copy_(x - y)})
     subtract = as_torch_kernel(kernel, "inductor")
@@ -65,6 +91,13 @@ def test_arguments_that_are_one_tensor_in_the_first_call_may_be_two_in_the_next(
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         assert [subtract(*given)[0].item() for given in ((x, x), (x, y), (y, x), (y, y))] == [0, -4, 4, 0]
         assert subtract(torch.nn.Parameter(x), y)[0].item() == -4  # nor is anything compiled anew
+    # It goes with its owner, at once; the code that it ran is torch's to hold, which a captured graph may run.
+    loaded = [module.__file__ for module in PyCodeCache.modules]
+    assert loaded
+    assert kept_count() == 1
+    del subtract
+    assert kept_count() == 0
+    assert [module.__file__ for module in PyCodeCache.modules] == loaded
 
 
 def test_a_tensor_that_a_body_closes_over_is_told_and_auto_computes_all_the_same() -> None:
@@ -81,8 +114,8 @@ def test_a_tensor_that_a_body_closes_over_is_told_and_auto_computes_all_the_same
             assert as_torch_kernel(adding(number))(torch.zeros(8))[0].item() == number
 
 
-def test_a_body_may_make_tensors_and_choose_between_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is traced is the same.
+def test_kernels_that_differ_in_the_tensors_that_they_make_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is compiled is kept in the same way.
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     monkeypatch.setattr("eager_offload._torch.compile_fx", lambda graph, _: graph, raising=False)
     spec = TensorSpec((2,), torch.bfloat16)
@@ -93,8 +126,9 @@ def test_a_body_may_make_tensors_and_choose_between_branches(monkeypatch: pytest
 
         return as_torch_kernel(Kernel("adds", Signature((spec,), (spec,)), SPEC, {"torch": body}), "inductor")
 
-    added = [adding(1), adding(100)]
-    assert [one(torch.zeros(2, dtype=torch.bfloat16))[0].item() for one in added] == [1, 100]
+    one, other, same = adding(1), adding(100), adding(1)
+    assert [kernel(torch.zeros(2, dtype=torch.bfloat16))[0].item() for kernel in (one, other, same)] == [1, 100, 1]
+    assert kept_count() == 2
 
     def choosing(number: float) -> Any:
         def body(x: Tensor, y: Tensor) -> None:
@@ -103,7 +137,8 @@ def test_a_body_may_make_tensors_and_choose_between_branches(monkeypatch: pytest
         return as_torch_kernel(Kernel("chooses", Signature((spec,), (spec,)), SPEC, {"torch": body}), "inductor")
 
     chosen = [choosing(2), choosing(3)]
-    assert [one(torch.zeros(2, dtype=torch.bfloat16))[0].item() for one in chosen] == [2, 3]
+    assert [kernel(torch.zeros(2, dtype=torch.bfloat16))[0].item() for kernel in chosen] == [2, 3]
+    assert kept_count() == 4
 
 
 @pytest.mark.parametrize("impl", ["torch", "inductor"])
@@ -135,25 +170,25 @@ def test_what_the_caller_has_set_changes_no_bit(impl: str) -> None:
 
 def test_threads_that_call_a_new_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    real = kernel.compiled_by_inductor
+    real = kept
 
-    def counting(name: str, *given: Any) -> Any:
-        made.append(name)
-        return real(name, *given)
+    def counting(text: str, compile_it: Any) -> Any:
+        made.append(text)
+        return real(text, compile_it)
 
-    monkeypatch.setattr(kernel, "compiled_by_inductor", counting)
+    monkeypatch.setattr("eager_offload.kernels.compiled.kept", counting)
     spec = TensorSpec((4,), torch.float32)
-    doubles = as_torch_kernel(
+    kernel = as_torch_kernel(
         Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": lambda x, y: y.copy_(x * 2)}), "inductor"
     )
     results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(doubles(torch.ones(4)))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.append(kernel(torch.ones(4)))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [one.tolist() for one in results] == [[2.0] * 4] * 3
-    assert made == ["k"]
+    assert len(made) == 1
 
 
 def test_where_nothing_compiles_auto_says_so_once_and_computes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,11 @@ from eager_offload.kernels import (
     Signature,
     TensorSpec,
     as_torch_kernel,
+    compiled,
 )
 from tests.kernels.int8 import int8_blocks
-from tests.kernels.test_kernels import BLOCKS
+from tests.kernels.test_kernels import BLOCKS, kept_count
+from tests.threads import collect
 
 jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make pallas")
 
@@ -27,12 +29,19 @@ SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
 # Bodies have no types here: their arguments are tensors, or references of JAX, which is optional.
 
 
-def test_all_implementations_agree_bit_for_bit() -> None:
+def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_kept", {})
     normal = BLOCKS[BLOCKS.abs().amax(1) > 1e-30]  # XLA takes denormals for zeros on a CPU
     kernel = int8_blocks(len(normal))
     expected = as_torch_kernel(kernel, "torch")(normal)
     for impl in ("inductor", "pallas"):
         assert all(map(torch.equal, as_torch_kernel(kernel, impl)(normal), expected)), impl
+    launch = as_torch_kernel(kernel, "pallas")
+    launch(normal)
+    assert kept_count() == 1
+    del launch
+    collect()
+    assert kept_count() == 0
 
 
 def test_a_codec_in_pallas_has_the_bits_of_the_codec() -> None:
@@ -79,17 +88,23 @@ def test_inputs_at_any_address_and_outputs_of_the_caller() -> None:
         assert torch.equal(codes, as_torch_kernel(kernel, "torch")(x)[0])
 
 
-def test_what_is_read_and_written() -> None:
+def test_what_is_read_and_written_and_what_is_an_alias() -> None:
     spec = TensorSpec((8,), torch.float32)
 
     def add(x, factor, y):  # type: ignore[no-untyped-def]
         y[...] = y[...] + x[...] * factor[...]
 
+    def negate(x, y):  # type: ignore[no-untyped-def]
+        y[...] = -x[...]
+
     adds = Kernel("adds", Signature((spec, Scalar(torch.float32)), (), (spec,)), SPEC, {"torch": add, "pallas": add})
+    negates = Kernel("n", Signature((spec,), (spec,), aliases=((0, 0),)), SPEC, {"torch": negate, "pallas": negate})
     y = torch.ones(8)
     for number in (1, 2.5):
         assert as_torch_kernel(adds, "pallas")(torch.ones(8), number, y) is y
     assert torch.equal(y, torch.full((8,), 4.5))
+    assert as_torch_kernel(negates, "pallas")(y) is y
+    assert torch.equal(y, torch.full((8,), -4.5))
 
 
 def test_a_grid_runs_a_program_for_each_of_its_blocks() -> None:
@@ -157,20 +172,20 @@ def test_nothing_is_launched_where_no_element_is_written() -> None:
         copying(0, 2)(torch.empty(0))
 
 
-def test_what_a_body_does_not_write_stays_and_what_it_reads_is_as_it_was_written() -> None:
+def test_what_a_body_does_not_write_stays_and_an_alias_is_read_as_it_was_written() -> None:
     def first(x, y):  # type: ignore[no-untyped-def]
         y[0] = x[0]
 
-    def twice(y):  # type: ignore[no-untyped-def]
-        y[0] = y[1]
-        y[1] = y[0]
+    def twice(x, y):  # type: ignore[no-untyped-def]
+        y[0] = x[1]
+        y[1] = x[0]
 
     spec = TensorSpec((3,), torch.float32)
     bodies = [{"torch": body, "pallas": body} for body in (first, twice)]
     part = Kernel("part", Signature((spec,), (spec,)), SPEC, bodies[0])
-    changed = Kernel("changed", Signature((), (), (spec,)), SPEC, bodies[1])
+    alias = Kernel("alias", Signature((spec,), (spec,), aliases=((0, 0),)), SPEC, bodies[1])
     for impl in ("torch", "pallas"):
         out = torch.full((3,), 7.0)
         for number in (1.0, 2.0):
             assert as_torch_kernel(part, impl)(torch.full((3,), number), out=out).tolist() == [number, 7, 7], impl
-        assert as_torch_kernel(changed, impl)(torch.tensor([1.0, 2, 3])).tolist() == [2, 2, 3], impl
+        assert as_torch_kernel(alias, impl)(torch.tensor([1.0, 2, 3])).tolist() == [2, 2, 3], impl

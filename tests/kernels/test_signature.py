@@ -188,13 +188,23 @@ def test_results_come_in_their_structure_and_what_is_inout_behind_them() -> None
     assert torch.equal(state, torch.full((4, 3), 2.0))
 
 
+def test_an_alias_is_written_where_its_input_is() -> None:
+    kernel = of(Signature((FLOATS,), (FLOATS,), aliases=((0, 0),)), lambda x, y: y.copy_(x + 1))
+    x = torch.zeros(4, 3)
+    assert kernel(x) is x
+    assert torch.equal(x, torch.ones(4, 3))
+    with pytest.raises(KernelError, match="out= is given"):
+        kernel(x, out=torch.empty(4, 3))
+
+
 @pytest.mark.parametrize(
     ("signature", "written", "other"),
     [
         (Signature((FLOATS, FLOATS), (), (FLOATS,)), 2, 0),
         (Signature((), (FLOATS,), (FLOATS, FLOATS)), 0, 1),
+        (Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0),)), 0, 1),
     ],
-    ids=["inout and an input", "inout and inout"],
+    ids=["inout and an input", "inout and inout", "an alias and another input"],
 )
 def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signature, written: int, other: int) -> None:
     memory = torch.ones(8, 3)
@@ -218,6 +228,18 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
     ("make", "says"),
     [
         (lambda: Signature((FLOATS,), ()), "writes something"),
+        (lambda: Signature((FLOATS,), (FLOATS,), (FLOATS,), ((0, 0),)), "both aliases and inout"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((1, 0),)), "1 inputs and 1 outputs"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0, -1),)), "1 inputs and 1 outputs"),
+        (lambda: Signature((FLOATS, FLOATS), (FLOATS,), aliases=((0, 0), (1, 0))), "names an output twice"),
+        (lambda: Signature((FLOATS,), (FLOATS, FLOATS), aliases=((0, 0), (0, 1))), "names an input twice"),
+        (lambda: Signature((FLOATS,), (TensorSpec((4, 3), torch.int8),), aliases=((0, 0),)), "torch.int8"),
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0,),)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=3), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=(0, 0)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((0.0, 0),)), "pairs of whole numbers"),  # type: ignore[arg-type]
+        (lambda: Signature((FLOATS,), (FLOATS,), aliases=((False, False),)), "pairs of whole numbers"),
+        (lambda: Signature((Scalar(torch.float32),), (FLOATS,), aliases=((0, 0),)), "a number that"),
         (lambda: Signature((FLOATS,), (Scalar(torch.int8),)), r"at outputs\[0\]: it is TensorSpec"),
         (lambda: Signature((3,), (FLOATS,)), r"has 3 at inputs\[0\]"),
         (lambda: Signature({"x": FLOATS}, (FLOATS,)), "a tuple or a list"),
