@@ -96,8 +96,12 @@ class StaleEventError(GraphError):
     """An event that was recorded in a capture is a part of that graph: outside it stands for no moment."""
 
 
+class PoolSealedError(GraphError):
+    """A graph has been captured with this pool, and ``unseal`` has not been called since."""
+
+
 class PoolInUseError(GraphError):
-    """A capture that is under way uses the pool."""
+    """Graphs that live, or a capture that is under way, need what the pool holds."""
 
 
 class HostAllocationUnderCaptureError(GraphError):

@@ -10,13 +10,20 @@ from eager_offload.errors import (
     HostAllocationUnderCaptureError,
     NoAcceleratorError,
     PoolInUseError,
+    PoolSealedError,
     ScheduleMismatchError,
     StaleEventError,
     UnjoinedStreamError,
 )
 from eager_offload.graphs.graph import CapturedGraph, GraphCaptureGuard, make_graphed_callable
 from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
-from eager_offload.graphs.pools import CapturePool
+from eager_offload.graphs.pools import (
+    CapturePool,
+    GraphPoolHandle,
+    capture_pool_for_handle,
+    graph_pool_handle,
+    release_graph_pool_handle,
+)
 from eager_offload.graphs.status import CaptureStatus, capture_status, is_capturing
 from eager_offload.graphs.step import CapturedStep, capture_step
 from eager_offload.runtime.captures import CaptureMode
@@ -33,15 +40,20 @@ __all__ = [
     "DeviceScalar",
     "GraphCaptureGuard",
     "GraphError",
+    "GraphPoolHandle",
     "HostAllocationUnderCaptureError",
     "NoAcceleratorError",
     "PoolInUseError",
+    "PoolSealedError",
     "ScheduleMismatchError",
     "StaleEventError",
     "StaticInputs",
     "UnjoinedStreamError",
+    "capture_pool_for_handle",
     "capture_status",
     "capture_step",
+    "graph_pool_handle",
     "is_capturing",
     "make_graphed_callable",
+    "release_graph_pool_handle",
 ]

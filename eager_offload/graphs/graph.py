@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from eager_offload.errors import CaptureInputError, CaptureStateError, NoAcceleratorError
-from eager_offload.graphs.pools import CapturePool, ReplayOrder, require_runtime
+from eager_offload.graphs.pools import (
+    CapturePool,
+    GraphPoolHandle,
+    ReplayOrder,
+    capture_pool_for_handle,
+    require_runtime,
+)
 from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
@@ -41,6 +49,10 @@ class CapturedGraph:
             behind.note_over()  # the host has waited for the device, and to capture runs nothing on the stream
         self.num_replays = 0
         """How many times it was launched."""
+        self.is_uploaded = False
+        """Whether ``upload`` has sent it to the device."""
+        self.pool_buffer_count = 0 if pool is None else pool.buffer_count
+        """How many buffers the pool kept when the capture ended; 0 without a pool."""
         #: What the captured function returned: tensors that each replay writes anew.
         self.result: Any = None
         #: What a replay needs to live: that which was captured, with all that it refers to.
@@ -86,6 +98,21 @@ class CapturedGraph:
             if self._order.latest is not None:
                 self._runtime.wait(self._runtime.current_stream(self._stream.device), self._order.latest)
 
+    def upload(self) -> bool:
+        """Sends the graph to the device before its first launch, once, so that this one takes no longer than others.
+
+        Returns:
+            Whether it is there. It takes a graph of ``torch.cuda.CUDAGraph`` and CUDA's own call, from its library;
+            where one is missing, the first launch does it.
+
+        Raises:
+            CaptureStateError: in a capture.
+        """
+        self._check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
+        if not self.is_uploaded:
+            self.is_uploaded = _upload(self._graph, self._runtime.current_stream(self._stream.device))
+        return self.is_uploaded
+
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes the nodes and edges to a file, in the backend's form: on CUDA as a drawing for Graphviz.
 
@@ -95,6 +122,10 @@ class CapturedGraph:
         if not self._can_dump:
             raise CaptureStateError("a graph can be dumped that was captured with debug=True")
         self._graph.debug_dump(os.fspath(path))
+
+    @property
+    def has_pool(self) -> bool:
+        return self.pool is not None
 
     def keep(self, *used: object) -> None:
         """Has ``used`` live as long as a replay may need it."""
@@ -114,6 +145,25 @@ class CapturedGraph:
             self._order.outlive(self._runtime, [self._graph, *self._uses])
 
 
+def _upload(graph: Any, stream: torch.Stream) -> bool:
+    """Enqueues the upload of ``graph`` on ``stream``, for which torch has no call, and CUDA has; whether it could."""
+    raw = getattr(graph, "raw_cuda_graph_exec", None)
+    if raw is None or torch.version.cuda is None:
+        return False
+    with suppress(RuntimeError, ImportError, OSError, AttributeError):
+        name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        of_cuda: Any = torch.cuda.Stream
+        return _by_library(int(raw()), int(of_cuda(**name).cuda_stream))
+    return False
+
+
+def _by_library(executable: int, stream: int) -> bool:
+    assert torch.version.cuda is not None
+    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
+    library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return int(library.cudaGraphUpload(executable, stream)) == 0
+
+
 class GraphCaptureGuard:
     """Captures what is enqueued inside of a ``with``, on a stream of its own, which is the current one there.
 
@@ -131,18 +181,19 @@ class GraphCaptureGuard:
 
     Raises:
         NoAcceleratorError: there is nothing to capture.
+        CaptureInputError: ``pool`` is a handle that names none.
     """
 
     def __init__(
         self,
         stream: torch.Stream | None = None,
         mode: CaptureMode = CaptureMode.THREAD_LOCAL,
-        pool: CapturePool | None = None,
+        pool: CapturePool | GraphPoolHandle | None = None,
         debug: bool = False,
     ) -> None:
         self._runtime = capturing_runtime()
         self._stream, self._mode, self._debug = stream, CaptureMode(mode), debug
-        self._pool = pool
+        self._pool = pool_of(pool)
         self._capture: Capture | None = None
         self._graph: CapturedGraph | None = None
         self._has_begun = False
@@ -153,6 +204,7 @@ class GraphCaptureGuard:
         Raises:
             CaptureStateError: inside of a capture, in the way of one, on the default stream, for the second time, or in
                 an autocast that keeps casts.
+            PoolSealedError: the pool is sealed.
             PoolInUseError: another capture uses the pool.
         """
         if self._has_begun:
@@ -172,7 +224,7 @@ class GraphCaptureGuard:
         return self
 
     def finish(self) -> CapturedGraph:
-        """Ends the capture, where the ``with`` has not.
+        """Ends the capture, where the ``with`` has not, and seals the pool.
 
         Returns:
             The graph, the same at each call.
@@ -225,7 +277,7 @@ def make_graphed_callable(
     fn: Callable[[], Any],
     stream: torch.Stream | None = None,
     mode: CaptureMode = CaptureMode.THREAD_LOCAL,
-    pool: CapturePool | None = None,
+    pool: CapturePool | GraphPoolHandle | None = None,
 ) -> CapturedGraph:
     """Runs ``fn`` once, under capture: what it enqueues is a graph, and has not run yet.
 
@@ -271,6 +323,15 @@ def check_autocast(device_type: str) -> None:
             f"a capture was begun inside of torch.autocast({device_type!r}), which keeps casts of parameters that a "
             "graph cannot rely on: enter autocast inside of what is captured, or with cache_enabled=False"
         )
+
+
+def pool_of(pool: CapturePool | GraphPoolHandle | None) -> CapturePool | None:
+    if not isinstance(pool, GraphPoolHandle):
+        return pool
+    found = capture_pool_for_handle(pool)
+    if found is None:
+        raise CaptureInputError(f"{pool} names no pool: it was released, or never made by graph_pool_handle()")
+    return found
 
 
 def capture_stream() -> torch.Stream:

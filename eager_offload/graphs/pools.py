@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from eager_offload.errors import (
     HostAllocationUnderCaptureError,
     NoAcceleratorError,
     PoolInUseError,
+    PoolSealedError,
 )
 from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
@@ -54,7 +57,8 @@ class ReplayOrder:
 class CapturePool:
     """Keeps what graphs that are captured with it use, for as long as one of them lives, or the caller holds the pool.
 
-    Graphs with one pool share memory of the device as well; their replays come one after another, on whichever streams.
+    A capture that ends with a graph seals it: nothing is added, and no other capture begins, before ``unseal``. Graphs
+    with one pool share memory of the device as well; their replays come one after another, on whichever streams.
 
     Args:
         host_bytes: of the one slab of pinned memory that ``host_buffer`` hands out parts of, as a number or as a text
@@ -68,6 +72,7 @@ class CapturePool:
         self._host_bytes = 0 if host_bytes is None else parse_size(host_bytes, "host_bytes")
         self._lock = threading.RLock()
         self._buffers: list[object] = []
+        self._sealed = False
         self._capture: object | None = None
         self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
         self._memory: MemoryPool | None = None
@@ -80,9 +85,13 @@ class CapturePool:
         """Keeps ``obj``, of whatever kind, such as a tensor whose address a graph has.
 
         Returns:
-            Its number, from 0 on.
+            Its number, from 0 on; buffers go in this order.
+
+        Raises:
+            PoolSealedError: the pool is sealed.
         """
         with self._lock:
+            self.check_open("a buffer was recorded")
             self._buffers.append(obj)
             return len(self._buffers) - 1
 
@@ -94,17 +103,19 @@ class CapturePool:
     def host_buffer(self, nbytes: int) -> Tensor:
         """A part of the slab: a flat ``uint8`` CPU tensor of ``nbytes``, pinned, in which nothing stands yet.
 
-        The first call pins the slab, so it comes before a capture. Parts are given back together, when the pool goes;
-        a tensor that is still alive then keeps the memory of all. A forked child does not have the memory, and ends
-        where it reads or writes it.
+        The first call pins the slab, so it comes before a capture. Parts are given back together, by
+        ``clear_buffers``; a tensor that is still alive then keeps the memory of all. A forked child does not have the
+        memory, and ends where it reads or writes it.
 
         Raises:
             NoAcceleratorError: there is none that memory could be pinned for.
+            PoolSealedError: the pool is sealed.
             HostAllocationUnderCaptureError: in a capture, the slab has no room, or has yet to be pinned.
             CapacityError: elsewhere, the slab has no room.
         """
         runtime = require_runtime("pinned memory")
         with self._lock:
+            self.check_open("host memory was asked for")
             start = -(-self._slab_used // ALIGNMENT) * ALIGNMENT
             if start + nbytes > self._host_bytes:
                 kind = CapacityError if capture_status() is CaptureStatus.NONE else HostAllocationUnderCaptureError
@@ -141,15 +152,57 @@ class CapturePool:
                 self._slab_used = used
             raise
 
+    def seal(self) -> None:
+        """From here on nothing is added; a capture that ends with a graph calls this."""
+        with self._lock:
+            self._sealed = True
+
+    def unseal(self) -> None:
+        """Lets another capture begin, and buffers be recorded."""
+        with self._lock:
+            self._sealed = False
+
+    @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    def clear_buffers(self, force: bool = False) -> None:
+        """Lets go of the buffers, in the order in which they were recorded, and of the slab.
+
+        Where a replay still runs, of a graph that has gone or by ``force``, they stay until it is over.
+
+        Args:
+            force: also where graphs that live use them, which must not be launched again then.
+
+        Raises:
+            PoolInUseError: graphs live, or a capture is under way, and ``force`` is not set.
+        """
+        with self._lock:
+            if not force and (self._graphs or self._capture is not None):
+                users = f"{len(self._graphs)} graphs" if self._graphs else "a capture that is under way"
+                raise PoolInUseError(
+                    f"the {self.buffer_count} buffers of the pool are in use by {users}: let go of them first, or call "
+                    "clear_buffers(force=True) if nothing launches them again"
+                )
+            buffers, self._buffers = self._buffers, []
+            slab, self._slab, self._slab_used = self._slab, None, 0
+        if self.order.latest is not None:
+            self.order.outlive(accelerator_runtime(), [list(buffers), slab])
+        buffers.reverse()
+        while buffers:  # outside of the lock: what goes may run code of others
+            buffers.pop()
+
     # -- for a capture ----------------------------------------------------------------------------------------------
 
     def begin(self, capture: object) -> None:
         """``capture`` begins, and uses the pool until ``end``.
 
         Raises:
+            PoolSealedError: the pool is sealed.
             PoolInUseError: another capture uses it.
         """
         with self._lock:
+            self.check_open("a capture was begun")
             if self._capture is not None:
                 raise PoolInUseError("a capture was begun with a pool that another one uses: one at a time")
             self._capture = capture
@@ -160,8 +213,42 @@ class CapturePool:
             self._capture, self._memory = None, memory
             if graph is not None:
                 self._graphs.add(graph)
+                self._sealed = True
 
     @property
     def memory(self) -> MemoryPool | None:
         """The device memory of the graphs that live; torch knows none by this name once the last one has gone."""
         return self._memory if self._graphs else None
+
+    def check_open(self, what: str) -> None:
+        """Raises ``PoolSealedError`` where nothing may be added."""
+        if self._sealed:
+            raise PoolSealedError(f"{what} with a pool that is sealed, as a capture leaves it: call unseal() first")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPoolHandle:
+    """Names a pool of this process; ``graph_pool_handle`` makes one that there is."""
+
+    id: int
+
+
+_pools: dict[int, CapturePool] = {}
+_numbers = itertools.count(1)
+
+
+def graph_pool_handle() -> GraphPoolHandle:
+    """A new handle, of a new pool, which lives until the handle is released and nothing else holds it."""
+    handle = GraphPoolHandle(next(_numbers))
+    _pools[handle.id] = CapturePool()
+    return handle
+
+
+def capture_pool_for_handle(handle: GraphPoolHandle) -> CapturePool | None:
+    """The pool that ``handle`` names; ``None`` for one that is unknown, or was released."""
+    return _pools.get(handle.id)
+
+
+def release_graph_pool_handle(handle: GraphPoolHandle) -> None:
+    """``handle`` names nothing any more; its pool lives on while a graph or the caller holds it."""
+    _pools.pop(handle.id, None)

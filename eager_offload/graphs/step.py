@@ -27,9 +27,10 @@ from eager_offload.graphs.graph import (
     capture_stream,
     capturing_runtime,
     check_autocast,
+    pool_of,
 )
 from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
-from eager_offload.graphs.pools import CapturePool
+from eager_offload.graphs.pools import CapturePool, GraphPoolHandle
 from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
@@ -121,8 +122,8 @@ class CapturedStep:
     def close(self) -> None:
         """Lets go of the graph, its memory, its inputs and results; what a replay uses stays until that is over.
 
-        Pinned memory goes too, but for what a ``pool`` that was given has lent, which goes with the pool. Idempotent.
-        A step that is garbage collected has no need of it.
+        Pinned memory goes too, but for what a ``pool`` that was given has lent: that is its own until
+        ``clear_buffers``. Idempotent. A step that is garbage collected has no need of it.
         """
         self._parts = None
 
@@ -153,7 +154,7 @@ def capture_step(
     scalars: Sequence[DeviceScalar] = (),
     warmup: int = 3,
     mode: CaptureMode = CaptureMode.THREAD_LOCAL,
-    pool: CapturePool | None = None,
+    pool: CapturePool | GraphPoolHandle | None = None,
     debug: bool = False,
 ) -> CapturedStep:
     """Runs a step a few times, then captures it as a graph that replays with new inputs.
@@ -177,7 +178,7 @@ def capture_step(
 
     Raises:
         NoAcceleratorError: there is nothing to capture.
-        CaptureInputError: ``inputs``, ``scalars`` or ``warmup`` is not what it has to be.
+        CaptureInputError: ``inputs``, ``scalars``, ``warmup`` or ``pool`` is not what it has to be.
         CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, an autocast is
             entered that keeps casts, or a warm-up did what no step plan can say.
         ScheduleMismatchError: two warm-ups, or the last one and the capture, are not one sequence of saves and unpacks.
@@ -185,8 +186,10 @@ def capture_step(
         GraphError: as ``GraphCaptureGuard`` has it; what ``fn`` raises, this raises. Gradients that a capture has left
             then hold nothing, as nothing of it has run: let go of them before the next step.
     """
-    runtime, mode = capturing_runtime(), CaptureMode(mode)
+    runtime, shared, mode = capturing_runtime(), pool_of(pool), CaptureMode(mode)
     _check_arguments(inputs, offload, scalars, warmup)
+    if shared is not None:
+        shared.check_open("a step was captured")
     if capture_status() is not CaptureStatus.NONE:
         raise CaptureStateError("a step was captured inside of a capture: what would a replay of it begin?")
     check_autocast(runtime.device_type)
@@ -196,7 +199,7 @@ def capture_step(
     with overriding_stale_streams():
         plans = _warm_up(fn, static, offload, warmup, runtime, stream)
         nbytes = slot_bytes(plans)
-        owner = CapturePool(nbytes) if pool is None and nbytes else pool
+        owner = CapturePool(nbytes) if shared is None and nbytes else shared
         guard = GraphCaptureGuard(stream, mode, owner, debug)
         with nullcontext() if owner is None else owner.adding():
             slab = None if owner is None or not nbytes else _pinned(owner, nbytes)

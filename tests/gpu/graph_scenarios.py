@@ -78,6 +78,7 @@ def replays_are_eager_steps(machine: Machine) -> None:
         for number, step in itertools.product(range(3), steps):
             step(*batch(machine, REPLAYS + number))
         graph = make_graphed_callable(lambda: captured(*inputs.values), stream)
+        graph.upload()
         for number in range(REPLAYS):
             values = batch(machine, number)
             inputs.update(values)
@@ -162,6 +163,7 @@ def a_pool_goes_on_after_a_capture_that_failed(machine: Machine) -> None:
     x, pool = torch.ones(1 << 16, device=machine.device), CapturePool()
 
     def capture(fails: bool = False) -> CapturedGraph:
+        pool.unseal()
         with GraphCaptureGuard(pool=pool) as guard:
             y = x * 2
             if fails:

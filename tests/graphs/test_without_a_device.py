@@ -19,6 +19,8 @@ from eager_offload.graphs import (
     CapturePool,
     CaptureStatus,
     DeviceScalar,
+    GraphPoolHandle,
+    PoolSealedError,
     StaticInputs,
 )
 from tests.processes import printed_by
@@ -188,7 +190,7 @@ class Anything:
     pass
 
 
-def test_a_pool_keeps_anything_until_it_goes() -> None:
+def test_a_pool_keeps_anything_in_order_until_it_is_cleared() -> None:
     pool, one = CapturePool(), Anything()
     gone: list[int] = []
     for number in range(3):
@@ -200,18 +202,69 @@ def test_a_pool_keeps_anything_until_it_goes() -> None:
     del buffer
     collect()
     assert gone == []
-    del pool
-    assert sorted(gone) == [0, 1, 2]
+    pool.clear_buffers()
+    assert (gone, pool.buffer_count) == ([0, 1, 2], 0)
+    assert pool.record_buffer(one) == 0
 
 
-def test_a_pool_is_used_by_one_capture_at_a_time_and_by_the_next_where_one_failed() -> None:
+def test_a_sealed_pool_takes_nothing() -> None:
     pool = CapturePool()
-    for graph in (None, Anything()):
-        pool.begin(object())
-        with pytest.raises(graphs.PoolInUseError, match="one at a time"):
-            pool.begin(object())
-        pool.end(graph)
+    assert not pool.sealed
+    pool.seal()
+    assert pool.sealed
+    for call in (lambda: pool.record_buffer(1), lambda: pool.begin(object())):
+        with pytest.raises(PoolSealedError, match=r"sealed.*unseal"):
+            call()
+    pool.unseal()
+    assert pool.record_buffer(1) == 0
     pool.begin(object())
+
+
+def test_what_is_in_use_is_cleared_by_force_only() -> None:
+    pool, graph = CapturePool(), Anything()
+    pool.record_buffer(1)
+    pool.begin(object())
+    with pytest.raises(graphs.PoolInUseError, match="one at a time"):
+        pool.begin(object())
+    with pytest.raises(graphs.PoolInUseError, match="by a capture that is under way"):
+        pool.clear_buffers()
+    pool.end(graph)
+    assert pool.sealed
+    with pytest.raises(graphs.PoolInUseError, match=r"the 1 buffers.*by 1 graphs"):
+        pool.clear_buffers()
+    pool.clear_buffers(force=True)
+    assert pool.buffer_count == 0
+    del graph
+    collect()
+    pool.clear_buffers()
+
+
+def test_a_capture_that_fails_leaves_its_pool_open() -> None:
+    pool = CapturePool()
+    pool.begin(object())
+    pool.end(None)
+    assert not pool.sealed
+    pool.begin(object())
+
+
+def test_handles_name_pools_until_they_are_released() -> None:
+    one, other = graphs.graph_pool_handle(), graphs.graph_pool_handle()
+    assert one != other
+    pool = graphs.capture_pool_for_handle(one)
+    assert isinstance(pool, CapturePool)
+    assert graphs.capture_pool_for_handle(GraphPoolHandle(one.id)) is pool
+    assert graphs.capture_pool_for_handle(other) not in (pool, None)
+    assert graphs.capture_pool_for_handle(GraphPoolHandle(-1)) is None
+    pool.record_buffer(1)
+    graphs.release_graph_pool_handle(one)
+    graphs.release_graph_pool_handle(one)
+    assert graphs.capture_pool_for_handle(one) is None
+    assert pool.buffer_count == 1, "the test holds it"
+    there = weakref.ref(pool)
+    del pool
+    collect()
+    assert there() is None
+    graphs.release_graph_pool_handle(other)
 
 
 def test_a_size_that_is_none_is_an_error() -> None:

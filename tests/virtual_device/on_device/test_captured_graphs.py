@@ -24,13 +24,19 @@ from eager_offload.graphs import (
     CaptureStatus,
     DeviceScalar,
     GraphCaptureGuard,
+    GraphPoolHandle,
     HostAllocationUnderCaptureError,
+    PoolInUseError,
+    PoolSealedError,
     StaleEventError,
     StaticInputs,
     UnjoinedStreamError,
+    capture_pool_for_handle,
     capture_status,
+    graph_pool_handle,
     is_capturing,
     make_graphed_callable,
+    release_graph_pool_handle,
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
 from tests.threads import collect, on_a_thread
@@ -102,7 +108,7 @@ def test_replays_of_a_training_step_are_eager_steps_to_the_bit(virtual: VirtualD
             loss = trained.step()
         graph = guard.finish()
         assert guard.finish() is graph
-        assert (graph.pool, pool.buffer_count) == (pool, 8)
+        assert (graph.pool, graph.pool_buffer_count, pool.sealed) == (pool, 8, True)
 
         def replay() -> Tensor:
             graph.launch()
@@ -134,7 +140,10 @@ def test_a_function_is_captured_with_what_it_refers_to() -> None:
         scale.update(number)
         graph.launch()
         assert graph.result.unique().tolist() == [x * 3 * number]
-    assert (graph.pool, graph.num_replays) == (None, 2)
+    assert not graph.has_pool
+    assert (graph.pool, graph.pool_buffer_count, graph.num_replays) == (None, 0, 2)
+    assert not graph.upload()
+    assert not graph.is_uploaded
 
 
 def test_updates_do_not_overtake_each_other(virtual: VirtualDevice) -> None:
@@ -168,7 +177,10 @@ def test_a_replay_on_another_stream_comes_after_its_inputs_and_the_last_one(virt
 
 def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: VirtualDevice) -> None:
     n, stream, other = 1 << 14, torch.Stream(device=NAME), torch.Stream(device=NAME)
-    x, out, pool = torch.ones(n, device=NAME), torch.zeros(n, device=NAME), CapturePool()
+    handle = graph_pool_handle()
+    pool = capture_pool_for_handle(handle)
+    assert pool is not None
+    x, out = torch.ones(n, device=NAME), torch.zeros(n, device=NAME)
     torch.accelerator.synchronize()
     addresses = []
 
@@ -177,7 +189,10 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
         addresses.append(part.data_ptr())
         out.copy_(part)
 
-    first = make_graphed_callable(lambda: work(0), pool=pool)
+    first = make_graphed_callable(lambda: work(0), pool=handle)
+    with pytest.raises(PoolSealedError, match="unseal"):
+        make_graphed_callable(lambda: work(1), pool=handle)
+    pool.unseal()
     second = make_graphed_callable(lambda: work(1), pool=pool)
     assert addresses[0] == addresses[1]
     with other, virtual.held():
@@ -186,14 +201,23 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
             first.launch()
     torch.accelerator.synchronize()
     assert out.unique().tolist() == [2.0]
+    with pytest.raises(PoolInUseError, match="by 2 graphs"):
+        pool.clear_buffers()
+    release_graph_pool_handle(handle)
+    with pytest.raises(CaptureInputError, match="names no pool"):
+        GraphCaptureGuard(pool=handle)
+    with pytest.raises(CaptureInputError, match="names no pool"):
+        GraphCaptureGuard(pool=GraphPoolHandle(-1))
     del first, second
     collect()
+    pool.clear_buffers()
+    pool.unseal()
     third = make_graphed_callable(lambda: work(1), pool=pool)  # in new memory: that of the others has gone
     third.launch()
     assert out.unique().tolist() == [3.0]
 
 
-def test_buffers_of_a_pool_that_goes_stay_while_a_replay_runs(virtual: VirtualDevice) -> None:
+def test_buffers_of_a_pool_that_is_cleared_stay_while_a_replay_runs(virtual: VirtualDevice) -> None:
     out, pool, other = torch.zeros(1 << 14, device=NAME), CapturePool(), torch.Stream(device=NAME)
     x = torch.ones(1 << 14, device=NAME)
     torch.accelerator.synchronize()
@@ -204,7 +228,8 @@ def test_buffers_of_a_pool_that_goes_stay_while_a_replay_runs(virtual: VirtualDe
     del x
     with other, virtual.held():
         guard.finish().launch()
-        del guard, pool
+        del guard
+        pool.clear_buffers()
         with default:
             assert torch.full((1 << 14,), 9.0, device=NAME).data_ptr() != address
     torch.accelerator.synchronize()
@@ -254,6 +279,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
     "another capture": (CaptureStateError, lambda given: GraphCaptureGuard().__enter__()),
     "itself again": (CaptureStateError, lambda given: given["guard"].__enter__()),
     "a launch": (CaptureStateError, lambda given: given["graph"].launch()),
+    "an upload": (CaptureStateError, lambda given: given["graph"].upload()),
     "a scalar's update": (CaptureStateError, lambda given: given["scalar"].update(2.0)),
     "a scalar": (CaptureStateError, lambda given: DeviceScalar(2.0)),
     "an update of inputs": (CaptureStateError, lambda given: given["static"].update(given["x"])),
@@ -261,6 +287,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
     "an Offload": (CaptureStateError, lambda given: Offload().__enter__()),
     "a pool's first part": (HostAllocationUnderCaptureError, lambda given: CapturePool(64).host_buffer(64)),
     "more than a pool has": (HostAllocationUnderCaptureError, lambda given: given["pool"].host_buffer(64)),
+    "to clear its pool": (PoolInUseError, lambda given: given["pool"].clear_buffers()),
     "an event of another capture": (
         StaleEventError,
         lambda given: given["runtime"].wait(torch.accelerator.current_stream(), given["stale"]),
@@ -291,8 +318,9 @@ def given() -> dict[str, Any]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_in_a_capture_leaves_it_valid(given: dict[str, Any], name: str, mode: CaptureMode) -> None:
     kind, call = REFUSED[name]
-    out = torch.zeros(4, device=NAME)
-    with GraphCaptureGuard(mode=mode, pool=given["pool"]) as guard:
+    out, pool = torch.zeros(4, device=NAME), given["pool"]
+    pool.unseal()
+    with GraphCaptureGuard(mode=mode, pool=pool) as guard:
         out += 1
         with pytest.raises(kind):
             call(given | {"guard": guard})
@@ -386,7 +414,7 @@ def test_after_a_capture_that_fails_everything_works(
             capture()
         assert torch.accelerator.current_stream() == user
     assert guard.status() is CaptureStatus.NONE
-    assert virtual.graphs_alive == alive
+    assert (virtual.graphs_alive, pool.sealed) == (alive, False)
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_reserved() == reserved
     with pytest.raises(CaptureStateError, match="the capture has failed"):
@@ -412,6 +440,7 @@ def test_a_capture_that_cannot_begin_changes_nothing() -> None:
         with pytest.raises(CaptureStateError, match="not the default one"):
             GraphCaptureGuard(default, pool=pool).__enter__()
         assert torch.accelerator.current_stream() == user
+    assert not pool.sealed
     with pytest.raises(CaptureStateError, match="no capture has begun"):
         GraphCaptureGuard().finish()
     foreign = torch.accelerator.Graph()

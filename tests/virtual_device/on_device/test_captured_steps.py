@@ -27,6 +27,9 @@ from eager_offload.graphs import (
     CaptureStatus,
     DeviceScalar,
     GraphCaptureGuard,
+    GraphPoolHandle,
+    PoolInUseError,
+    PoolSealedError,
     ScheduleMismatchError,
     capture_status,
     capture_step,
@@ -167,7 +170,7 @@ def test_a_step_without_offload_is_captured_whole(virtual: VirtualDevice) -> Non
     with virtual.replays(2):
         assert same(eager, training.run(step, state, FEW))
     assert (step.plan, step.plans, dict(step.kept)) == (None, (), {})
-    assert step.graph.pool is None
+    assert not step.graph.has_pool
     assert step.scalars == (training.rate,)
     assert not violations(nodes_of(step.graph._graph))
 
@@ -390,7 +393,8 @@ def test_after_a_step_that_cannot_be_captured_everything_works(
     while (graphs_alive(virtual), torch.accelerator.memory_allocated()) != state and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (graphs_alive(virtual), torch.accelerator.memory_allocated()) == state
-    assert pool.buffer_count == 0
+    assert (pool.sealed, pool.buffer_count, pool.host_buffer(1 << 20).numel()) == (False, 0, 1 << 20)
+    pool.clear_buffers()
     assert_trains(offload)
     assert Chain(1).capture(offload, pool=pool).graph.pool is pool
 
@@ -441,6 +445,12 @@ def given_plan(offloads: Any) -> Offload:
     return offloads(plan=Chain(1).capture(offloads()).plan)
 
 
+def sealed() -> CapturePool:
+    pool = CapturePool()
+    pool.seal()
+    return pool
+
+
 #: Arguments that cannot be, each known before the step is called for the first time.
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any, Path], dict[str, Any]]]] = {
     "disk tier": (CaptureStateError, "tier='disk'", lambda make, path: {"offload": make(tier="disk", disk_path=path)}),
@@ -453,6 +463,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any, Path], dict[str, A
     "no warm-up": (CaptureInputError, "warmup=0 is not", lambda make, path: {"offload": make(), "warmup": 0}),
     "warm-ups": (CaptureInputError, "a number from 0 on", lambda make, path: {"warmup": -1}),
     "mode": (ValueError, "no mode", lambda make, path: {"mode": "no mode"}),
+    "pool": (PoolSealedError, "a step was captured", lambda make, path: {"pool": sealed()}),
+    "handle": (CaptureInputError, "names no pool", lambda make, path: {"pool": GraphPoolHandle(-1)}),
 }
 
 
@@ -499,15 +511,17 @@ def test_a_trace_that_is_begun_in_a_capture_is_an_error(tmp_path: Path, offloads
 
 
 def test_a_pool_that_is_too_small_is_an_error_that_says_how_much_is_missing(offloads: Any) -> None:
-    offload, chain = offloads(), Chain(1)
+    offload, chain, pools = offloads(), Chain(1), list[CapturePool]()
 
     def capture_until_it_moves() -> None:  # what a busy machine's warm-ups copied in vain is left out of a capture
         for _ in range(20):
-            with chain.capture(offload, pool=CapturePool(256)):
+            pools.append(CapturePool(256))
+            with chain.capture(offload, pool=pools[-1]):
                 pass
 
     with pytest.raises(CapacityError, match="256 left of its 256"):
         capture_until_it_moves()
+    assert not pools[-1].sealed
 
 
 def test_a_step_that_is_closed_or_called_otherwise_is_an_error(offloads: Any) -> None:
@@ -551,6 +565,9 @@ def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, 
     offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
     pool = CapturePool("64KiB")
     first = chains[0].capture(offload, pool=pool, debug=True)
+    with pytest.raises(PoolSealedError, match="unseal"):
+        chains[1].capture(offload, pool=pool)
+    pool.unseal()
     second = chains[1].capture(offload, pool=pool, debug=True)
     expected = [[value.cpu() for value in chain(x)] for x in chains[0].batches[:5] for chain in chains]
     found = []
@@ -561,6 +578,12 @@ def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, 
                     torch.accelerator.current_stream().wait_stream(torch.accelerator.current_stream())
                     found.append([value.cpu() for value in step(x)])
     assert all(same(one, two) for one, two in zip(expected, found, strict=True))
+    with pytest.raises(PoolInUseError, match="by 2 graphs"):
+        pool.clear_buffers()
+    first.close()
+    second.close()
+    collect()
+    pool.clear_buffers()
 
 
 def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(virtual: VirtualDevice) -> None:
@@ -644,20 +667,21 @@ def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothi
 
 def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice, offloads: Any) -> None:
     """Some are closed, some are dropped, some raise in the warm-up, in the capture, or differ."""
-    offload, x, pools = offloads(), torch.ones(16, 16, device=NAME), [CapturePool("16KiB")]
+    offload, x, pool = offloads(), torch.ones(16, 16, device=NAME), CapturePool("16KiB")
 
     def capture(number: int) -> None:
         at, what = [(9, ""), (4, "raises"), (2, "raises"), (4, "size"), (9, "")][number % 5]
         with suppress(KeyError, ScheduleMismatchError):
-            step = capture_step(Changing(at, what), (x,), offload=offload, pool=pools[-1] if number % 2 else None)
+            step = capture_step(Changing(at, what), (x,), offload=offload, pool=pool if number % 2 else None)
             step.launch()
             if number % 5:
                 step.close()
         del at, what
 
     def held() -> tuple[int, ...]:
-        pools[:] = [CapturePool("16KiB")]
+        pool.unseal()
         alive = graphs_alive(virtual)
+        pool.clear_buffers()
         offload.stats(synchronize=True)
         accelerator_runtime().poll()
         torch.accelerator.empty_cache()
@@ -667,11 +691,14 @@ def test_a_hundred_captured_steps_leak_nothing(virtual: VirtualDevice, offloads:
 
     for number in range(10):
         capture(number)
+        pool.unseal()
     before = held()
     for number in range(100):
         capture(number)
-        if number % 10 == 9:  # a pool that is full
-            pools[:] = [CapturePool("16KiB")]
+        pool.unseal()
+        if number % 10 == 9:
+            collect()
+            pool.clear_buffers()
     assert held() == before
 
 
