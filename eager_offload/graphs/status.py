@@ -23,6 +23,10 @@ class CaptureStatus(enum.Enum):
     def is_capturing(self) -> bool:
         return self is CaptureStatus.ACTIVE
 
+    @property
+    def is_invalidated(self) -> bool:
+        return self is CaptureStatus.INVALIDATED
+
 
 def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
     """Whether ``stream`` is being captured, by this library or by another.

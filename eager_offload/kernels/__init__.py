@@ -6,6 +6,7 @@ from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Scalar, Signature, TensorSpec
+from eager_offload.kernels.staging import Slot, StagingTree, Union
 
 __all__ = [
     "CapabilityError",
@@ -14,7 +15,10 @@ __all__ = [
     "LaunchSpec",
     "Scalar",
     "Signature",
+    "Slot",
+    "StagingTree",
     "TensorSpec",
     "TorchKernel",
+    "Union",
     "as_torch_kernel",
 ]

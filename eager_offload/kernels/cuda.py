@@ -50,10 +50,10 @@ def compiled(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) ->
     properties = torch.cuda.get_device_properties(device)
     limit = int(getattr(properties, "shared_memory_per_block_optin", _PREPARED_FROM))
     too_much = (
-        f"{name}: a block has {spec.shared:,} bytes of shared memory beside what its source declares, and {device} "
-        f"gives it {limit:,} at most: stage less at a time"
+        f"{name}: a block has {spec.shared_bytes:,} bytes of shared memory beside what its source declares, and "
+        f"{device} gives it {limit:,} at most: stage less at a time"
     )
-    if spec.shared > limit:
+    if spec.shared_bytes > limit:
         raise CapabilityError(too_much)
     compile_it = compile_cuda
 
@@ -68,17 +68,17 @@ def compiled(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) ->
             ) from error
         except RuntimeError as error:
             raise KernelError(f"{name}: impls['cuda'] does not compile for {device}: {error}") from error
-        if spec.shared >= _PREPARED_FROM:
+        if spec.shared_bytes >= _PREPARED_FROM:
             try:
                 with torch.cuda.device(device):
-                    run.set_shared_memory_config(spec.shared)
+                    run.set_shared_memory_config(spec.shared_bytes)
             except RuntimeError as error:
                 raise CapabilityError(f"{too_much} ({error})") from error
 
         def launch(*given: Tensor) -> None:
             try:
                 with torch.cuda.device(device):
-                    run(spec.grid, spec.block, list(given), spec.shared, torch.cuda.current_stream(device))
+                    run(spec.grid, spec.block, list(given), spec.shared_bytes, torch.cuda.current_stream(device))
             except RuntimeError as error:
                 raise KernelError(f"{name}: {device} does not launch it with {spec}: {error}") from error
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from operator import gt
 
 from eager_offload.errors import KernelError
-from eager_offload.kernels.sizes import checked_sizes, is_whole
+from eager_offload.kernels.sizes import checked_sizes
+from eager_offload.kernels.staging import StagingTree
 
 #: Threads of a block, and those in its third dimension, in the same table, for each compute capability.
 _THREADS, _THREADS_Z = 1024, 64
@@ -28,7 +29,7 @@ class LaunchSpec:
         block: threads of a block, in each.
         cluster: blocks that run together. Nothing launches clusters so far: ``impl="cuda"`` refuses one of more than
             one block.
-        shared: scratch memory of a block, in bytes.
+        shared: scratch memory of a block: its layout, bytes, or ``None`` for none.
 
     Raises:
         KernelError: not three whole numbers from 1 on, more threads or blocks than CUDA has (1,024 threads in a block
@@ -38,7 +39,7 @@ class LaunchSpec:
     grid: _Three
     block: _Three
     cluster: _Three = (1, 1, 1)
-    shared: int = 0
+    shared: StagingTree | int | None = None
 
     def __post_init__(self) -> None:
         for name in ("grid", "block", "cluster"):
@@ -46,7 +47,7 @@ class LaunchSpec:
             object.__setattr__(self, name, given)
             if len(given) != 3:
                 raise _refused(f"{name}={given}", "it is three whole numbers")
-        grid, block = self.grid, self.block
+        grid, block, shared = self.grid, self.block, self.shared
         threads = math.prod(block)
         if threads > _THREADS:
             raise _refused(f"{block=}", f"it has {threads:,} threads, and a block has {_THREADS:,} at most")
@@ -55,8 +56,17 @@ class LaunchSpec:
         if any(map(gt, grid, _BLOCKS)):
             most = "{:,}, {:,} and {:,}".format(*_BLOCKS)
             raise _refused(f"{grid=}", f"a grid has {most} blocks in its dimensions at most")
-        if not is_whole(self.shared) or self.shared < 0:
-            raise _refused(f"shared={self.shared!r}", "it is a whole number of bytes from 0 on")
+        if isinstance(shared, bool) or not isinstance(shared, StagingTree | int | None):
+            raise _refused(f"{shared=}", "it is a StagingTree, bytes or None")
+        if self.shared_bytes < 0:
+            raise _refused(f"{shared=}", "bytes are not below 0")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Scratch memory of a block, in bytes."""
+        if isinstance(self.shared, StagingTree):
+            return self.shared.nbytes
+        return self.shared or 0
 
 
 def _refused(given: str, why: str) -> KernelError:

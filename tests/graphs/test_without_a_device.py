@@ -59,7 +59,8 @@ def test_errors_are_of_one_kind_and_travel(name: str) -> None:
 def test_nothing_is_captured_where_nothing_can_be() -> None:
     assert graphs.capture_status() is graphs.capture_status(torch.Stream(device="cpu")) is CaptureStatus.NONE
     assert not graphs.is_capturing()
-    assert [status for status in CaptureStatus if status.is_capturing] == [CaptureStatus.ACTIVE]
+    found = [(status.is_capturing, status.is_invalidated) for status in CaptureStatus]
+    assert found == [(False, False), (True, False), (False, True)]
     assert [mode.value for mode in graphs.CaptureMode] == ["global", "thread_local", "relaxed"]
 
 

@@ -264,9 +264,6 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
         (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
         (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
-        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=-1), "bytes from 0 on"),
-        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared=True), "bytes from 0 on"),
-        (lambda: LaunchSpec((1, 1, 1), (1, 1, 1), shared="48KiB"), "bytes from 0 on"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, [scaled]), "impls=.* is a Mapping"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), None, {"torch": scaled}), "spec=None .* a LaunchSpec"),  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ _FIRST = {
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
     "eager/subclasses": "hazards/subclasses",
-    "kernels": "kernels/signature kernels/kernels kernels/pallas",
+    "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_plan": "step_plans hazards/following",
     "learning": "learning learned_steps",
     "machine": "machine",

@@ -1,0 +1,181 @@
+"""Scratch memory of a kernel: which part of it is what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eager_offload.errors import KernelError
+from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array in scratch memory.
+
+    Args:
+        shape: its sizes; ``()`` is a single element.
+        dtype: of its elements.
+        align: what its address is a multiple of, in bytes: a power of two, at least the size of an element.
+
+    Raises:
+        KernelError: a size is no whole number from 0 on, or ``dtype`` or ``align`` is none of these.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", checked_sizes("Slot", "shape", self.shape, 0))
+        check_dtype("Slot", self.dtype)
+        least = self.dtype.itemsize
+        if not is_whole(self.align) or self.align < least or self.align & (self.align - 1):
+            raise KernelError(
+                f"Slot(align={self.align!r}) is not accepted for {self.dtype}: it is a power of two, at least {least}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class _Members:
+    """What trees and unions have in common: members that do not change, whose order counts."""
+
+    members: Mapping[str, Any] | Sequence[Any]
+
+    def __post_init__(self) -> None:
+        members: object = self.members
+        name = type(self).__name__
+        if isinstance(members, str) or not isinstance(members, Mapping | Sequence) or not members:
+            raise KernelError(f"{name}({members!r}) is not accepted: it has members, in a sequence or by their names")
+        for path, member in _items(members):
+            if not isinstance(path, str) or not path or "." in path:  # so that a path is that of one slot
+                raise KernelError(f"{name} has a member {path!r}: names are texts, not empty, with no dot in them")
+            if not isinstance(member, Slot | Union | StagingTree):
+                kinds = "Slot, Union and StagingTree"
+                raise KernelError(f"{name} has {member!r} as its member {path!r}: members are {kinds}")
+        same = MappingProxyType(dict(members)) if isinstance(members, Mapping) else tuple(members)
+        object.__setattr__(self, "members", same)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Members) or type(other) is not type(self):
+            return NotImplemented
+        return _items(self.members) == _items(other.members)
+
+    def __hash__(self) -> int:
+        return hash(tuple(_items(self.members)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A view of a dict is neither copied nor pickled.
+        return type(self), (dict(self.members) if isinstance(self.members, Mapping) else self.members,)
+
+    @property
+    def align(self) -> int:
+        return max(int(member.align) for _, member in _items(self.members))
+
+
+@dataclass(frozen=True, eq=False)
+class Union(_Members):
+    """Members of which one is in use at a time: all begin at one address, and the largest says how much room they take.
+
+    Args:
+        members: slots, trees and unions, at least one; a mapping gives them names, which have no dot.
+
+    Raises:
+        KernelError: there is none, one is something else, or a name has a dot.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        return max(int(member.nbytes) for _, member in _items(self.members))
+
+
+@dataclass(frozen=True, eq=False)
+class StagingTree(_Members):
+    """Members that lie one behind the other, in their order and with no gap between them.
+
+    No padding is put in, since where members lie is a matter of speed in shared memory: a member that would begin
+    where its ``align`` does not permit is an error, which says how far it is off.
+
+    Args:
+        members: slots, unions and trees, at least one; a mapping gives them names, which have no dot, and a sequence
+            numbers.
+
+    Raises:
+        KernelError: there is none, one is something else or would be misaligned, or a name has a dot.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for _ in _slots(self, "", 0):
+            pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(member.nbytes) for _, member in _items(self.members))
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each slot begins, in bytes from the beginning; by its path, such as ``"tiles.a"`` or ``"0.1"``."""
+        return {path: offset for path, _, offset in _slots(self, "", 0)}
+
+    def place(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The slots as views of ``buffer``, by their paths; those of a union's members overlap.
+
+        Args:
+            buffer: contiguous bytes (``uint8``), at least ``nbytes`` of them, at a multiple of ``align``.
+
+        Raises:
+            KernelError: the buffer is something else.
+        """
+        given: object = buffer
+        if not isinstance(given, Tensor) or buffer.layout is not torch.strided or buffer.is_nested:
+            raise KernelError(f"the scratch buffer is {buffer!r}: what is accepted is a tensor of contiguous bytes")
+        if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self.nbytes:
+            raise KernelError(
+                f"the scratch buffer has {tuple(buffer.shape)}, {buffer.dtype}, strides {buffer.stride()}; what is "
+                f"accepted is {self.nbytes} contiguous elements of torch.uint8, or more"
+            )
+        if buffer.data_ptr() % self.align:
+            raise KernelError(
+                f"the scratch buffer begins {buffer.data_ptr() % self.align} bytes behind a multiple of {self.align}, "
+                "which the widest of its slots needs"
+            )
+        flat = buffer.view(-1)
+        return {
+            path: flat[offset : offset + slot.nbytes].view(slot.dtype).view(slot.shape)
+            for path, slot, offset in _slots(self, "", 0)
+        }
+
+
+def _items(members: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
+    if isinstance(members, Mapping):
+        return list(members.items())
+    return [(str(number), member) for number, member in enumerate(members)]
+
+
+def _slots(node: Union | StagingTree, path: str, offset: int) -> Iterator[tuple[str, Slot, int]]:
+    """The slots with their paths and offsets, in order; raises for one that is misaligned."""
+    for name, member in _items(node.members):
+        full = f"{path}.{name}" if path else name
+        if isinstance(member, Slot):
+            if off := offset % member.align:
+                raise KernelError(
+                    f"the slot {full!r} would begin at byte {offset}, {off} behind a multiple of its alignment "
+                    f"{member.align}: put wider slots in front, or a Slot(({member.align - off},), torch.uint8, "
+                    "align=1) before it"
+                )
+            yield full, member, offset
+        else:
+            yield from _slots(member, full, offset)
+        if isinstance(node, StagingTree):
+            offset += member.nbytes
