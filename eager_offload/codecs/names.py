@@ -88,6 +88,11 @@ def check_name(name: object, given: str) -> None:
         raise ConfigError(f"{given} is not accepted: the codecs are {accepted}")
 
 
+def exact_name(name: str) -> str:
+    """Returns the name for bytes that nothing may round where ``name`` is in force."""
+    return LOSSLESS if name in ROUNDING else name
+
+
 def shared_name(names: Iterable[str]) -> str:
     """Returns the name for bytes that are saved under all of ``names``: where they differ nothing is rounded."""
     found = set(names)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import cast_from
+from eager_offload._torch import cast_from, made_by_function
 from eager_offload.codecs import BitMask, Codec, Gather, Narrow, TensorMeta
 from eager_offload.codecs.names import IDENTITY, ROUNDING, CodecRules
-from eager_offload.selection import Footprint
+from eager_offload.selection import Footprint, is_copy_of_leaf
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
@@ -94,10 +94,14 @@ def coding_of(tensor: Tensor, area: Footprint, name: str, min_bytes: int) -> Cod
 def rounding_codec(tensor: Tensor, name: str, min_bytes: int) -> Codec | None:
     """Returns what may round ``tensor``, which is no parameter, where ``name`` is in force; ``None``: nothing.
 
-    What does not require grad may be the cast of a parameter that is not trained, or a statistic.
+    What does not require grad may be the cast of a parameter that is not trained, or a statistic; a copy or a cast of
+    one that is trained does. What a custom function has made is exact, since a graph does not say whether it requires
+    grad: see [Note: what requires grad in a graph].
     """
     codec = ROUNDING.get(name)
     if codec is None or not tensor.requires_grad or tensor.nbytes < min_bytes or tensor.is_neg():
+        return None
+    if is_copy_of_leaf(tensor) or made_by_function(tensor):
         return None
     return None if codec.layout(TensorMeta.of(tensor)) is None else codec
 

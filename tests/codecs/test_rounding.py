@@ -22,7 +22,7 @@ from eager_offload.codecs import TensorMeta
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.disk import DiskSlot
-from tests.codecs.tensors import coded
+from tests.codecs.tensors import COPIES, Summed, coded
 from tests.hazards.backends import Backend, DiskBackend, Gate, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.hazards.wrappers import two as wrapped_two
@@ -427,6 +427,26 @@ def frozen(around: Any) -> list[Any]:
     return [x.grad, weight.grad]
 
 
+def copied(around: Any) -> list[Any]:
+    """Casts and copies of weights that are trained."""
+    x, weight = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+    with around:
+        factors = [copy(weight) for copy in COPIES.values()]
+        loss = sum((x.to(one.dtype)[:, : len(one)] @ one).sum().float() for one in factors)
+    del factors
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
+def custom(around: Any) -> list[Any]:
+    """What a function of the user's makes in its forward and saves, and what it returns."""
+    x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+    with around:
+        loss = (Summed.apply(x, weight) * weight).sum()
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
 def wrapped(around: Any) -> list[Any]:
     """What is inside of a wrapper, which has no gradient of its own."""
     x, weight = (wrapped_two(lambda number, at=at: leaf(ROWS, WIDTH, seed=number + at, grad=False)) for at in (1, 3))
@@ -461,7 +481,7 @@ def region(around: Any) -> list[Any]:
     return [weight.grad]
 
 
-@pytest.mark.parametrize("program", [classes, parameters, frozen, wrapped, small, region])
+@pytest.mark.parametrize("program", [classes, parameters, frozen, copied, custom, wrapped, small, region])
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
 def test_what_has_to_be_exact_is(backend: Backend, plans: bool, program: Any, codec: str) -> None:
     if program is parameters and torch.accelerator.is_available():
