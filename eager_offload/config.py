@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
-from eager_offload.codecs.names import CODEC_NAMES, CodecRules
+from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import ConfigError
 from eager_offload.names import check_names, checks_names, unknown_name
 from eager_offload.pydantic_schema import schema_of
@@ -54,6 +54,10 @@ _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that 
 #: Fewer bytes than that are no budget for a device, but a number whose unit was forgotten.
 _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
+#: Settings that are gone, and what to use in their place.
+GONE = {
+    "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
+}
 #: What a text has in place of characters that end or change a literal in a source; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -158,7 +162,7 @@ class _AsWritten:
     _written: Mapping[str, str]
 
 
-@checks_names
+@checks_names(GONE)
 @dataclass(frozen=True)
 class OffloadConfig(_AsWritten):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
@@ -332,7 +336,7 @@ class OffloadConfig(_AsWritten):
         Raises:
             ConfigError: for a field that does not exist, besides the errors of the constructor.
         """
-        check_names(fields, FIELDS)
+        check_names(fields, FIELDS, GONE)
         base = base or cls()
         return dataclasses.replace(base, **{**base._written, **fields})
 
@@ -371,7 +375,8 @@ class OffloadConfig(_AsWritten):
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
-                    raise unknown_name(f"variable {name}={text!r}", name, [variable_of(one) for one in FIELDS])
+                    known = [variable_of(one) for one in FIELDS]
+                    raise unknown_name(f"variable {name}={text!r}", name, known, instead=GONE.get(field))
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 
@@ -562,17 +567,9 @@ def _codec(value: object) -> str | CodecRules:
     if isinstance(value, CodecRules):
         return value
     if isinstance(value, Mapping):
-        if any(one in ("lossless", "rules") or str(one).endswith("Backward0") for one in value):
-            raise ConfigError(
-                f"codec={value!r} is not accepted: rules for the nodes that read in backward are gone. Name the "
-                'modules in which may be rounded, codec={"*": "lossless", "*.mlp": "fp8"}, or write '
-                '`with eager_offload.codec("fp8"):` around code'
-            )
         return CodecRules(value)
-    if not isinstance(value, str) or value not in CODEC_NAMES:
-        accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
-        raise _refuse("codec", value, f"{accepted}, or a mapping from patterns of module names to these")
-    return value
+    check_name(value, f"codec={value!r}", "codec takes", ", or a mapping from patterns of module names to these")
+    return cast(str, value)
 
 
 def _json(value: Any) -> object:

@@ -27,8 +27,8 @@ _VIEW_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsque
 #: for each view, of which one is the alias that is given its type.
 _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
-#: What the nodes of operators are called, but for their ends, that hand on the numbers that they are given; and how many
-#: of them are followed.
+#: What the nodes of operators that hand on the numbers they are given are called, but for their ends; and how many of
+#: them are followed.
 _HAND_ON = frozenset(
     (
         *_VIEW_NAMES,
