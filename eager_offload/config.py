@@ -155,16 +155,19 @@ class OffloadFields(TypedDict, total=False):
     enabled: bool
 
 
-class _AsWritten:
-    """Has a config keep, beside its fields, the texts that sizes were given as: errors and warnings repeat them."""
+class _BesideFields:
+    """What a config has beside its fields."""
 
-    __slots__ = ("_written",)
+    __slots__ = ("_written", "codec_rules")
+    #: The texts that sizes were given as: errors and warnings repeat them.
     _written: Mapping[str, str]
+    #: ``codec`` as rules: a name holds everywhere. Each config has its own, by which ``Offload``s are told apart.
+    codec_rules: CodecRules
 
 
 @checks_names(GONE)
 @dataclass(frozen=True)
-class OffloadConfig(_AsWritten):
+class OffloadConfig(_BesideFields):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
 
     Every size accepts an int (bytes) or a text such as ``"256MiB"``.
@@ -285,6 +288,7 @@ class OffloadConfig(_AsWritten):
             self._check_device_budget()
         self._check_slowdown()
         self._store("codec", _codec(self.codec))
+        self._store("codec_rules", CodecRules({"*": self.codec} if isinstance(self.codec, str) else self.codec))
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -467,11 +471,6 @@ class OffloadConfig(_AsWritten):
     def says_slowdown(self) -> str:
         """The setting that ``slowdown`` comes from, as a user writes it."""
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
-
-    @property
-    def codec_rules(self) -> CodecRules:
-        """``codec`` as rules: a name holds everywhere."""
-        return self.codec if isinstance(self.codec, CodecRules) else CodecRules({"*": cast(str, self.codec)})
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:

@@ -52,6 +52,8 @@ class CodecRules(Mapping[str, str]):
                 raise ConfigError(f"codec={{{pattern!r}: ...}} is not accepted: patterns of module names are texts")
             check_name(name, f"codec={{{pattern!r}: {name!r}}}")
         self._names = dict(names)
+        #: Equal for equal ones.
+        self.text = repr(self._names)
         self._everywhere = [pattern for pattern in names if fnmatchcase("", pattern)]
         #: What counts in no module that a pattern matches: asked for each save.
         self.elsewhere = self.name_in(())
@@ -72,7 +74,7 @@ class CodecRules(Mapping[str, str]):
         return hash(tuple(self.items()))
 
     def __repr__(self) -> str:
-        return repr(self._names)
+        return self.text
 
     @property
     def of_modules(self) -> tuple[str, ...]:
