@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -288,7 +289,7 @@ class OffloadConfig(_BesideFields):
             self._check_device_budget()
         self._check_slowdown()
         self._store("codec", _codec(self.codec))
-        self._store("codec_rules", CodecRules({"*": self.codec} if isinstance(self.codec, str) else self.codec))
+        self._store("codec_rules", CodecRules({"*": self.codec}) if isinstance(self.codec, str) else copy(self.codec))
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')

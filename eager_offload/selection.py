@@ -147,11 +147,11 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def is_copy_of_leaf(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has the numbers of a leaf that requires grad: is a view, a copy, a cast or a padding of it."""
+    """Whether ``tensor`` is a view, a copy, a cast or a padding of a leaf that requires grad."""
     node = tensor.grad_fn
-    if node is None:
-        return tensor.requires_grad
-    return _leads_to_leaf(node, lambda name: name.rstrip("012").removesuffix("Backward") in _HAND_ON, _MOST_COPIES)
+    return node is not None and _leads_to_leaf(
+        node, lambda name: name.rstrip("012").removesuffix("Backward") in _HAND_ON, _MOST_COPIES
+    )
 
 
 def _leads_to_leaf(node: Any, follows: Callable[[str], bool], most: int) -> bool:

@@ -46,8 +46,9 @@ def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     missing."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
-    # Names are those in the model that was planned, which may have been wrapped in another way.
-    known = modules_by_name(model) | dict(model.named_modules(remove_duplicate=False))
+    # Names are those in the model that was planned, which may have been wrapped in another way, by whatever class.
+    named = dict(model.named_modules(remove_duplicate=False))
+    known = {_without_wrappers(name): module for name, module in named.items()} | modules_by_name(model) | named
     found = [name if name in known else _without_wrappers(name) for name in names]
     for name in found:
         if name not in known:
