@@ -5,9 +5,10 @@ codecs that change no bit take the whole range of bytes, whatever view of it was
 
 [Note: rounding]
 What is rounded follows from the save alone: the name of the codec that is in force there (``marks.codec_here``), and
-the tensor (``rounding_codec``). Codecs round to nearest, so a step that is done again, or replayed, sees the same
-numbers. A storage has one copy, which serves all its saves: one that is to be exact, or rounded otherwise, has the copy
-be exact if that has not started, and else takes the storage anew.
+the tensor (``rounding_codec``). Codecs round to nearest, so what is packed comes back as the same numbers every time; a
+tensor that stays is exact, so a step sees the same numbers again if the same tensors move. A storage has one copy,
+which serves all its saves: one that is to be exact, or rounded otherwise, has the copy be exact if that has not
+started, and else takes the storage anew.
 
 A graph that goes backward twice sees the same numbers. What was rounded is packed once, and from then on nothing but
 what was packed is given out.

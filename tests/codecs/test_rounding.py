@@ -241,13 +241,13 @@ def test_a_module_that_has_other_names_in_a_second_model_has_these_too(users_bac
     assert module_call(shared) is None
 
 
-def test_objects_that_have_gone_stay_around_no_module(users_backend: Backend) -> None:
+def test_objects_that_have_gone_stay_around_no_module() -> None:
     """Whether they were closed, and in which order."""
     product, x, offloads, depths = Product(2.0), leaf(ROWS, WIDTH), list[Offload](), list[int]()
     product.register_forward_hook(lambda *_: depths.append(len(inspect.stack())))
     exact = rounded("int8", product.saved(x.detach()))
     for number in range(20):
-        offloads.append(users_backend.offload(codec={"0": "int8"}))
+        offloads.append(Offload(tier="host", min_bytes=0, keep_last_bytes=0, codec={"0": "int8"}))
         offloads[-1].skip_in(nn.Sequential(product))
         assert torch.equal(saved_by(product, offloads[-1], x), exact)
         if number % 2:
