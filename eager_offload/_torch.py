@@ -975,29 +975,6 @@ def module_call(module: nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl
 
 
-#: Classes of modules that stand around another one, and the attribute that they have it as.
-_WRAPPERS = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.optim.swa_utils.AveragedModel": "module",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
-}
-#: These attributes.
-INNER_MODULES = frozenset(_WRAPPERS.values())
-
-
-def attribute_of_inner(module: nn.Module) -> str | None:
-    """The attribute that ``module`` has another one as which it only stands around; ``None`` where it is no wrapper.
-
-    Classes are told by their names, so that nothing has to be imported.
-    """
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
-
-
 def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
     """What is called with the gradients of ``tensor``."""
     found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))

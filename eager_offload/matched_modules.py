@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from eager_offload._torch import attribute_of_inner
 from eager_offload.codecs.names import CodecRules
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
@@ -32,6 +31,19 @@ class Pattern(NamedTuple):
 
 #: What a copy or a pickle of a hook takes along.
 _HookState: TypeAlias = "tuple[MatchedModules, nn.Module | None, frozenset[Pattern], RemovableHandle]"
+
+#: Classes of modules that stand around another one, and the attribute that they have it as.
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+}
+#: These attributes.
+INNER_MODULES = frozenset(_WRAPPERS.values())
 
 
 def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
@@ -220,6 +232,15 @@ class _InCodec:
         return self._named.rules() is None
 
 
+def _attribute_of_inner(module: nn.Module) -> str | None:
+    """The attribute that ``module`` has another one as which it only stands around; ``None`` where it is no wrapper.
+
+    Classes are told by their names, so that nothing has to be imported.
+    """
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of ``model`` by their names without the parts that wrappers add; of a wrapper, the module inside."""
     inside: dict[str, tuple[nn.Module, str]] = {}
@@ -228,7 +249,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
         plain = ""
         if name:
             outer, plain = inside.get(parent, (model, parent))
-            if attribute != attribute_of_inner(outer):
+            if attribute != _attribute_of_inner(outer):
                 plain = f"{plain}.{attribute}" if plain else attribute
         inside[name] = module, plain
     return {plain: module for module, plain in inside.values()}

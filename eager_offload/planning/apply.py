@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload._torch import INNER_MODULES
 from eager_offload.errors import ConfigError
-from eager_offload.matched_modules import modules_by_name
+from eager_offload.matched_modules import INNER_MODULES, modules_by_name
 from eager_offload.module_calls import ModuleCall
 
 _lock = threading.Lock()
