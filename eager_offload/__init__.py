@@ -94,8 +94,11 @@ if not TYPE_CHECKING:  # for which every name would be one
             return globals()[name]
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        hint = f" any more: {_GONE[name]}" if name in _GONE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        if name in _GONE:
+            from eager_offload.errors import GoneError
+
+            raise GoneError(f"{__name__}.{name} is gone: {_GONE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

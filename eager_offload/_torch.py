@@ -339,6 +339,11 @@ def node_sequence(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def made_by_function(tensor: Tensor) -> bool:
+    """Whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
+    return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
 def cast_from(tensor: Tensor) -> torch.dtype | None:
     """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
     node = tensor.grad_fn

@@ -9,13 +9,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
-from eager_offload.codecs.names import CODEC_NAMES, CodecRules
+from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import ConfigError
 from eager_offload.names import check_names, checks_names, unknown_name
 from eager_offload.pydantic_schema import schema_of
@@ -54,6 +55,10 @@ _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that 
 #: Fewer bytes than that are no budget for a device, but a number whose unit was forgotten.
 _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
+#: Settings that are gone, and what to use in their place.
+GONE = {
+    "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
+}
 #: What a text has in place of characters that end or change a literal in a source; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -151,16 +156,19 @@ class OffloadFields(TypedDict, total=False):
     enabled: bool
 
 
-class _AsWritten:
-    """Has a config keep, beside its fields, the texts that sizes were given as: errors and warnings repeat them."""
+class _BesideFields:
+    """What a config has beside its fields."""
 
-    __slots__ = ("_written",)
+    __slots__ = ("_written", "codec_rules")
+    #: The texts that sizes were given as: errors and warnings repeat them.
     _written: Mapping[str, str]
+    #: ``codec`` as rules: a name holds everywhere. Each config has its own, by which ``Offload``s are told apart.
+    codec_rules: CodecRules
 
 
-@checks_names
+@checks_names(GONE)
 @dataclass(frozen=True)
-class OffloadConfig(_AsWritten):
+class OffloadConfig(_BesideFields):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
 
     Every size accepts an int (bytes) or a text such as ``"256MiB"``.
@@ -281,6 +289,7 @@ class OffloadConfig(_AsWritten):
             self._check_device_budget()
         self._check_slowdown()
         self._store("codec", _codec(self.codec))
+        self._store("codec_rules", CodecRules({"*": self.codec}) if isinstance(self.codec, str) else copy(self.codec))
         for field in ("pin_memory", "step_plans"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -332,7 +341,7 @@ class OffloadConfig(_AsWritten):
         Raises:
             ConfigError: for a field that does not exist, besides the errors of the constructor.
         """
-        check_names(fields, FIELDS)
+        check_names(fields, FIELDS, GONE)
         base = base or cls()
         return dataclasses.replace(base, **{**base._written, **fields})
 
@@ -371,7 +380,8 @@ class OffloadConfig(_AsWritten):
             if name.startswith(_ENV_PREFIX) and text:
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
-                    raise unknown_name(f"variable {name}={text!r}", name, [variable_of(one) for one in FIELDS])
+                    known = [variable_of(one) for one in FIELDS]
+                    raise unknown_name(f"variable {name}={text!r}", name, known, instead=GONE.get(field))
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 
@@ -462,11 +472,6 @@ class OffloadConfig(_AsWritten):
     def says_slowdown(self) -> str:
         """The setting that ``slowdown`` comes from, as a user writes it."""
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
-
-    @property
-    def codec_rules(self) -> CodecRules:
-        """``codec`` as rules: a name holds everywhere."""
-        return self.codec if isinstance(self.codec, CodecRules) else CodecRules({"*": cast(str, self.codec)})
 
     @property
     def disk_paths(self) -> tuple[Path, ...] | None:
@@ -562,17 +567,9 @@ def _codec(value: object) -> str | CodecRules:
     if isinstance(value, CodecRules):
         return value
     if isinstance(value, Mapping):
-        if any(one in ("lossless", "rules") or str(one).endswith("Backward0") for one in value):
-            raise ConfigError(
-                f"codec={value!r} is not accepted: rules for the nodes that read in backward are gone. Name the "
-                'modules in which may be rounded, codec={"*": "lossless", "*.mlp": "fp8"}, or write '
-                '`with eager_offload.codec("fp8"):` around code'
-            )
         return CodecRules(value)
-    if not isinstance(value, str) or value not in CODEC_NAMES:
-        accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
-        raise _refuse("codec", value, f"{accepted}, or a mapping from patterns of module names to these")
-    return value
+    check_name(value, f"codec={value!r}", "codec takes", ", or a mapping from patterns of module names to these")
+    return cast(str, value)
 
 
 def _json(value: Any) -> object:

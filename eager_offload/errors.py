@@ -26,6 +26,10 @@ class ConfigError(OffloadError, ValueError):
     """
 
 
+class GoneError(ConfigError, AttributeError):
+    """A name of this package that is gone. The text says what to use in its place; ``hasattr`` is ``False``."""
+
+
 class CapacityError(OffloadError):
     """No tier can take the bytes, and keeping them on the device is forbidden."""
 

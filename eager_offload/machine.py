@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNKNOWN_BANDWIDTH = 1e9
 
 
-@checks_names
+@checks_names()
 @dataclass(frozen=True)
 class Machine:
     """What a device reaches when it does nothing else. Everything is by the second, but for sizes.

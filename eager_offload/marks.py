@@ -13,6 +13,7 @@ stands where a region begins, and one where it ends. They fall apart into nothin
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
@@ -51,6 +52,23 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
     mark: Mark
 
 
+class NamedModule:
+    """That a module is called which patterns of ``codec=...`` name, for those alone whose setting that is.
+
+    Two objects may have equal settings and other modules, so they are told apart by which ``rules`` they have; graphs,
+    which belong to settings and not to objects, by how these are written.
+    """
+
+    __slots__ = ("notes", "patterns", "rules", "text")
+
+    def __init__(self, rules: CodecRules, patterns: tuple[str, ...]) -> None:
+        #: Weakly: it stands in the module for longer than an ``Offload`` may live.
+        self.rules = weakref.ref(rules)
+        self.patterns = patterns
+        self.notes = {f"{MODULE_NOTE}{rules.text} {pattern}": True for pattern in patterns}
+        self.text = f"{rules.text} {', '.join(patterns)}"
+
+
 class _Inside(threading.local):
     """What the calling thread is inside of."""
 
@@ -59,12 +77,13 @@ class _Inside(threading.local):
         self.keeps: list[str] = []
         #: The names of the codecs of regions, the innermost one last.
         self.codecs: list[str] = []
-        #: The patterns of ``codec=...`` that name the modules which are called.
-        self.modules: list[str] = []
+        #: The modules which are called that patterns of ``codec=...`` name.
+        self.modules: list[NamedModule] = []
 
 
 #: Under these names nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region: of
-#: ``no_offload()``, of ``codec(...)``, whose name this is, and, with the pattern behind, of a module that it matches.
+#: ``no_offload()``, of ``codec(...)``, whose name this is, and, with the setting and a pattern of it behind, of a
+#: module that this matches.
 REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_codec", "eager_offload_in "
 
 _inside = _Inside()
@@ -79,24 +98,23 @@ class Region(ContextDecorator):
 
     Args:
         kind: ``"keeps"``, ``"codecs"`` or ``"modules"``, the list of ``_Inside`` that it adds to.
-        names: what it adds.
+        added: what it adds.
     """
 
-    def __init__(self, kind: str = "keeps", names: tuple[str, ...] = ("",)) -> None:
-        self._kind, self._names = kind, names
+    def __init__(self, kind: str = "keeps", added: str | NamedModule = "") -> None:
+        self._kind, self._added = kind, added
         #: As a user writes it.
-        self._written = "eager_offload.no_offload()" if kind == "keeps" else f'eager_offload.codec("{names[-1]}")'
+        self._written = "eager_offload.no_offload()" if kind == "keeps" else f'eager_offload.codec("{added}")'
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             raise OffloadError(f"a region of compiled code has to be made there: write `with {self._written}:`")
-        getattr(_inside, self._kind).extend(self._names)
+        getattr(_inside, self._kind).append(self._added)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = [_take_last(getattr(_inside, self._kind), name) for name in self._names]
-        if not all(found):
+        if not _take_last(getattr(_inside, self._kind), self._added):
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
 
     def __call__(self, func: F) -> F:
@@ -109,14 +127,14 @@ class Region(ContextDecorator):
 
     def _recreate_cm(self) -> Region:
         # For each call of a decorated function, which may be one that is being compiled.
-        return no_offload() if self._kind == "keeps" else codec(self._names[-1])
+        return no_offload() if self._kind == "keeps" else codec(str(self._added))
 
 
-def _take_last(names: list[str], name: str) -> bool:
-    """Takes the last ``name`` out of ``names``; whether there was one. Regions of generators need not nest."""
-    if name not in names:
+def _take_last(entries: list[Any], entry: object) -> bool:
+    """Takes the last ``entry`` out of ``entries``; whether there was one. Regions of generators need not nest."""
+    if entry not in entries:
         return False
-    del names[len(names) - 1 - names[::-1].index(name)]
+    del entries[len(entries) - 1 - entries[::-1].index(entry)]
     return True
 
 
@@ -154,15 +172,14 @@ def codec(name: str) -> Region:
     check_name(name, f"eager_offload.codec({name!r})")
     if torch.compiler.is_compiling():
         return _traced_region({CODEC_NOTE: name}, name)  # type: ignore[return-value]  # as above
-    return Region("codecs", (name,))
+    return Region("codecs", name)
 
 
-def in_modules(patterns: tuple[str, ...]) -> Region:
-    """A region around the call of a module that ``patterns`` of ``codec=...`` name."""
+def in_module(named: NamedModule) -> Region:
+    """A region around the call of a module that patterns of ``codec=...`` name."""
     if torch.compiler.is_compiling():
-        notes = {MODULE_NOTE + pattern: True for pattern in patterns}
-        return _traced_region(notes, ", ".join(patterns))  # type: ignore[return-value]  # as above
-    return Region("modules", patterns)
+        return _traced_region(named.notes, named.text)  # type: ignore[return-value]  # as above
+    return Region("modules", named)
 
 
 def region_here() -> str:
@@ -171,7 +188,7 @@ def region_here() -> str:
         return "no_offload()"
     if _inside.codecs:
         return f'codec("{_inside.codecs[-1]}")'
-    return f"codec={{{_inside.modules[-1]!r}: ...}}" if _inside.modules else ""
+    return f"codec={{{_inside.modules[-1].patterns[-1]!r}: ...}}" if _inside.modules else ""
 
 
 def in_no_offload_region() -> bool:
@@ -183,14 +200,17 @@ def codec_here(rules: CodecRules) -> str:
     """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
     if _inside.codecs:
         return _inside.codecs[-1]
-    return rules.name_in(_inside.modules) if _inside.modules else rules.elsewhere
+    if not _inside.modules:
+        return rules.elsewhere
+    return rules.name_in([pattern for one in _inside.modules if one.rules() is rules for pattern in one.patterns])
 
 
 def codec_noted(notes: object, rules: CodecRules) -> str:
     """Returns the same for an operator of a graph with these ``notes`` in ``meta["custom"]``."""
     if not isinstance(notes, dict):
-        return rules.name_in(())
-    inside = [name.removeprefix(MODULE_NOTE) for name in notes if str(name).startswith(MODULE_NOTE)]
+        return rules.elsewhere
+    before = f"{MODULE_NOTE}{rules.text} "
+    inside = [name.removeprefix(before) for name in notes if str(name).startswith(before)]
     return str(notes[CODEC_NOTE]) if CODEC_NOTE in notes else rules.name_in(inside)
 
 

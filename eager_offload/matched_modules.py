@@ -10,16 +10,16 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from eager_offload.codecs.names import CodecRules
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
-from eager_offload.marks import in_modules, no_offload
-from eager_offload.module_calls import Around, ModuleCall
+from eager_offload.marks import NamedModule, in_module, no_offload
+from eager_offload.module_calls import ModuleCall
 
 
 class Pattern(NamedTuple):
@@ -31,8 +31,19 @@ class Pattern(NamedTuple):
 
 #: What a copy or a pickle of a hook takes along.
 _HookState: TypeAlias = "tuple[MatchedModules, nn.Module | None, frozenset[Pattern], RemovableHandle]"
-#: Parts of names that wrappers put in: of torch.compile, of DDP, of FSDP and of checkpointing.
-_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+#: Classes of modules that stand around another one, and the attribute that they have it as.
+_WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+}
+#: These attributes.
+INNER_MODULES = frozenset(_WRAPPERS.values())
 
 
 def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
@@ -71,39 +82,42 @@ class MatchedModules:
     def __reduce__(self) -> tuple[type[MatchedModules], tuple[()]]:
         return MatchedModules, ()
 
-    def add(self, model: nn.Module, patterns: Sequence[Pattern]) -> None:
+    def add(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
         """From now on the calls of matching modules run in a region. Those that do already go on so.
 
         Args:
             model: whose modules are meant, wrapped or not.
             patterns: of names as ``model.named_modules()`` gives them, without the parts that wrappers add; ``*``
                 stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+            rules: whose patterns those of ``codec`` are.
 
         Raises:
             ConfigError: for a pattern that matches no module; it lists near names.
         """
         found = _matching(model, patterns)
         self._same = []
-        self.begin()
+        self.begin(rules)
         self._hooks = [weakref.ref(hook) for hook, _ in self._alive()]
-        known = {id(module) for _, module in self._alive()}
+        known = {id(module): hook for hook, module in self._alive()}
         for module, naming in found:
-            if id(module) not in known:
-                self._match(module, naming)
+            if (hook := known.get(id(module))) is None:
+                self._match(module, naming, rules)
+            elif not naming <= hook.patterns:  # the names that it has in several models
+                hook.rename(hook.patterns | naming, rules)
 
-    def begin(self) -> bool:
+    def begin(self, rules: CodecRules) -> bool:
         """Goes on with what copies have brought along. Whether there is any module."""
         arrived, self._arrived = self._arrived, []
         same, self._same = self._same, []
         if arrived:
             for one in arrived:
                 if (hook := one()) is not None:
-                    hook.begin()
+                    hook.begin(rules)
             self._hooks += arrived
         else:
             for known, patterns in same:
                 if (module := known()) is not None:
-                    self._match(module, patterns)
+                    self._match(module, patterns, rules)
         return bool(self._hooks)
 
     def without_calls(self) -> list[Pattern]:
@@ -114,18 +128,19 @@ class MatchedModules:
 
     def end(self) -> None:
         """Has the modules called as before."""
-        self.begin()
-        while self._hooks:
-            if (hook := self._hooks.pop()()) is not None:
+        hooks = self._hooks + self._arrived
+        self._hooks, self._arrived, self._same = [], [], []
+        for one in hooks:
+            if (hook := one()) is not None:
                 hook.end()
 
     def arrive(self, hook: _Hook) -> None:
         """Of a module that has just been copied or unpickled, with this object or without."""
         self._arrived.append(weakref.ref(hook))
 
-    def _match(self, module: nn.Module, patterns: frozenset[Pattern]) -> None:
+    def _match(self, module: nn.Module, patterns: frozenset[Pattern], rules: CodecRules) -> None:
         hook = _Hook(self, module, patterns)
-        hook.begin()
+        hook.begin(rules)
         self._hooks.append(weakref.ref(hook))
 
     def _alive(self) -> list[tuple[_Hook, nn.Module]]:
@@ -175,12 +190,22 @@ class _Hook:
         """Whether the module has been called."""
         return self._call is not None and self._call.has_run
 
-    def begin(self) -> None:
+    def begin(self, rules: CodecRules) -> None:
         if (module := self.module()) is not None:
-            self._call = ModuleCall.begin(module, _around(self.patterns))
+            keeps = any(one.field == "skip" for one in self.patterns)
+            around = _in_no_offload if keeps else _InCodec(rules, self.patterns)
+            self._call = ModuleCall.begin(module, around)
+
+    def rename(self, patterns: frozenset[Pattern], rules: CodecRules) -> None:
+        self._end_call()
+        self.patterns = patterns
+        self.begin(rules)
 
     def end(self) -> None:
         self._handle.remove()
+        self._end_call()
+
+    def _end_call(self) -> None:
         if self._call is not None:
             self._call.end()
             self._call = None
@@ -191,36 +216,52 @@ def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: 
         return call(*arguments, **named)
 
 
-@cache  # one for each set of patterns: a module that several objects match alike is called in one region
-def _around(patterns: frozenset[Pattern]) -> Around:
-    """What stands around the calls of a module that ``patterns`` name. Of one that keeps what it saves none packs."""
-    if any(one.field == "skip" for one in patterns):
-        return _in_no_offload
-    texts = tuple(sorted(one.text for one in patterns))
+class _InCodec:
+    """What stands around the calls of a module that patterns of ``codec`` name. Of one that keeps what it saves none
+    packs."""
 
-    def in_codec(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        with in_modules(texts):
+    def __init__(self, rules: CodecRules, patterns: frozenset[Pattern]) -> None:
+        self._named = NamedModule(rules, tuple(sorted(one.text for one in patterns)))
+
+    def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        with in_module(self._named):
             return call(*arguments, **named)
 
-    return in_codec
+    def is_over(self) -> bool:
+        """Whether the ``Offload`` has gone without having been closed."""
+        return self._named.rules() is None
 
 
-def plain_name(name: str) -> str:
-    """The name of a module without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _attribute_of_inner(module: nn.Module) -> str | None:
+    """The attribute that ``module`` has another one as which it only stands around; ``None`` where it is no wrapper.
+
+    Classes are told by their names, so that nothing has to be imported.
+    """
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` by their names without the parts that wrappers add; of a wrapper, the module inside."""
+    inside: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, attribute = name.rpartition(".")
+        plain = ""
+        if name:
+            outer, plain = inside.get(parent, (model, parent))
+            if attribute != _attribute_of_inner(outer):
+                plain = f"{plain}.{attribute}" if plain else attribute
+        inside[name] = module, plain
+    return {plain: module for module, plain in inside.values()}
 
 
 def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Module, frozenset[Pattern]]]:
     """The modules that patterns name, and for each those that do."""
-    modules: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(plain_name(name), []).append(module)
+    modules = modules_by_name(model)
     names = [name for name in modules if name]
     found: dict[int, tuple[nn.Module, frozenset[Pattern]]] = {}
     for pattern in patterns:
-        matching = [
-            modules[name][-1] for name in names if fnmatchcase(name, pattern.text)
-        ]  # the last: inside of wrappers
+        matching = [modules[name] for name in names if fnmatchcase(name, pattern.text)]
         if not matching:
             raise _no_match(pattern, names)
         for module in matching:

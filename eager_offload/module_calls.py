@@ -53,7 +53,13 @@ class ModuleCall:
             return
         self._around, module = None, self._module()
         if module is not None and module_call(module) is self:
-            set_module_call(module, self._inner)
+            set_module_call(module, _call_of(module))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has no users any more, or what it was for has gone without a word."""
+        is_over = getattr(self._around, "is_over", None)
+        return self._around is None or (is_over is not None and is_over())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         module = self._module()
@@ -71,6 +77,15 @@ class ModuleCall:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called for ``module`` in place of its own way, but for what it has of the module that it is a copy of."""
-    call = module_call(module)
+    """What is called for ``module`` in place of its own way, without what is over or is of the module that this one is
+    a copy of."""
+    call = _living(module_call(module))
     return None if isinstance(call, ModuleCall) and call._module() is not module else call
+
+
+def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What there is of ``call`` and what it stands around, without what is over."""
+    if not isinstance(call, ModuleCall):
+        return call
+    call._inner = _living(call._inner)
+    return call._inner if call.is_over else call

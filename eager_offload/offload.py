@@ -118,8 +118,9 @@ class Offload:
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
     ) -> None:
-        #: What is in force: the switch of the environment comes before the field.
-        self.config = config.switched()
+        #: What is in force: the switch of the environment comes before the field. A config of its own, whose rules are
+        #: those of this object alone.
+        self.config = OffloadConfig.from_fields({}, config.switched())
         #: Names the configuration in graphs.
         self.config_key = self.config.to_text()
         self._accounts = Accounts()
@@ -237,7 +238,7 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
-        if self.patterns and not self._matched.begin():
+        if self.patterns and not self._matched.begin(self.config.codec_rules):
             given = f"skip={list(self.config.skip)}" if self.config.skip else f"codec={self.config.codec}"
             raise ConfigError(
                 f"{given} needs the names of a model's modules: call offload.skip_in(model) once, before the first "
@@ -334,7 +335,7 @@ class Offload:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
         """
         if self.config.enabled and self.patterns:
-            self._matched.add(model, self.patterns)
+            self._matched.add(model, self.patterns, self.config.codec_rules)
 
     @contextmanager
     def in_step(self, step: WarmUp | CapturedRun) -> Iterator[None]:

@@ -6,7 +6,7 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,16 @@ _VIEW_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsque
 #: for each view, of which one is the alias that is given its type.
 _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
+#: What the nodes of operators that hand on the numbers they are given are called, but for their ends; and how many of
+#: them are followed.
+_HAND_ON = frozenset(
+    (
+        *_VIEW_NAMES,
+        *("AsStrided", "Diagonal", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Unfold"),
+        *("UnsafeSplit", "UnsafeSplitWithSizes", "_ToTorchTensor", "Clone", "ConstantPadNd", "ToCopy"),
+    )
+)
+_MOST_COPIES = 16
 
 #: What autocast casts to.
 _AUTOCAST = (torch.bfloat16, torch.float16)
@@ -132,16 +142,28 @@ def is_parameter(tensor: Tensor) -> bool:
     # What backward was given, and saves for a backward of its own, is no view any more: its nodes still tell.
     if (name := node.name()) not in _VIEWS and name != "ToCopyBackward0":
         return False  # as of most, which is told without a loop
-    for _ in range(_MOST_VIEWS):
-        name = node.name()
-        if name not in _VIEWS and not (name == "ToCopyBackward0" and root.dtype in _AUTOCAST):
+    is_cast = root.dtype in _AUTOCAST
+    return _leads_to_leaf(node, lambda name: name in _VIEWS or (is_cast and name == "ToCopyBackward0"), _MOST_VIEWS)
+
+
+def is_copy_of_leaf(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view, a copy, a cast or a padding of a leaf that requires grad."""
+    node = tensor.grad_fn
+    return node is not None and _leads_to_leaf(
+        node, lambda name: name.rstrip("012").removesuffix("Backward") in _HAND_ON, _MOST_COPIES
+    )
+
+
+def _leads_to_leaf(node: Any, follows: Callable[[str], bool], most: int) -> bool:
+    """Whether at most so many nodes of autograd, of names that it ``follows``, lead from ``node`` to a leaf."""
+    for _ in range(most):
+        if not follows(node.name()):
             return False
-        source = node.next_functions[0][0]
-        if source is None:
+        node = node.next_functions[0][0]
+        if node is None:
             return False
-        if source.name() == "torch::autograd::AccumulateGrad":
+        if node.name() == "torch::autograd::AccumulateGrad":
             return True
-        node = source
     return False
 
 

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "out_of_memory": {"_torch", "active", "config", "kernels", "stats", "step_memory"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "codecs", "errors", "selection", "tiers"},
-    "matched_modules": {"config", "errors", "marks", "module_calls"},
+    "matched_modules": {"codecs", "config", "errors", "marks", "module_calls"},
     "active": {"_torch", "config", "tiers"},
     "step_plan": {"config", "errors", "schedule", "stats"},
     "step_recorder": {"stats", "step_plan"},

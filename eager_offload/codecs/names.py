@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +19,15 @@ ROUNDING: dict[str, Codec] = {one.name: one for one in (BF16(), BlockInt(), Bloc
 CODEC_NAMES = (IDENTITY, LOSSLESS, *ROUNDING)
 #: What packs whole storages, by name: as step plans have it.
 _PACKING: dict[str, Codec] = {one.name: one for one in (Narrow(), BitMask())} | ROUNDING
+
+#: Names of codecs that are gone: of 4 bits, with a way of rounding, or with a size of blocks.
+_GONE = re.compile(r"int4|stochastic|sr|rtn|(int4|int8|fp8|bf16)(_sr|_rtn|:\w*)+")
+
+_INSTEAD = (
+    ". Rules for what reads in backward, 4 bits, sizes of blocks and stochastic rounding are gone: name the modules in "
+    'which may be rounded, to nearest, codec={"*": "lossless", "*.mlp": "fp8"}, or write '
+    '`with eager_offload.codec("fp8"):` around code'
+)
 
 
 class CodecRules(Mapping[str, str]):
@@ -42,6 +52,8 @@ class CodecRules(Mapping[str, str]):
                 raise ConfigError(f"codec={{{pattern!r}: ...}} is not accepted: patterns of module names are texts")
             check_name(name, f"codec={{{pattern!r}: {name!r}}}")
         self._names = dict(names)
+        #: Equal for equal ones.
+        self.text = repr(self._names)
         self._everywhere = [pattern for pattern in names if fnmatchcase("", pattern)]
         #: What counts in no module that a pattern matches: asked for each save.
         self.elsewhere = self.name_in(())
@@ -62,7 +74,7 @@ class CodecRules(Mapping[str, str]):
         return hash(tuple(self.items()))
 
     def __repr__(self) -> str:
-        return repr(self._names)
+        return self.text
 
     @property
     def of_modules(self) -> tuple[str, ...]:
@@ -81,11 +93,31 @@ class CodecRules(Mapping[str, str]):
         return _PACKING.get(text)
 
 
-def check_name(name: object, given: str) -> None:
-    """Raises ``ConfigError``, which repeats what was ``given``, where no codec has that ``name``."""
-    if not isinstance(name, str) or name not in CODEC_NAMES:
-        accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
-        raise ConfigError(f"{given} is not accepted: the codecs are {accepted}")
+def check_name(name: object, given: str, accepts: str = "the codecs are", others: str = "") -> None:
+    """Raises ``ConfigError`` where no codec has that ``name``.
+
+    Args:
+        given: what the error repeats.
+        accepts: what stands before the names.
+        others: what is accepted beside names.
+    """
+    if isinstance(name, str) and name in CODEC_NAMES:
+        return
+    accepted = ", ".join(f'"{one}"' for one in CODEC_NAMES)
+    gone = _INSTEAD if _is_gone(name) else ""
+    raise ConfigError(f"{given} is not accepted: {accepts} {accepted}{others}{gone}")
+
+
+def _is_gone(name: object) -> bool:
+    """Whether ``name`` is one of earlier codecs, or stands where they had rules, switches and codecs in place of it."""
+    if isinstance(name, str):
+        return _GONE.fullmatch(name) is not None
+    return isinstance(name, Mapping | bool | BF16 | BlockInt | BlockFP8)
+
+
+def exact_name(name: str) -> str:
+    """Returns the name for bytes that nothing may round where ``name`` is in force."""
+    return LOSSLESS if name in ROUNDING else name
 
 
 def shared_name(names: Iterable[str]) -> str:

@@ -8,7 +8,10 @@ have to be in a region of the same codec: what is outside sees exact numbers.
 [Note: what requires grad in a graph]
 No node says whether autograd differentiated it. But backward returns a gradient for each input that requires one, in
 the order of inputs, and operators say of fake tensors which of their results require grad. What was made under
-``no_grad`` has the number of the autograd node before it, which another operator has made.
+``no_grad`` has the number of the autograd node before it, which another operator has made. In a custom
+``autograd.Function`` all operators run under ``no_grad``, with the number of the function's node, and no node says
+which of their results the function returns, or has marked as not differentiable. So these are exact, in eager code too;
+what other operators make of them requires grad where those have a number of their own.
 """
 
 from __future__ import annotations
@@ -22,12 +25,21 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from eager_offload import active
-from eager_offload._torch import OpOverload, fake_mode_of, schema_of, tensors_in, without_dispatch_modes
-from eager_offload.codecs.names import CodecRules, shared_name
+from eager_offload._torch import (
+    OpOverload,
+    fake_mode_of,
+    made_by_function,
+    schema_of,
+    tensors_in,
+    without_dispatch_modes,
+)
+from eager_offload.codecs.names import CodecRules, exact_name, shared_name
 from eager_offload.compile.cost import returns_views
 from eager_offload.compile.graphs import tensor_of
 from eager_offload.marks import codec_noted
 
+#: What Dynamo says that the operators of a custom function were called by.
+_FUNCTION = "autograd.Function"
 #: Operators that hand on the numbers that they are given, maybe in another dtype or with zeros beside them.
 _HAND_ON = frozenset(
     (
@@ -44,10 +56,18 @@ def codec_of_readers(users: Iterable[Node], rules: CodecRules) -> str:
         node = left.pop()
         if node not in seen:
             seen.add(node)
-            names.add(codec_noted(node.meta.get("custom"), rules))
+            name = codec_noted(node.meta.get("custom"), rules)
             if node.meta.get("partitioner_tag") == "is_forward":  # computed again
                 left += node.users
-    return shared_name(names) if names else rules.name_in(())
+                names.add(exact_name(name) if _in_function(node) else name)
+            else:
+                names.add(exact_name(name) if rules.of_modules and _lost_its_notes(node) else name)
+    return shared_name(names) if names else rules.elsewhere
+
+
+def _lost_its_notes(node: Node) -> bool:
+    """Whether ``node`` has replaced others, which a tracer had noted the module of: it has none of what that writes."""
+    return not any(name in node.meta for name in ("custom", "source_fn_stack", "fwd_source_fn_stack"))
 
 
 def differentiated(forward: Graph, gradients: Sequence[object]) -> set[Node]:
@@ -69,7 +89,7 @@ def differentiated(forward: Graph, gradients: Sequence[object]) -> set[Node]:
         for node in forward.nodes:
             if node.op != "call_function" or values.keys().isdisjoint(node.all_input_nodes):
                 continue
-            if made.get(node.meta.get("seq_nr")) in (None, _traced_for(node)):
+            if _in_function(node) or made.get(node.meta.get("seq_nr")) in (None, _traced_for(node)):
                 result = _result_of(node, values)
                 if any(one.requires_grad for one in tensors_in(result)):
                     values[node] = result
@@ -77,7 +97,19 @@ def differentiated(forward: Graph, gradients: Sequence[object]) -> set[Node]:
     for node in values:
         if _hands_on(node) and node.args[0] in given:
             given.add(node)
-    return {node for node in values if node not in given}
+    return {node for node in values if node not in given and not _is_of_function(node, values[node])}
+
+
+def _is_of_function(node: Node, result: Any) -> bool:
+    """Whether a custom function has made the ``result`` of ``node``: one that was traced, or a custom operator's."""
+    if _name_of(node.target).startswith("prims::"):  # torch's own, which are differentiated by such functions
+        return _in_function(node)
+    return _in_function(node) or any(map(made_by_function, tensors_in(result)))
+
+
+def _in_function(node: Node) -> bool:
+    """Whether ``node`` was traced in the forward of a custom function."""
+    return any(target == _FUNCTION for _, target in node.meta.get("source_fn_stack", ()))
 
 
 def _result_of(node: Node, values: dict[Node, Any]) -> Any:
@@ -98,7 +130,7 @@ def _makers(forward: Graph) -> dict[object, str]:
     found: dict[object, str] = {}
     for node in forward.nodes:
         if node.op == "call_function" and isinstance(number := node.meta.get("seq_nr"), int):
-            found.setdefault(number, _traced_for(node))
+            found.setdefault(number, _FUNCTION if _in_function(node) else _traced_for(node))
     return found
 
 

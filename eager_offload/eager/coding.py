@@ -5,9 +5,10 @@ codecs that change no bit take the whole range of bytes, whatever view of it was
 
 [Note: rounding]
 What is rounded follows from the save alone: the name of the codec that is in force there (``marks.codec_here``), and
-the tensor (``rounding_codec``). Codecs round to nearest, so a step that is done again, or replayed, sees the same
-numbers. A storage has one copy, which serves all its saves: one that is to be exact, or rounded otherwise, has the copy
-be exact if that has not started, and else takes the storage anew.
+the tensor (``rounding_codec``). Codecs round to nearest, so what is packed comes back as the same numbers every time; a
+tensor that stays is exact, so a step sees the same numbers again if the same tensors move. A storage has one copy,
+which serves all its saves: one that is to be exact, or rounded otherwise, has the copy be exact if that has not
+started, and else takes the storage anew.
 
 A graph that goes backward twice sees the same numbers. What was rounded is packed once, and from then on nothing but
 what was packed is given out.
@@ -20,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import cast_from
+from eager_offload._torch import cast_from, made_by_function
 from eager_offload.codecs import BitMask, Codec, Gather, Narrow, TensorMeta
 from eager_offload.codecs.names import IDENTITY, ROUNDING, CodecRules
-from eager_offload.selection import Footprint
+from eager_offload.selection import Footprint, is_copy_of_leaf
 from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
@@ -94,10 +95,14 @@ def coding_of(tensor: Tensor, area: Footprint, name: str, min_bytes: int) -> Cod
 def rounding_codec(tensor: Tensor, name: str, min_bytes: int) -> Codec | None:
     """Returns what may round ``tensor``, which is no parameter, where ``name`` is in force; ``None``: nothing.
 
-    What does not require grad may be the cast of a parameter that is not trained, or a statistic.
+    What does not require grad may be the cast of a parameter that is not trained, or a statistic; a copy or a cast of
+    one that is trained does. What a custom function has made is exact, since a graph does not say whether it requires
+    grad: see [Note: what requires grad in a graph].
     """
     codec = ROUNDING.get(name)
     if codec is None or not tensor.requires_grad or tensor.nbytes < min_bytes or tensor.is_neg():
+        return None
+    if is_copy_of_leaf(tensor) or made_by_function(tensor):
         return None
     return None if codec.layout(TensorMeta.of(tensor)) is None else codec
 

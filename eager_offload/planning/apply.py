@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload.errors import ConfigError
-from eager_offload.matched_modules import plain_name
+from eager_offload.matched_modules import INNER_MODULES, modules_by_name
 from eager_offload.module_calls import ModuleCall
 
 _lock = threading.Lock()
@@ -45,15 +45,21 @@ def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     missing."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
-    known = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    plain = [plain_name(name) for name in names]
-    for name in plain:
+    # Names are those in the model that was planned, which may have been wrapped in another way, by whatever class.
+    named = dict(model.named_modules(remove_duplicate=False))
+    known = {_without_wrappers(name): module for name, module in named.items()} | modules_by_name(model) | named
+    found = [name if name in known else _without_wrappers(name) for name in names]
+    for name in found:
         if name not in known:
             raise ConfigError(
                 f"model={type(model).__name__} is not accepted: the plan is for a model with a module {name!r}, which "
                 "this one does not have"
             )
-    return [known[name] for name in plain]
+    return [known[name] for name in found]
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
 
 
 def _again(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

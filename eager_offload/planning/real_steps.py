@@ -69,7 +69,7 @@ def record(
                 recorder.has(one)
             try:
                 if patterns:
-                    matched.add(model, patterns)
+                    matched.add(model, patterns, rules)
                 copy_context().run(run_step, recorder, model, inputs, loss)
             finally:
                 matched.end()

@@ -91,7 +91,7 @@ def _trace(
             if isinstance(part, nn.Module):
                 made.add(part)
         if patterns:
-            matched.add(traced, patterns)
+            matched.add(traced, patterns, rules)
         try:
             with stand_ins:
                 run_step(recorder, traced, inputs, made_loss, again)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,3 +91,30 @@ def special(dtype: torch.dtype) -> Tensor:
     numbers = torch.cat((near, torch.tensor([found.max, found.max / 2, found.tiny, found.smallest_normal, 0.0])))
     typed = torch.cat((numbers, -numbers)).to(dtype)
     return typed[typed.isfinite()]
+
+
+class Summed(torch.autograd.Function):
+    """A product with sums of the first factor, which its forward makes and saves, as it does what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        sums = x.cumsum(-1)
+        found = sums * weight
+        ctx.save_for_backward(sums, weight, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        sums, weight, found = ctx.saved_tensors
+        return (gradient * weight).flip(-1).cumsum(-1).flip(-1), gradient * sums + 0 * found
+
+
+#: What a product may save of a weight.
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cast": lambda w: w.bfloat16(),
+    "a cast and back": lambda w: w.bfloat16().float(),
+    "a cast of a view": lambda w: w.t()[:, 8:].bfloat16(),
+    "a part of a cast": lambda w: w.bfloat16().chunk(2, 1)[1].contiguous(),
+    "a copy": lambda w: w.t().clone(memory_format=torch.contiguous_format),
+    "padded": lambda w: F.pad(w, (0, 4)),
+}

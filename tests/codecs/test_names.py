@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import eager_offload as eo
+from eager_offload.codecs import BlockInt
 from eager_offload.codecs.names import CodecRules, shared_name
 
+GONE = r"is not accepted: .* are gone: name the modules in which may be rounded"
 MIXED = {"*": "lossless", "*.mlp": "fp8", "*.mlp.out": "identity"}
 
 
@@ -59,15 +62,20 @@ def test_it_is_kept_as_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        ("int4", "codec='int4' is not accepted"),
+        ("int9", "codec='int9' is not accepted: codec takes"),
         ({}, "has to name a codec"),
-        ({"*.mlp": "int8_sr"}, r"codec=\{'\*.mlp': 'int8_sr'\} is not accepted: the codecs are"),
+        ({"*.mlp": "int9"}, r"codec=\{'\*.mlp': 'int9'\} is not accepted: the codecs are"),
         ({"*.mlp": None}, "is not accepted"),
         ({"": "fp8"}, "patterns of module names are texts"),
         ({1: "fp8"}, "patterns of module names are texts"),
         ("{fp8", "or a mapping from patterns of module names to names in JSON"),
-        ({"lossless": True, "rules": {"MmBackward0": "int8"}}, "rules for the nodes that read in backward are gone"),
-        ({"MmBackward0": "int8"}, "rules for the nodes that read in backward are gone"),
+        ({"lossless": True, "rules": {"MmBackward0": "int8"}}, GONE),
+        ({"kinds": {"matmul": "int8"}}, GONE),
+        ({"*.mlp": "int8_sr"}, GONE),
+        ({"*.mlp": BlockInt()}, GONE),
+        ("int8:128", GONE),
+        ("int4", GONE),
+        ("stochastic", GONE),
     ],
     ids=str,
 )
@@ -76,12 +84,34 @@ def test_anything_else_is_an_error(codec: Any, message: str) -> None:
         eo.OffloadConfig(codec=codec)
 
 
+@pytest.mark.parametrize("codec", [{"rules": "fp8"}, {"lossless": "bf16"}, {"kinds": "int8"}, {"MmBackward0": "int8"}])
+def test_a_module_may_have_any_name(codec: dict[str, str]) -> None:
+    assert eo.OffloadConfig(codec=codec).codec == codec
+
+
 def test_a_region_of_no_codec_is_an_error() -> None:
-    with pytest.raises(eo.ConfigError, match=r"eager_offload\.codec\('int4'\) is not accepted: the codecs are"):
-        eo.codec("int4")
+    with pytest.raises(eo.ConfigError, match=r"eager_offload\.codec\('int9'\) is not accepted: the codecs are"):
+        eo.codec("int9")
+    with pytest.raises(eo.ConfigError, match=GONE):
+        eo.codec("int8:128")
 
 
 @pytest.mark.parametrize("name", ["CodecPolicy", "PrecisionError", "simulation"])
 def test_what_is_gone_says_what_to_write(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}' any more: "):
+    assert not hasattr(eo, name)
+    with pytest.raises(eo.ConfigError, match=f"eager_offload.{name} is gone: "):
         getattr(eo, name)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda: eo.OffloadConfig(codec_seed=1),  # type: ignore[call-arg]  # which is to raise
+        lambda: eo.Offload(codec_seed=1),  # type: ignore[call-arg]
+        lambda: eo.OffloadConfig.from_dict({"codec_seed": 1}),
+        lambda: eo.OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC_SEED": "1"}),
+    ],
+)
+def test_a_setting_that_is_gone_says_what_to_do(give: Callable[[], object]) -> None:
+    with pytest.raises(eo.ConfigError, match=r"is gone: codecs round to nearest.*leave it out"):
+        give()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload import Offload, OffloadStats, TransferError
-from eager_offload._torch import weak_storage
+from eager_offload._torch import module_call, weak_storage
 from eager_offload.codecs import TensorMeta
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.disk import DiskSlot
-from tests.codecs.tensors import coded
+from tests.codecs.tensors import COPIES, Summed, coded
 from tests.hazards.backends import Backend, DiskBackend, Gate, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.hazards.wrappers import two as wrapped_two
@@ -195,6 +197,81 @@ def test_modules_are_named_and_a_region_comes_before_them(
         assert stats.bytes_out > 0
         offload.close()
         torch.compiler.reset()
+
+
+def saved_by(product: Product, offload: Offload, x: Tensor, run: Any = None) -> Tensor:
+    """What ``product`` has saved, as backward was given it: ``run``, or itself, was called."""
+    product.weight.grad = None
+    with warnings.catch_warnings(action="ignore"), Settled(offload):
+        loss = (product if run is None else run)(x).sum()
+    loss.backward()
+    assert product.weight.grad is not None
+    return product.weight.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("other", ["bf16", "int8"])
+def test_modules_are_those_that_an_object_was_told_of(users_backend: Backend, other: str, compiled: bool) -> None:
+    """Whatever others were told of, by the same names, in the same thread."""
+    if compiled and (other == "int8" or torch.accelerator.is_available()):
+        pytest.skip("graphs belong to settings, and the compiler knows no such device")
+    mine, theirs, x = Model(), Model(), leaf(ROWS, WIDTH)
+    offload, another = (users_backend.offload(codec={"mlp": codec}) for codec in ("int8", other))
+    offload.skip_in(mine)
+    another.skip_in(theirs)
+    for model in (theirs, mine):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        exact = model.mlp.a.saved(x.detach())
+        found = saved_by(model.mlp.a, offload, x, run)
+        assert torch.equal(found, rounded("int8", exact) if model is mine else exact)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    another.close()
+    offload.close()
+    torch.compiler.reset()
+
+
+def test_a_module_that_has_other_names_in_a_second_model_has_these_too(users_backend: Backend) -> None:
+    shared, x = Product(2.0), leaf(ROWS, WIDTH)
+    offload, exact = users_backend.offload(codec={"first": "bf16", "last": "int8"}), shared.saved(x.detach())
+    offload.skip_in(nn.ModuleDict({"first": shared, "last": Product(1.0)}))
+    assert torch.equal(saved_by(shared, offload, x), rounded("bf16", exact))
+    offload.skip_in(nn.ModuleDict({"first": Product(1.0), "last": shared}))
+    assert torch.equal(saved_by(shared, offload, x), rounded("int8", exact))
+    offload.close()
+    assert module_call(shared) is None
+
+
+def test_objects_that_have_gone_stay_around_no_module() -> None:
+    """Whether they were closed, and in which order."""
+    product, x, offloads, depths = Product(2.0), leaf(ROWS, WIDTH), list[Offload](), list[int]()
+    product.register_forward_hook(lambda *_: depths.append(len(inspect.stack())))
+    exact = rounded("int8", product.saved(x.detach()))
+    for number in range(20):
+        offloads.append(Offload(tier="host", min_bytes=0, keep_last_bytes=0, codec={"0": "int8"}))
+        offloads[-1].skip_in(nn.Sequential(product))
+        assert torch.equal(saved_by(product, offloads[-1], x), exact)
+        if number % 2:
+            offloads.pop(0).close()
+        elif len(offloads) > 1:
+            del offloads[0]
+    assert depths[-1] < depths[0] + 10
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel, partial(torch.compile, backend="eager")], ids=str)
+def test_an_attribute_may_be_called_as_those_of_wrappers_are(users_backend: Backend, wrap: Any) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self._orig_mod = Product(2.0), Product(3.0)
+
+    model, x = Holder(), leaf(ROWS, WIDTH)
+    before = "0." if wrap is nn.Sequential else ""
+    offload = users_backend.offload(codec={f"{before}module": "int8", f"{before}_orig_mod": "bf16"})
+    offload.skip_in(wrap(model))
+    for product, codec in ((model.module, "int8"), (model._orig_mod, "bf16")):
+        assert torch.equal(saved_by(product, offload, x), rounded(codec, product.saved(x.detach())))
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
 
 
 @pytest.mark.parametrize(
@@ -427,6 +504,26 @@ def frozen(around: Any) -> list[Any]:
     return [x.grad, weight.grad]
 
 
+def copied(around: Any) -> list[Any]:
+    """Casts and copies of weights that are trained."""
+    x, weight = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+    with around:
+        factors = [copy(weight) for copy in COPIES.values()]
+        loss = sum((x.to(one.dtype)[:, : len(one)] @ one).sum().float() for one in factors)
+    del factors
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
+def custom(around: Any) -> list[Any]:
+    """What a function of the user's makes in its forward and saves, and what it returns."""
+    x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
+    with around:
+        loss = (Summed.apply(x, weight) * weight).sum()
+    loss.backward()
+    return [x.grad, weight.grad]
+
+
 def wrapped(around: Any) -> list[Any]:
     """What is inside of a wrapper, which has no gradient of its own."""
     x, weight = (wrapped_two(lambda number, at=at: leaf(ROWS, WIDTH, seed=number + at, grad=False)) for at in (1, 3))
@@ -461,7 +558,7 @@ def region(around: Any) -> list[Any]:
     return [weight.grad]
 
 
-@pytest.mark.parametrize("program", [classes, parameters, frozen, wrapped, small, region])
+@pytest.mark.parametrize("program", [classes, parameters, frozen, copied, custom, wrapped, small, region])
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
 def test_what_has_to_be_exact_is(backend: Backend, plans: bool, program: Any, codec: str) -> None:
     if program is parameters and torch.accelerator.is_available():

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +20,7 @@ from eager_offload.codecs import BitMask, TensorMeta
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile import boundary_of, ops
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
-from tests.codecs.tensors import coded
+from tests.codecs.tensors import COPIES, Summed, coded
 from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, step_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, split, with_transfers
 from tests.hazards.backends import assert_settled
@@ -317,6 +319,35 @@ def _drawn(x: Tensor, weight: Tensor) -> Tensor:
         return weight * torch.zeros_like(x.cumsum(-1)).cumsum(-1).cos()
 
 
+def _in_a_function(x: Tensor, weight: Tensor) -> Tensor:
+    with eo.codec("int8"):
+        return Summed.apply(x, weight)
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        sine = x.sin()
+        ctx.save_for_backward(sine)
+        return sine * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (sine,) = ctx.saved_tensors
+        return gradient * sine, gradient * sine
+
+
+def _again_in_a_function(x: Tensor, weight: Tensor) -> Tensor:
+    """A partitioner saves the sum, and has backward compute again what the function has saved."""
+    with eo.codec("int8"):
+        return Sine.apply(x.cumsum(-1), weight)
+
+
+def _behind_a_function(x: Tensor, weight: Tensor) -> Tensor:
+    with eo.codec("int8"):
+        return Summed.apply(x, weight).cumsum(0) * weight
+
+
 #: What is rounded by the region: the program, and whether anything is.
 REGIONS: dict[str, tuple[Program, bool]] = {
     "saved outside too": (_shared, False),
@@ -329,6 +360,9 @@ REGIONS: dict[str, tuple[Program, bool]] = {
     "a part of a storage": (_part, False),
     "what is not to move": (_stays, False),
     "drawn": (_drawn, False),
+    "made in a custom function": (_in_a_function, False),
+    "computed again in a custom function": (_again_in_a_function, False),
+    "made of what a custom function returns": (_behind_a_function, True),
 }
 
 
@@ -375,17 +409,6 @@ def test_casts_of_weights_and_batches_are_exact(backend: str, train: bool) -> No
     assert stats.offloaded_bytes == plain.offloaded_bytes
 
 
-#: What a product saves of a weight.
-COPIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "a cast": lambda w: w.bfloat16(),
-    "a cast and back": lambda w: w.bfloat16().float(),
-    "a cast of a view": lambda w: w.t()[:, 8:].bfloat16(),
-    "a part of a cast": lambda w: w.bfloat16().chunk(2, 1)[1].contiguous(),
-    "a copy": lambda w: w.t().clone(memory_format=torch.contiguous_format),
-    "padded": lambda w: F.pad(w, (0, 4)),
-}
-
-
 @pytest.mark.parametrize("case", COPIES)
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_is_a_copy_of_an_input_is_exact(case: str, grad: bool) -> None:
@@ -396,6 +419,42 @@ def test_what_is_a_copy_of_an_input_is_exact(case: str, grad: bool) -> None:
     inputs = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2, grad=grad)
     _, choice = assert_moves_exactly(program, *inputs, config=config_of(codec="int8"))
     assert not any(group.codec for group in choice.groups)
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_a_node_that_lost_its_notes_is_exact_where_modules_are_named(notes: bool) -> None:
+    """A pass that replaces nodes may write none of what a tracer has, and so nothing says which module they are of."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.named = torch.nn.Identity()
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return self.named(x.cumsum(-1) * weight)
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **named: Any) -> Any:
+        for node in joint.graph.nodes:
+            if node.meta.get("partitioner_tag") == "is_backward" and not notes:
+                kept = ("val", "tensor_meta", "partitioner_tag", "seq_nr", "original_aten")
+                node.meta = {name: value for name, value in node.meta.items() if name in kept}
+        return default_partition(joint, inputs, **named)
+
+    def as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return graph
+
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition)
+    inputs = (leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH, seed=2))
+    for codec in ({"*": "int8", "named": "identity"}, {"*": "int8"}):
+        model = Model()
+        offload = eo.Offload(tier="disk", keep_last_bytes=0, min_bytes=0, codec=codec)
+        offload.skip_in(model)
+        with fresh_compiler(), offload:
+            torch.compile(model, backend=backend)(*inputs).sum()
+        stats = offload.stats(synchronize=True)
+        assert stats.bytes_out > 0
+        assert ("int8" in stats.coded_bytes) == (notes or "named" not in codec)
+        offload.close()
 
 
 # -- hazards ----------------------------------------------------------------------------------------------------------
