@@ -35,7 +35,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
+pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes", "tests.matrix")
 
 import torch  # noqa: E402  # after its caches are named
 
@@ -45,7 +45,7 @@ from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
+from tests.hazards.backends import Backend, DiskBackend, HostBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
 # torch writes its compile trace there, thousands of lines that would hide why a test failed.
@@ -53,6 +53,7 @@ logging.getLogger("torch.__trace").propagate = False
 
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
+    "host": HostBackend,
     "simulated": SimulatedBackend,
 }
 #: All of them, but where the virtual device is the accelerator, which is for good.

@@ -183,6 +183,13 @@ class DiskBackend(Backend):
         return Offload(**fields)
 
 
+class HostBackend(DiskBackend):
+    """The CPU device and the host tier, which copies within host memory."""
+
+    name = "host"
+    tier = "host"
+
+
 class CheckedBackend(Backend):
     """Copies run as late as they may, and the happens-before checker reads along."""
 
