@@ -12,15 +12,17 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from eager_offload.graphs import capture_step
 from tests.compile.compiled import compare
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.programs import assert_identical, same_gradients
-from tests.programs import Flag, Program, Run, corpus
+from tests.programs import Flag, Program, Run, corpus, leaf, sum_of
 from tests.threads import collect
+from tests.virtual_device import install
 
 
 class Way(StrEnum):
@@ -184,28 +186,40 @@ def _run_checkpointed(program: Program, backend: Backend) -> None:
 
 
 def _run_captured(program: Program, backend: Backend) -> None:
-    """A step whose gradients are what it returns: three replays give what eager code gives without offload."""
-    from eager_offload.graphs import capture_step
+    """Three replays of a step that returns its gradients: the bits of eager code without offload.
 
+    Layers behind the program have its saved tensors leave before backward asks for them: a captured step brings back
+    what has left when its forward ends, and has one copy on its way at a time.
+    """
     assert program.step is not None
     function, inputs = program.step()
-    leaves = [one for given in inputs for one in (given.parameters() if isinstance(given, torch.nn.Module) else [given])]
-    wanted = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+    behind = leaf(64, 64, seed=9)
+    models = [one for one in inputs if isinstance(one, nn.Module)]
+    tensors = [one for one in inputs if isinstance(one, Tensor)]
+    wanted = [one for one in (behind, *tensors, *(p for m in models for p in m.parameters())) if one.requires_grad]
 
     def once() -> list[Tensor | None]:
         outputs = function(*inputs)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        total = torch.stack([one.double().sum() for one in outputs if one.requires_grad]).sum()
+        last = behind
+        for _ in range(8):
+            last = (last @ behind).sin()
+        total = sum_of([*outputs, last])
         return [*(one.detach() for one in outputs), *torch.autograd.grad(total, wanted, allow_unused=True)]
 
+    def copied(results: list[Tensor | None]) -> list[Tensor | None]:
+        return [one if one is None else one.clone() for one in results]
+
     torch.manual_seed(0)
-    expected = [one if one is None else one.clone() for one in once()]
+    expected = copied(once())
     offload = backend.offload(max_inflight_bytes=1, **program.fields)
-    captured = capture_step(once, offload=offload)
-    for number in range(3):
-        assert_identical(expected, [one if one is None else one.clone() for one in captured()], f"replay {number}")
-    assert offload.stats(synchronize=True).bytes_out > 0
-    captured.close()
-    del captured, expected
+    with capture_step(once, offload=offload) as captured:
+        before = install().copied_bytes
+        for number in range(3):
+            assert_identical(expected, copied(captured()), f"replay {number}")
+        out, back = (now - then for now, then in zip(install().copied_bytes, before, strict=True))
+        assert out > 0, "a replay moves nothing"
+        assert back > 0, "nothing comes back in a replay"
+    del captured
     collect()
     assert_settled(offload)

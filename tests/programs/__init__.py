@@ -45,6 +45,8 @@ class Flag(Enum):
     """No two of its steps are alike: none is looked up in a table."""
     SOURCES_CHANGE = auto()
     """It writes over what it saved, while that may be on its way out: see :attr:`tests.hazards.backends.Backend`."""
+    NO_SCRIPT = auto()
+    """When its copies start depends on threads, or on what the process has done before."""
     NOTHING_BACK = auto()
     """Backward asks for nothing that has left."""
 
@@ -135,11 +137,10 @@ def step(name: str, *flags: Flag, moved: float = 0.9, **fields: Any) -> Callable
 def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
     """What there is to compare once the sum of ``outputs`` is differentiated."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    sums = [one.double().sum() if not one.is_complex() else one.abs().sum() for one in outputs if one.requires_grad]
-    shown = [one.detach() for one in outputs]
+    shown, loss = [one.detach() for one in outputs], sum_of(outputs)
     del outputs
-    torch.stack([one.double() for one in sums]).sum().backward()
-    del sums
+    loss.backward()  # type: ignore[no-untyped-call]
+    del loss
     trained = [one for given in inputs for one in (given.parameters() if isinstance(given, nn.Module) else [given])]
     buffers = [one for given in inputs if isinstance(given, nn.Module) for one in given.buffers()]
     return [
@@ -147,6 +148,12 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
         [one.detach() for one in (*trained, *buffers) if isinstance(one, Tensor)],
         [one.grad for one in trained if isinstance(one, Tensor) and one.is_leaf and one.requires_grad],
     ]
+
+
+def sum_of(outputs: Sequence[Tensor]) -> Tensor:
+    """The sum of all that can be differentiated."""
+    parts = [one.abs() if one.is_complex() else one for one in outputs if one.requires_grad]
+    return torch.stack([one.sum().double() for one in parts]).sum()
 
 
 def corpus() -> list[Program]:
