@@ -51,9 +51,9 @@ def script_of(program: Program) -> str:
 
 def _lines(timeline: Timeline) -> list[str]:
     return [
-        f"{span.what:<8}{span.nbytes:>9} bytes  {span.start * 1e6:>9.1f} us to {span.stop * 1e6:>9.1f} us  on {span.stream}"
-        for span in timeline.spans
-        if span.is_transfer and not span.is_stall
+        f"{one.what:<8}{one.nbytes:>9} bytes  {one.start * 1e6:>9.1f} to {one.stop * 1e6:>9.1f} us  on {one.stream}"
+        for one in timeline.spans
+        if one.is_transfer and not one.is_stall
     ]
 
 
