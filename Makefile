@@ -37,7 +37,7 @@ demo: $(DEMO) ## train a small language model four ways; a table and demo/memory
 docs: $(DOCS) ## the documentation into site/, which opens from the folder; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean $(ARGS)
 
-test: $(STAMP) ## the tests, about 5 minutes on 2 cores; TESTS_SEED=N samples as another run did
+test: $(STAMP) ## the tests, about 5 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not gpu" $(ARGS)
 
 test-full: $(STAMP) ## the long ones too, under 30 minutes; TESTS_WHOLE=1 leaves no sampled case out

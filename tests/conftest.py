@@ -20,7 +20,7 @@ from tests import fake_cuda
 from tests.budgets import SecondsOfModules
 from tests.compiler_caches import keep_no_graphs, move_machine_code
 from tests.processes import ROOT
-from tests.sampling import announce, draw_seed, leave_out
+from tests.sampling import leave_out
 from tests.threads import collect
 
 # Tensors of tests are small: a second thread of an operator would only spin, and a compiler's would import torch again.
@@ -35,7 +35,9 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-pytest.register_assert_rewrite("tests.hazards.backends", "tests.hazards.programs", "tests.hazards.probes")
+pytest.register_assert_rewrite(
+    *(f"tests.{name}" for name in ("hazards.backends", "hazards.programs", "hazards.probes", "matrix"))
+)
 
 import torch  # noqa: E402  # after its caches are named
 
@@ -45,7 +47,7 @@ from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
 from eager_offload.tiers.disk import DiskTier  # noqa: E402
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend  # noqa: E402
+from tests.hazards.backends import Backend, DiskBackend, HostBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 
 # torch writes its compile trace there, thousands of lines that would hide why a test failed.
@@ -53,6 +55,7 @@ logging.getLogger("torch.__trace").propagate = False
 
 _BACKENDS: dict[str, type[Backend]] = {
     "disk": DiskBackend,
+    "host": HostBackend,
     "simulated": SimulatedBackend,
 }
 #: All of them, but where the virtual device is the accelerator, which is for good.
@@ -84,7 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(remove)
     if (end := _end_of_machine_code) is not None:
         config.add_cleanup(lambda: end(config.stash.get(_all_passed, False)))
-    draw_seed()  # before there are workers, which have to collect the same tests
     # A table of seconds is for the suite itself: not for what a test of it starts, nor over the stand-in for CUDA.
     if not (hasattr(config, "workerinput") or "virtual" in _BACKENDS or fake_cuda.LIBRARY in os.environ):
         config.pluginmanager.register(SecondsOfModules())
@@ -92,10 +94,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_all_passed] = exitstatus == pytest.ExitCode.OK
-
-
-def pytest_report_header() -> str:
-    return announce()
 
 
 @pytest.hookimpl(trylast=True)
@@ -114,8 +112,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if faults:
         outcome = " in what passed" if exitstatus else ": 0 wrong gradients, 0 leaks, 0 hangs"
         terminalreporter.write_line(f"{faults:,} faults injected{outcome}")
-    if exitstatus:
-        terminalreporter.write_line(announce())
 
 
 @pytest.fixture(autouse=True, scope="module")

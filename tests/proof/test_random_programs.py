@@ -147,7 +147,6 @@ def explore(
     tiers: list[str],
     rates: st.SearchStrategy[dict[str, Any]],
     fixed: int,
-    seconds: float = 0.0,
     fits: Callable[[Program], bool] = lambda program: True,
 ) -> None:
     """Checks random programs on what ``make`` makes of ``rates``, but those of which ``fits`` says no."""
@@ -158,7 +157,7 @@ def explore(
             check(program, make(**rates), fields, seen, threads)
 
     threads = st.sampled_from([1, 1, 1, 2])
-    search(every_program, programs(), configs(tiers), rates, threads, fixed=fixed, seconds=seconds)
+    search(every_program, programs(), configs(tiers), rates, threads, fixed=fixed)
     print(seen.counts)
     # Keeping everything would pass any test of equality: all ways that a saved tensor can take were taken. The rare
     # ones take more programs than a short run has.
@@ -197,10 +196,10 @@ def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # half a minute on a quiet machine
 def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 200, seconds=5)
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 200)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # half a minute on a quiet machine
 def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 200, seconds=5)
+    explore(Simulated, ["host", "host", "disk"], RATES, 200)

@@ -1,0 +1,74 @@
+"""The scripts of copies: what each hazard's program moves on the simulated device, and when.
+
+A script stands in ``tests/scripts/NAME.txt``: one line for each copy, in the order in which the host issued them, with
+its stream, its bytes, and when it starts and ends in microseconds of the virtual clock. A change of the core that moves
+a copy shows as a difference of files, to be looked at; then ``python -m tests.golden`` writes them anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.hazards.backends import SimulatedBackend
+from tests.hazards.programs import Settled
+from tests.programs import Flag, Program, Run, corpus
+from tests.simulation.timeline import Timeline
+
+SCRIPTS = Path(__file__).with_name("scripts")
+#: Bytes: smaller than what most programs save, so that copies wait for each other.
+_WINDOW = 32 << 10
+
+
+def programs() -> list[Program]:
+    """Those that have a script: each hazard's."""
+    return [one for one in corpus() if one.hazards and Flag.NO_SCRIPT not in one.flags]
+
+
+def path_of(program: Program) -> Path:
+    """Where its script stands."""
+    return SCRIPTS / f"{program.name}.txt"
+
+
+def script_of(program: Program) -> str:
+    """What it moves in two steps: the first one waits for nothing, all has left before the backward of the second."""
+    lines = []
+    for settled in (False, True):
+        # The host takes no time, but for enough that a loop which asks for an event comes to its end.
+        with SimulatedBackend(launch_seconds=1e-9) as backend:
+            backend.sources_change = Flag.SOURCES_CHANGE in program.flags
+            offload = backend.offload(
+                **{"max_inflight_bytes": _WINDOW, "prefetch_bytes": _WINDOW, "step_plans": False, **program.fields}
+            )
+            torch.manual_seed(0)
+            program(Run(Settled(offload) if settled else offload))
+            offload.stats(synchronize=True)
+            lines += [f"-- {'all has left before backward' if settled else 'nothing is waited for'}"]
+            lines += _lines(backend.simulated.timeline)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(timeline: Timeline) -> list[str]:
+    return [
+        f"{one.what:<8}{one.nbytes:>9} bytes  {one.start * 1e6:>9.1f} to {one.stop * 1e6:>9.1f} us  on {one.stream}"
+        for one in timeline.spans
+        if one.is_transfer and not one.is_stall
+    ]
+
+
+def write() -> None:
+    """Writes every script anew, and removes those of programs that are gone."""
+    SCRIPTS.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    kept = set()
+    for program in programs():
+        path_of(program).write_text(script_of(program))
+        kept.add(path_of(program))
+    for path in SCRIPTS.glob("*.txt"):
+        if path not in kept:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    write()

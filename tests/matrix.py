@@ -1,0 +1,225 @@
+"""The matrix: the ways of running a program, the places where it runs, and which cells a suite takes.
+
+A cell runs a program of the corpus in one way and one place, without offload and with it, and asserts that every bit is
+the same, that bytes moved, that the stats balance, and that nothing is held afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from eager_offload.graphs import capture_step
+from tests.compile.compiled import compare
+from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.programs import assert_identical, same_gradients
+from tests.programs import Flag, Program, Run, corpus, leaf, sum_of
+from tests.threads import collect
+from tests.virtual_device import install
+
+
+class Way(StrEnum):
+    """How the forwards of a program run."""
+
+    EAGER = "eager"
+    TABLE = "with_a_table"
+    """A second time, when each step is looked up in what the first has taught."""
+    AOT_EAGER = "aot_eager"
+    INDUCTOR = "inductor"
+    CHECKPOINTED = "checkpointed"
+    """Inside of ``torch.utils.checkpoint``."""
+    CAPTURED = "captured"
+    """The step as a graph, replayed."""
+
+
+class Place(StrEnum):
+    """Where tensors and their copies are."""
+
+    DISK = "disk"
+    HOST = "host"
+    SIMULATED = "simulated"
+    VIRTUAL = "virtual"
+
+
+class Cell(NamedTuple):
+    """One program in one column of the matrix."""
+
+    program: Program
+    way: Way
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.program.name}-{self.way}-{self.place}"
+
+    @property
+    def column(self) -> tuple[Way, Place]:
+        return self.way, self.place
+
+
+def makes_sense(program: Program, way: Way, place: Place) -> bool:
+    """Whether a program can run this way and there."""
+    flags = program.flags
+    if place is Place.VIRTUAL and Flag.HOST in flags:
+        return False
+    match way:
+        case Way.TABLE:
+            return Flag.DIFFERS not in flags
+        case Way.AOT_EAGER:
+            return Flag.EAGER not in flags and place is not Place.SIMULATED
+        case Way.INDUCTOR:
+            return Flag.EAGER not in flags and place in (Place.DISK, Place.HOST)
+        case Way.CHECKPOINTED:
+            return program.step is not None and Flag.NO_CHECKPOINT not in flags
+        case Way.CAPTURED:
+            return program.step is not None and Flag.EAGER not in flags and place is Place.VIRTUAL
+    return True
+
+
+def full() -> list[Cell]:
+    """The cells of the full suite: each program in each way and in each place, in no pair of the two twice.
+
+    1. For each program, each way takes the place that it has in common with the fewest cells of that program, the
+       column with the fewest cells among those.
+    2. Each place that no way took gets the way with the fewest cells in it.
+    """
+    chosen: list[Cell] = []
+    columns: Counter[tuple[Way, Place]] = Counter()
+    for program in corpus():
+        places: Counter[Place] = Counter()
+
+        def take(options: Sequence[Cell]) -> None:
+            cell = min(options, key=lambda one: (places[one.place], columns[one.column]))  # noqa: B023  # called at once
+            chosen.append(cell)
+            places[cell.place] += 1  # noqa: B023
+            columns[cell.column] += 1
+
+        cells = [Cell(program, way, place) for way in Way for place in Place if makes_sense(program, way, place)]
+        for way in Way:
+            if options := [cell for cell in cells if cell.way is way]:
+                take(options)
+        for place in Place:
+            if not places[place] and (options := [cell for cell in cells if cell.place is place]):
+                take(options)
+    return chosen
+
+
+def quick(cells: Sequence[Cell], sample: int = 3) -> set[Cell]:
+    """The cells of the quick suite: one of each program, and ``sample`` of each column.
+
+    A program takes its cell with the fewest of its column taken so far, of what is not compiled by Inductor.
+    """
+    taken: set[Cell] = set()
+    columns: Counter[tuple[Way, Place]] = Counter()
+    programs: dict[str, list[Cell]] = {}
+    for cell in cells:
+        programs.setdefault(cell.program.name, []).append(cell)
+    for options in programs.values():
+        first = min((one for one in options if one.way is not Way.INDUCTOR), key=lambda one: columns[one.column])
+        taken.add(first)
+        columns[first.column] += 1
+    for cell in cells:
+        if columns[cell.column] < sample and cell not in taken:
+            taken.add(cell)
+            columns[cell.column] += 1
+    return taken
+
+
+def run(cell: Cell, backend: Backend) -> None:
+    """Runs a cell, and raises ``AssertionError`` where a bit differs, nothing moves or something is held."""
+    program, way = cell.program, cell.way
+    backend.sources_change = Flag.SOURCES_CHANGE in program.flags
+    match way:
+        case Way.EAGER | Way.TABLE:
+            _run_eager(program, backend, step_plans=way is Way.TABLE)
+        case Way.AOT_EAGER | Way.INDUCTOR:
+            _run_compiled(program, backend, "inductor" if way is Way.INDUCTOR else "aot_eager")
+        case Way.CHECKPOINTED:
+            _run_checkpointed(program, backend)
+        case Way.CAPTURED:
+            _run_captured(program, backend)
+
+
+def _run_eager(program: Program, backend: Backend, *, step_plans: bool) -> None:
+    same_gradients(
+        lambda around: program(Run(around)),
+        backend,
+        moved=program.moved,
+        reloads=Flag.NOTHING_BACK not in program.flags,
+        held=Flag.HELD in program.flags,
+        step_plans=step_plans,
+        **program.fields,
+    )
+
+
+def _run_compiled(program: Program, backend: Backend, compiler: str) -> None:
+    def step(compile: Callable[..., Any], around: Any) -> list[Tensor | None]:
+        return [one for one in tree_leaves(program(Run(around, compile))) if one is None or isinstance(one, Tensor)]
+
+    compare(step, compiler, as_eager=False, tier=backend.tier, **program.fields)
+
+
+def _run_checkpointed(program: Program, backend: Backend) -> None:
+    """What a checkpoint saves is what its forward is given: here tensors that are computed, and so may move."""
+
+    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpointed(*inputs: Any) -> Any:
+            given = tree_map_only(Tensor, lambda one: one * 1 if one.requires_grad else one, inputs)
+            return checkpoint(function, *given, use_reentrant=False)
+
+        return checkpointed
+
+    same_gradients(
+        lambda around: program(Run(around, forward)),
+        backend,
+        moved=0.0,
+        reloads=False,
+        held=Flag.HELD in program.flags,
+        **program.fields,
+    )
+
+
+def _run_captured(program: Program, backend: Backend) -> None:
+    """Three replays of a step that returns its gradients: the bits of eager code without offload.
+
+    Layers behind the program have its saved tensors leave before backward asks for them: a captured step brings back
+    what has left when its forward ends, and has one copy on its way at a time.
+    """
+    assert program.step is not None
+    function, inputs = program.step()
+    behind = leaf(64, 64, seed=9)
+    models = [one for one in inputs if isinstance(one, nn.Module)]
+    tensors = [one for one in inputs if isinstance(one, Tensor)]
+    wanted = [one for one in (behind, *tensors, *(p for m in models for p in m.parameters())) if one.requires_grad]
+
+    def once() -> list[Tensor | None]:
+        outputs = function(*inputs)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        last = behind
+        for _ in range(8):
+            last = (last @ behind).sin()
+        total = sum_of([*outputs, last])
+        return [*(one.detach() for one in outputs), *torch.autograd.grad(total, wanted, allow_unused=True)]
+
+    def copied(results: list[Tensor | None]) -> list[Tensor | None]:
+        return [one if one is None else one.clone() for one in results]
+
+    torch.manual_seed(0)
+    expected = copied(once())
+    offload = backend.offload(max_inflight_bytes=1, **program.fields)
+    with capture_step(once, offload=offload) as captured:
+        before = install().copied_bytes
+        for number in range(3):
+            assert_identical(expected, copied(captured()), f"replay {number}")
+        out, back = (now - then for now, then in zip(install().copied_bytes, before, strict=True))
+        assert out > 0, "a replay moves nothing"
+        assert back > 0, "nothing comes back in a replay"
+    del captured
+    collect()
+    assert_settled(offload)
