@@ -173,7 +173,7 @@ def internals_of(source: Path) -> Iterator[str]:
     of_the_package = re.compile(rf"{PACKAGE.name}(\.\w+)+")
     for module, names in imports_of(source):
         if module.split(".")[0] == PACKAGE.name:
-            yield from (f"{module}.{name}" for name in names or [None] if not is_public(module, name))
+            yield from (f"{module}.{name}" for name in [*names] or [None] if not is_public(module, name))
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("eo", PACKAGE.name):
             named = f"{PACKAGE.name}.{node.attr}"
