@@ -335,6 +335,9 @@ def test_a_plan_prints_as_a_table_and_a_file_holds_it(plan: StepPlan, tmp_path: 
         train(given, 1)
         assert counted(given) == counted(plain)
         assert given.stats(synchronize=True).bytes_out == plain.stats(synchronize=True).bytes_out > 0
+    for fields in {"device_budget": "20GiB"}, {"policy": "free"}, {"max_slowdown": 0.05}:
+        with pytest.raises(ConfigError, match=r"plan=\.\.\. does not go with"):
+            Offload(plan=plan, **fields)
     path.write_text(path.read_text().replace('"format":2', '"format":3'))
     with pytest.raises(ConfigError, match="format 3 instead of 2"):
         StepPlan.load(path)
