@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,46 +44,33 @@ def test_a_plain_loop_is_warned_once_at_its_own_line_after_its_third_forward() -
         offload.close()
 
 
-def test_a_shorter_run_is_warned_when_it_is_closed() -> None:
-    offload = eo.Offload(min_bytes=0)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "are the newest ones, which stay"),
+        ({"device_budget": "1TiB"}, r"that a step saves fit into device_budget beside all else\."),
+        ({"policy": "free"}, 'as long as policy="free" has not found that they move in time'),
+    ],
+)
+def test_a_shorter_run_is_warned_when_it_is_closed(fields: dict[str, Any], said: str) -> None:
+    offload = eo.Offload(min_bytes=0, **fields)
     assert warned(offload, 1) == []
-    with pytest.warns(RuntimeWarning, match="are the newest ones, which stay"):
+    with pytest.warns(RuntimeWarning, match=said):
         offload.close()
 
 
-def test_what_fits_into_a_budget_has_no_need_to_move() -> None:
-    offload = eo.Offload(min_bytes=0, device_budget="1TiB")
-    warned(offload, 1)
-    with pytest.warns(RuntimeWarning, match=r"that a step saves fit into device_budget beside all else\."):
-        offload.close()
-    offload = eo.Offload(min_bytes=0, keep_last_bytes="auto", device_budget=1)
-    stats = replace(offload.stats(), saved_tensors=1, kept_bytes={"newest": 9}, device_budget=1, device_memory_peak=9)
-    assert "device_budget" not in why(stats, offload.config), "it does not fit"
-
-
-def test_what_moves_in_time_is_found_after_some_steps() -> None:
-    offload = eo.Offload(min_bytes=0, policy="free")
-    warned(offload, 1)
-    with pytest.warns(RuntimeWarning, match='as long as policy="free" has not found that they move in time'):
-        offload.close()
-
-
-def test_a_run_that_moves_bytes_is_not_warned_of_though_its_counters_begin_again(tmp_path: Path) -> None:
+def test_a_run_that_moves_bytes_or_is_cut_short_is_not_warned_of(tmp_path: Path) -> None:
     offload = eo.Offload(min_bytes=0, tier="disk", disk_path=tmp_path, keep_last_bytes=0)
     assert warned(offload, 4, 1 << 16) == []
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.reset_stats()
-    with warnings.catch_warnings(action="error"):
-        offload.close()
-
-
-def test_a_forward_that_is_cut_short_is_not_counted() -> None:
-    offload = eo.Offload()
+    short = eo.Offload()
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), offload:
+        with pytest.raises(ZeroDivisionError), short:
             raise ZeroDivisionError(forward(torch.ones(8, requires_grad=True)))
     with warnings.catch_warnings(action="error"):
         offload.close()
+        short.close()
 
 
 @pytest.mark.parametrize(
@@ -149,38 +135,32 @@ def test_an_outer_offload_says_once_that_the_inner_one_took_what_was_saved() -> 
     assert told(inner.close) == told(outer.close) == []
 
 
-def test_a_context_around_backward_alone_says_so_once() -> None:
-    offload, x = eo.Offload(), torch.ones(8, requires_grad=True)
-
-    def steps() -> None:
-        for _ in range(4):
-            loss = forward(x)
-            with offload:
-                loss.backward()
-
-    (said,) = told(steps)
-    assert "this context is around backward alone" in said
+def around_backward(offload: eo.Offload) -> None:
+    loss = forward(torch.ones(8, requires_grad=True))
+    with offload:
+        loss.backward()
 
 
-def test_contexts_that_saw_no_save_say_so_after_the_third() -> None:
-    offload, x = eo.Offload(), torch.ones(8)
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            with offload:
-                forward(x)
-
-    assert told(lambda: steps(2)) == []
-    (said,) = told(lambda: steps(4))
-    assert "no saved tensor was seen in 3 contexts" in said
+def without_a_gradient(offload: eo.Offload) -> None:
+    with offload:
+        forward(torch.ones(8))
 
 
-def test_validation_before_training_is_nothing_to_tell_of() -> None:
-    offload, x = eo.Offload(min_bytes=0), torch.ones(8, requires_grad=True)
+def validating(offload: eo.Offload) -> None:
+    with torch.no_grad(), offload:
+        forward(torch.ones(8, requires_grad=True))
 
-    def steps() -> None:
-        for _ in range(4):
-            with torch.no_grad(), offload:
-                forward(x)
 
-    assert told(steps) == []
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (around_backward, ["this context is around backward alone"]),
+        (without_a_gradient, ["no saved tensor was seen in 3 contexts"]),
+        (validating, []),
+    ],
+)
+def test_contexts_that_can_see_no_save_say_so_once(step: Callable[[eo.Offload], None], said: list[str]) -> None:
+    offload = eo.Offload(min_bytes=0)
+    found = told(lambda: [step(offload) for _ in range(6)])
+    assert len(found) == len(said)
+    assert all(sentence in one for sentence, one in zip(said, found, strict=True))
