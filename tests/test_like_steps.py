@@ -244,7 +244,7 @@ def test_stats_in_a_forward_have_all_that_was_saved_whether_its_step_is_known_or
 
 @pytest.fixture(scope="module")
 def plan() -> Iterator[StepPlan]:
-    """Of a step that moves, shares and keeps."""
+    """Of a step that moves and keeps."""
     with closing(make(True)) as offload:
         train(offload, 3)
         found = offload.step_plan()
@@ -259,7 +259,7 @@ def test_a_plan_prints_as_a_table_and_a_file_holds_it(plan: StepPlan, tmp_path: 
     head, columns, *rows = str(plan).splitlines()
     assert head.startswith(f"{len(plan.saves)} saves: ")
     assert columns.split() == ["saves", "what", "each", "start", "after", "source", "goes"]
-    assert {"offload", "share", "keep"} <= {row.split()[1] for row in rows}
+    assert {"offload", "keep"} <= {row.split()[1] for row in rows}
     with closing(make(True)) as plain, closing(Offload(plain.config, plan=StepPlan.load(path))) as given:
         train(plain, 1)
         train(given, 1)
