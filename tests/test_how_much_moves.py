@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -45,7 +44,7 @@ def weights() -> list[Tensor]:
     return [torch.randn(SIDE, SIDE, generator=generator).div(8).requires_grad_() for _ in range(LAYERS)]
 
 
-def simulate(link: float, steps: int = 80, **fields: Any) -> Trained:
+def simulate(link: float, steps: int = 50, **fields: Any) -> Trained:
     """Trains behind a link that moves so many of the bytes that compute touches."""
     runtime = SimulatedRuntime(
         compute_rate=COMPUTE, out_bandwidth=COMPUTE * link, in_bandwidth=COMPUTE * link, launch_seconds=1e-7
@@ -181,24 +180,6 @@ def test_in_one_context_around_many_steps_each_is_a_step(offloads: Callable[...,
     assert offload.stats(synchronize=True).bytes_out > 0
 
 
-def test_compiled_code_moves_no_more_than_without_it_and_all_where_a_step_may_take_ever_so_long(
-    offloads: Callable[..., eo.Offload],
-) -> None:
-    def moved(**fields: object) -> tuple[int, Tensor]:
-        offload = offloads(prefetch_bytes=0, **fields)
-        compiled = offload.compile(lambda x: (x * 2).sin().exp().sum(), backend="aot_eager")
-        x = torch.ones(1 << 14, requires_grad=True)
-        for _ in range(3):
-            compiled(x).backward()
-        torch.compiler.reset()
-        assert x.grad is not None
-        return offload.stats(synchronize=True).bytes_out, x.grad
-
-    (free, _), (plain, _), (long, _) = found = moved(policy="free"), moved(), moved(max_slowdown=1e9)
-    assert free <= plain == long > 0
-    assert all(torch.equal(gradient, found[0][1]) for _, gradient in found)
-
-
 def test_a_device_that_does_not_tell_is_an_error() -> None:
     x = torch.ones(64, requires_grad=True)
     offload = eo.Offload(device_budget="1GiB", tier="host", min_bytes=0, runtime=SimulatedRuntime())
@@ -206,22 +187,17 @@ def test_a_device_that_does_not_tell_is_an_error() -> None:
         x.exp()
 
 
-@pytest.mark.parametrize("given", ["20", "20.0"])
-def test_a_budget_without_its_unit_is_an_error_that_asks_for_one(
-    given: str, offloads: Callable[..., eo.Offload]
+def test_a_budget_without_its_unit_is_an_error_that_asks_for_one_and_a_small_one_is_repeated_as_given(
+    offloads: Callable[..., eo.Offload],
 ) -> None:
     """What is there already takes more than 20 bytes, whatever moves."""
-    with pytest.raises(eo.ConfigError, match=f'device_budget={given!r} .* 20 bytes.*device_budget="20GiB"'):
-        gradient(offloads(device_budget=given), steps=1)
+    with pytest.raises(eo.ConfigError, match=r"device_budget='20\.0' .* 20 bytes.*device_budget=\"20GiB\""):
+        gradient(offloads(device_budget="20.0"), steps=1)
+    with pytest.warns(RuntimeWarning, match="device_budget=3000 kB is not kept"):
+        gradient(offloads(device_budget="3000 kB"), steps=6)
     meant = offloads(device_budget="20 B")
     assert torch.equal(gradient(meant, steps=1), gradient(steps=1))
     assert meant.stats(synchronize=True).bytes_out > 0
-
-
-def test_the_warning_of_a_budget_repeats_it_as_it_was_given(offloads: Callable[..., eo.Offload]) -> None:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        gradient(offloads(device_budget="3000 kB"), steps=6)
-    assert sum("device_budget=3000 kB is not kept" in str(one.message) for one in caught) == 1
 
 
 #: In MiB: the peaks of eight steps and of one without offload above what there was, what moved, and how often it was

@@ -324,24 +324,6 @@ def test_h50_an_unknown_order_brings_hardly_anything_twice(limit: int, seed: int
     assert is_empty(order)
 
 
-def test_h50_an_order_is_followed_again_once_it_is_one() -> None:
-    order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
-    packed(order, [(storage, 1) for storage in range(1, 100)])
-    for position in (10, 30, 50, 70, 90):
-        order.unpacked(position)
-        order.remove(position)
-    for position in range(89, 89 - PrefetchOrder.MISSES, -1):
-        assert order.unpacked(position) == Prefetch(), "what was promised last may come yet"
-        order.remove(position)
-    following = 89 - PrefetchOrder.MISSES
-    for position in range(following, following - patience, -1):
-        plan = order.unpacked(position)
-        order.remove(position)
-        if plan.drop:
-            break
-    assert plan.bring == [position - 1, position - 2]
-
-
 def shuffled(count: int, seed: int) -> Iterator[int]:
     """The positions from 1 to ``count`` in an order of its own for each seed."""
     remaining = list(range(1, count + 1))
@@ -359,17 +341,6 @@ def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
     assert order.unpacked(6) == Prefetch(), "it is in no chain: nothing is known of what comes next"
     order.arrange(1, [6, 5, 4, 2])
     assert order.unpacked(5) == Prefetch(drop=[50], bring=[40]), "the walk goes on along the new chain"
-
-
-def test_a_save_after_an_arrangement_is_expected_before_all_others() -> None:
-    order = PrefetchOrder(3)
-    packed(order, [(10, 1), (20, 1), (30, 1)])
-    order.arrange(1, [1, 3])
-    order.add(4, 40, 1, 1)
-    assert order.unpacked(4) == Prefetch(bring=[10, 30])
-    for position in (1, 2, 3, 4):
-        order.remove(position)
-    assert is_empty(order)
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

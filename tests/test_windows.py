@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import eager_offload as eo
-from tests.compile.compiled import deep, fresh_compiler
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Around, assert_identical
 from tests.simulation.simulated import SimulatedRuntime
@@ -108,17 +107,6 @@ def test_steps_inside_of_one_context_are_steps(offloads: Make) -> None:
     assert windows_of(offload)[0] == window_of(24, 64 * KIB)
 
 
-def test_what_stays_of_a_step_that_is_known_fits_into_its_windows(offloads: Make) -> None:
-    offload = offloads(step_plans=True)
-    for _ in range(4):
-        chain(12, 64 * KIB, offload)
-    offload.reset_stats()
-    chain(12, 64 * KIB, offload)
-    stats = offload.stats(synchronize=True)
-    assert stats.kept_bytes.get("newest", 0) <= stats.prefetch_bytes
-    assert stats.bytes_out >= 8 * 64 * KIB
-
-
 def test_what_a_user_gives_stays_in_force(offloads: Make) -> None:
     offload, given = offloads(max_inflight_bytes="1MiB"), offloads(max_inflight_bytes="3MiB", prefetch_bytes=0)
     for window in (FIRST, window_of(12, 64 * KIB)):
@@ -144,22 +132,6 @@ def test_no_more_is_on_its_way_than_the_windows_hold() -> None:
         assert_settled(offload)
         offload.close()
     checker.assert_clean()
-
-
-def test_compiled_code_has_windows_of_its_own_bytes_and_says_them() -> None:
-    x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
-    with fresh_compiler():
-        offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, max_inflight_bytes="auto")
-        run = torch.compile(deep, backend="aot_eager")
-        with offload:
-            loss = run(x, weight).sum()
-        loss.backward()
-        stats = offload.stats(synchronize=True)
-        offload.close()
-    assert stats.compiled_regions == 1
-    window = window_of(stats.bytes_out // (64 * 64 * 4), 64 * 64 * 4)
-    assert (stats.max_inflight_bytes, stats.prefetch_bytes) == (window, window)
-    assert "windows" in str(stats)
 
 
 def test_a_plan_has_the_windows_of_its_step_and_its_first_step_has_them() -> None:
