@@ -15,10 +15,15 @@ from eager_offload.machine import TABLE, machine_of, measure
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_a_cpu_is_measured_once() -> None:
+def test_a_cpu_is_measured_once_and_another_form_of_a_known_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = machine_of(CPU)
     assert rates is machine_of(torch.device("cpu"))
     assert min(rates.flops, rates.single_flops, rates.memory) > 1e6
+    accelerator(monkeypatch, "NVIDIA H100 PCIe")
+    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
+    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
+    assert machine_of(torch.device("cuda", 0)) is measured
+    machine._measured.cache_clear()
 
 
 def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
@@ -78,14 +83,6 @@ def test_a_known_device_is_as_fast_as_its_data_sheet_says(
         assert machine_of(GPU).single_flops == found.flops / 2
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def test_another_form_of_a_known_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator(monkeypatch, "NVIDIA H100 PCIe")
-    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
-    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
-    assert machine_of(torch.device("cuda", 0)) is measured
-    machine._measured.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:1"])

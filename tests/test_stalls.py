@@ -45,9 +45,7 @@ def gradient() -> Tensor:
     h = x
     for _ in range(6):
         h = h.sin()
-    h.sum().backward()
-    assert x.grad is not None
-    return x.grad
+    return torch.autograd.grad(h.sum(), x)[0]
 
 
 def check(x: Tensor, stats: OffloadStats) -> None:
@@ -56,20 +54,15 @@ def check(x: Tensor, stats: OffloadStats) -> None:
     assert stats.bytes_out >= 5 * NBYTES
 
 
-@pytest.mark.parametrize("step_plans", [False, True])
-def test_the_host_waits_for_room_while_compute_has_work(step_plans: bool) -> None:
+def test_the_host_waits_for_room_while_compute_has_work() -> None:
     runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=SECOND, in_bandwidth=1e12)
-    with training(runtime, max_inflight_bytes=NBYTES, step_plans=step_plans) as offload:
-        for _ in range(3):
-            x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
-            offload.reset_stats()
-            runtime.timeline = Timeline()
-            loss = forward(x, offload, runtime, seconds=1.0)
-            waited = runtime.timeline.host_wait_seconds
-            stats = offload.stats()
-            loss.backward()
-            check(x, offload.stats(synchronize=True))
-    assert stats.followed_forwards == step_plans
+    with training(runtime, max_inflight_bytes=NBYTES) as offload:
+        x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+        loss = forward(x, offload, runtime, seconds=1.0)
+        waited = runtime.timeline.host_wait_seconds
+        stats = offload.stats()
+        loss.backward()
+        check(x, offload.stats(synchronize=True))
     assert stats.host_wait_seconds == pytest.approx(waited)
     assert waited > 0
     assert stats.stall_seconds == stats.window_stall_seconds == 0.0
