@@ -107,13 +107,24 @@ COPIES = [
 
 @AROUND
 @pytest.mark.parametrize(("layer", "make"), COPIES)
-def test_h61_a_copy_calls_its_own(layer: str, make: Callable[[Any], Any], around: Around, offload: eo.Offload) -> None:
+def test_h61_a_copy_calls_its_own_and_the_original_goes_on(
+    layer: str, make: Callable[[Any], Any], around: Around, offload: eo.Offload
+) -> None:
+    def gradients(inside: AbstractContextManager[Any]) -> list[Tensor]:
+        with inside:
+            loss = model(torch.ones(16, 8, 32))
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
     model = Halves(LAYERS[layer]())
-    with around(model, offload):
+    plain = gradients(nullcontext())
+    with around(model, offload) as serving:
         other = make(model)
         assert_own(model, other)
         assert_own(model, make(other))
+        assert all(map(torch.equal, gradients(serving), plain))
+        assert serving.stats(synchronize=True).bytes_out > 0
     assert_own(model, other)
+    assert "_compiled_call_impl" not in vars(model.layer)
 
 
 def replica(module: nn.Module) -> Any:
@@ -156,21 +167,3 @@ def test_h61_a_shallow_copy_calls_its_own(
     assert other(x).equal(torch.ones(8, 32))
     del model
     assert other(x).equal(torch.ones(8, 32))
-
-
-@AROUND
-@pytest.mark.parametrize("layer", LAYERS)
-def test_h61_the_original_goes_on_as_before(layer: str, around: Around, offload: eo.Offload) -> None:
-    def gradients(inside: AbstractContextManager[Any]) -> list[Tensor]:
-        with inside:
-            loss = model(x)
-        return list(torch.autograd.grad(loss, list(model.parameters())))
-
-    torch.manual_seed(0)
-    model, x = Halves(LAYERS[layer]()), torch.randn(16, 8, 32)
-    plain = gradients(nullcontext())
-    with around(model, offload) as serving:
-        copy.deepcopy(model)
-        assert all(map(torch.equal, gradients(serving), plain))
-        assert serving.stats(synchronize=True).bytes_out > 0
-    assert "_compiled_call_impl" not in vars(model.layer)
