@@ -1,4 +1,4 @@
-"""What a step costs, counts and shows once like steps were before it; and the file of a step's plan."""
+"""What a step costs once like steps were before it, who waits in it, what it counts, and the file of its plan."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier", "ignore:ea
 
 
 class Step(NamedTuple):
-    """What one step did, and how long compute waited for transfers in it."""
+    """What one step did, and how long compute, and the host, waited for transfers in it."""
 
     stats: OffloadStats
     exposed: float
+    waited: float
 
     @property
     def wasted(self) -> int:
@@ -108,7 +109,9 @@ def steps(
             assert x.grad is not None
             assert expected.grad is not None
             assert torch.equal(x.grad, expected.grad)
-            found.append(Step(offload.stats(synchronize=True), runtime.timeline.stall_seconds))
+            timeline = runtime.timeline
+            waits = timeline.stall_seconds, timeline.host_wait_seconds
+            found.append(Step(offload.stats(synchronize=True), *waits))
         assert_settled(offload)
         offload.close()
     checker.assert_clean()
@@ -179,19 +182,61 @@ def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:
 
 def test_one_context_around_many_steps_is_learnt_from_step_by_step() -> None:
     runtime, newest = SimulatedRuntime(), []
-    with runtime.checked() as checker:
-        offload = Offload(runtime=runtime, tier="host", min_bytes=0, prefetch_bytes=6 * NBYTES)
-        with offload:
-            for _ in range(6):
-                offload.reset_stats()
-                x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
-                one_tower(x).losses[0].backward()
-                newest.append(offload.stats(synchronize=True).kept_bytes["newest"])
-        assert_settled(offload)
-        offload.close()
+    offload = Offload(runtime=runtime, tier="host", min_bytes=0, prefetch_bytes=6 * NBYTES)
+    with runtime.checked() as checker, offload:
+        for _ in range(6):
+            offload.reset_stats()
+            x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+            one_tower(x).losses[0].backward()
+            newest.append(offload.stats(synchronize=True).kept_bytes["newest"])
     checker.assert_clean()
+    assert_settled(offload)
+    offload.close()
     assert newest[0] == 6 * NBYTES
     assert all(0 < nbytes <= 3 * NBYTES for nbytes in newest[1:])
+
+
+# -- who waits --------------------------------------------------------------------------------------------------------
+
+SECOND = 1 << 20  # bytes of a transfer that takes one
+
+
+def stalled(runtime: SimulatedRuntime, seconds: float = 0.0, **fields: Any) -> Step:
+    """A step that is not known, whose compute is given work of so many seconds after each save."""
+
+    def program(x: Tensor) -> Graphs:
+        for _ in range(6):
+            x = x.sin()
+            runtime.advance(runtime.default_stream, seconds)
+        return Graphs([x.sum()], [])
+
+    (step,) = steps(program, runtime, rows=(N,), keep_last_bytes=0, **fields)
+    assert step.stats.bytes_out >= 5 * NBYTES
+    return step
+
+
+def test_the_host_waits_for_room_while_compute_has_work() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=SECOND, in_bandwidth=1e12)
+    stats, _, waited = stalled(runtime, seconds=1.0, max_inflight_bytes=NBYTES)
+    assert 0 < stats.host_wait_seconds == pytest.approx(waited)
+    assert stats.stall_seconds == stats.window_stall_seconds == 0.0
+    assert "stalled 0.0 %" in str(stats)
+    assert not any("waited" in sentence and "raise" in sentence for sentence in stats.advice), stats.advice
+
+
+def test_compute_waits_for_what_is_not_back_while_the_host_goes_on() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=1e12, in_bandwidth=SECOND)
+    stats, exposed, _ = stalled(runtime, synchronize=True, max_inflight_bytes=1 << 30, prefetch_bytes=NBYTES)
+    assert 0 < stats.stall_seconds == pytest.approx(exposed)
+    assert stats.window_stall_seconds == stats.host_wait_seconds == 0.0
+    assert any("waited" in sentence for sentence in stats.advice), stats.advice
+
+
+def test_compute_has_nothing_to_do_while_the_host_waits_for_room() -> None:
+    """Then both wait: what the stream has missed is a stall, and the host's wait is longer."""
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=SECOND, in_bandwidth=1e12)
+    stats, _, _ = stalled(runtime, seconds=NBYTES / SECOND / 4, max_inflight_bytes=NBYTES)
+    assert stats.host_wait_seconds > stats.stall_seconds == stats.window_stall_seconds > 0
 
 
 # -- what it counts ---------------------------------------------------------------------------------------------------
