@@ -120,21 +120,6 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 0
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_the_peaks_of_tiers_are_of_the_bytes_of_this_object(tier: str, disk: DiskBackend) -> None:
-    one, other, x = disk.offload(tier=tier), disk.offload(tier=tier), leaf(N)
-    with one:
-        large = chain(x, DEPTH)
-    with other:
-        small = chain(x, 2)
-    peaks = [getattr(offload.stats(synchronize=True), f"{tier}_bytes_peak") for offload in (one, other)]
-    assert peaks == [ALL, 2 * NBYTES]
-    large.backward()
-    small.backward()
-    assert torch.equal(x.grad, gradient(x, DEPTH) + gradient(x, 2))
-
-
 def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
     with offload:
@@ -343,19 +328,3 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
     assert max(peaks) <= room
     assert peaks[tier == "host"] == 0
     assert_settled(offload)
-
-
-def test_budgets_are_kept_by_what_is_held_across_graphs_that_live_side_by_side(disk: DiskBackend) -> None:
-    offload, leaves = disk.offload(disk_budget=6 * NBYTES), [leaf(N, seed=seed) for seed in range(3)]
-    losses = []
-    with warnings.catch_warnings(action="ignore"):
-        for x in leaves:
-            with offload:
-                losses.append(chain(x, 4))
-    stats = offload.stats(synchronize=True)
-    assert stats.offloaded_bytes == 6 * NBYTES
-    assert stats.kept_bytes == {"budget": 6 * NBYTES}
-    for x, loss in zip(leaves, losses, strict=True):
-        loss.backward()
-        assert torch.equal(x.grad, gradient(x, 4))
-    assert offload.stats(synchronize=True).disk_bytes_peak <= 6 * NBYTES

@@ -280,32 +280,6 @@ REASONS: dict[str, tuple[Callable[[Tensor], Tensor], int, dict[str, Any]]] = {
 }
 
 
-def scaled(x: Tensor, factor: Tensor, depth: int) -> Tensor:
-    """Saves ``factor`` ``depth`` times, and as many activations."""
-    for _ in range(depth):
-        x = (x * factor).sigmoid()
-    return x.sum()
-
-
-def test_what_is_held_from_one_forward_to_the_next_is_counted_as_alive(watched: Make) -> None:
-    (offload, _), x = watched(), leaf(N)
-    factor = torch.full((N,), 1.5)  # taken twice, then once more when the first forward is over, which serves its rest
-    with offload:
-        first = scaled(x, factor, 7)
-    with offload:
-        second = scaled(x, factor, 5)
-    stats = offload.stats(synchronize=True)
-    assert stats.kept_bytes == {"alive": 5 * NBYTES}
-    assert_balanced(stats)
-    (first + second).backward()
-    actual, x.grad = x.grad, None
-    first, second = scaled(x, factor, 7), scaled(x, factor, 5)
-    (first + second).backward()
-    assert_identical(x.grad, actual)
-    del first, second
-    assert assert_settled(offload).bytes_out > 0
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload", "ignore:Sparse")
 @pytest.mark.parametrize("reason", REASONS)
 def test_each_reason_to_stay_is_counted_where_it_occurs(reason: str, watched: Make) -> None:

@@ -18,7 +18,6 @@ from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostRuntime, TransferThread
 from eager_offload.tiers.base import ByteRegion, Slot
-from eager_offload.tiers.forking import OwnThread, helped_by
 from eager_offload.tiers.memory import view_of
 from tests.processes import python
 from tests.threads import on_a_thread, refuse_threads
@@ -169,17 +168,6 @@ def test_whatever_a_tier_raises_arrives_as_a_transfer_error_that_tells_its_cause
     assert torch.equal(slot.content, noise(77)), "the queue goes on"
 
 
-@pytest.mark.parametrize("error", [eo.CorruptionError("changed"), SystemExit(3)])
-def test_an_error_of_ours_and_one_that_is_no_error_arrive_as_they_are(
-    runtime: HostRuntime, error: BaseException
-) -> None:
-    failed = stream(runtime).submit(raising(error))
-    with pytest.raises(type(error)) as raised:
-        runtime.synchronize(failed)
-    assert raised.value.args == error.args
-    assert stream(runtime)._thread is not None, "the thread lives"
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime: HostRuntime, fails: bool) -> None:
     out, slot, source = stream(runtime), Memory(5000), noise(5000)
@@ -237,23 +225,6 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
     assert len(set(seen)) == 3, "later work starts a new one"
     assert {thread.name for thread in seen} == {"eager_offload-out"}
     assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
-
-
-def test_what_a_copy_takes_of_the_processor_counts_threads_that_work_for_it(runtime: HostRuntime) -> None:
-    helper = OwnThread(lambda: None, "helper")
-
-    def copy() -> None:
-        helper.start()
-        helper.join()
-        assert 0 < helper.processor_seconds < 60
-        helper.processor_seconds = 60.0
-        helped_by([helper])
-
-    out = stream(runtime)
-    helped, alone = out.submit(copy), out.submit(lambda: None)
-    runtime.synchronize(alone)
-    assert runtime.processor_seconds(helped) >= 60
-    assert 0 <= runtime.processor_seconds(alone) < 60
 
 
 def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(
@@ -347,17 +318,6 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
     assert not runtime.ran_inline(later)
 
 
-def test_work_that_comes_in_the_moment_of_going_idle_is_done(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.0)
-    out, ran = stream(runtime), []
-    for number in range(500):
-        out.submit(lambda number=number: ran.append(number))
-    runtime.synchronize(out.record())
-    assert ran == list(range(500))
-
-
 def test_a_thread_that_dozes_is_not_woken_by_work_but_by_a_thread_that_waits_for_it(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,18 +333,6 @@ def test_a_thread_that_dozes_is_not_woken_by_work_but_by_a_thread_that_waits_for
         runtime.synchronize(first)
         assert ran == [number, None]
         ran.clear()
-
-
-def test_a_thread_that_sleeps_is_woken_by_work(runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 0.0)
-    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 3600.0)
-    out = stream(runtime)
-    for _ in range(20):
-        done = threading.Event()
-        out.submit(done.set)
-        assert done.wait(60)
-        while not out._sleeps:
-            pass
 
 
 def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(

@@ -172,14 +172,6 @@ def test_h55_threads_share_one_offload_and_gradients_are_exact(
         assert stats.keep_last_bytes <= 9 << 16
 
 
-def test_in_one_context_around_many_steps_each_is_a_step(offloads: Callable[..., eo.Offload]) -> None:
-    offload = offloads(prefetch_bytes="64KiB", policy="free")
-    with offload:
-        found = gradient()
-    assert torch.equal(found, gradient())
-    assert offload.stats(synchronize=True).bytes_out > 0
-
-
 def test_a_device_that_does_not_tell_is_an_error() -> None:
     x = torch.ones(64, requires_grad=True)
     offload = eo.Offload(device_budget="1GiB", tier="host", min_bytes=0, runtime=SimulatedRuntime())

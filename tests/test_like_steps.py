@@ -146,18 +146,6 @@ def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_
         assert step.stats.kept_bytes == {"alive": DEPTH * NBYTES}
 
 
-def test_parts_of_one_storage_that_the_library_itself_holds_are_no_sign_that_someone_else_does() -> None:
-    def program(x: Tensor) -> Graphs:
-        parts = (x * 0.1).chunk(8)  # each below a quarter, so that it travels alone
-        return Graphs([torch.stack([part.sin().sum() for part in parts]).sum()], [])
-
-    fields = {"synchronize": True, "retain": True, "keep_last_bytes": 2 * NBYTES // 8}
-    found = steps(program, SimulatedRuntime(), rows=(N,) * 5, **fields)
-    for step in found:
-        assert "alive" not in step.stats.kept_bytes
-        assert step.stats.offloaded_bytes >= found[0].stats.offloaded_bytes > 0
-
-
 @pytest.mark.parametrize("program", [towers_in_the_order_of_forward, one_tower, one_tower_whose_results_are_held])
 def test_what_is_known_of_a_step_makes_it_no_worse(program: Callable[[Tensor], Graphs]) -> None:
     device = SimulatedRuntime(compute_rate=1e9, out_bandwidth=6e8, in_bandwidth=6e8)

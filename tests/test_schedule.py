@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,9 +15,7 @@ from eager_offload.schedule import (
     Prefetch,
     PrefetchOrder,
     ResidentQueue,
-    Windows,
     auto_window,
-    first_window,
     largest_of,
 )
 
@@ -389,15 +387,3 @@ def test_four_tensors_make_a_size_the_largest_and_fewer_do_not(sizes: list[int])
     assert (queue.movable, queue.largest) == (sum(sizes), size)
     assert sum(one > size for one in sizes) < 4
     assert size == 0 or sum(one >= size for one in sizes) >= 4
-
-
-@given(steps=st.lists(st.tuples(SIZES, SIZES)), device_bytes=st.none() | SIZES)
-def test_windows_are_of_the_last_step_that_could_move_anything(
-    steps: Sequence[tuple[int, int]], device_bytes: int | None
-) -> None:
-    windows, expected = Windows(None, 5, device_bytes), first_window(0, device_bytes)
-    for movable, largest in steps:
-        before = expected
-        expected = auto_window(movable, largest, device_bytes) if movable else expected
-        assert windows.begin(movable, largest) == (expected != before)
-        assert (windows.inflight, windows.prefetch) == (expected, 5)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.stats import KeepReason, OffloadStats
-from eager_offload.step_memory import why
 from tests.hazards.backends import DiskBackend
 from tests.processes import printed_by
 from tests.threads import collect
@@ -121,29 +119,6 @@ def test_a_run_of_which_nothing_moves_says_so_once(told: Told) -> None:
     for expected, said in zip((told.said, told.at_the_end), found, strict=True):
         assert len(said) == len(expected), said
         assert all(map(re.search, expected, said)), said
-
-
-@pytest.mark.parametrize(
-    ("counted", "sentence"),
-    [
-        *(
-            ({"saved_tensors": 1, "kept_bytes": {reason: 3 << 20}}, "of the 3.0 MiB that a step")
-            for reason in KeepReason
-        ),
-        ({"saved_tensors": 9, "kept_bytes": {"parameter": 9 << 20, "small": 7}}, "smaller than min_bytes"),
-        ({"saved_tensors": 9, "kept_bytes": {"alive": 8 << 20, "small": 7}}, "8.0 MiB are of tensors that something"),
-        ({"saved_tensors": 2}, "the 2 tensors that were saved have no bytes"),
-        ({}, "put `with offload:` around the forward"),
-        ({"empty_forwards": 1}, "other saved-tensor hooks"),
-        ({"foreign_hooks": 1, "saved_tensors": 1}, "other saved-tensor hooks"),
-    ],
-)
-def test_every_reason_has_a_sentence_and_the_one_with_most_bytes_is_named(
-    counted: dict[str, Any], sentence: str
-) -> None:
-    said = why(OffloadStats(**counted), eo.OffloadConfig())
-    assert sentence in said
-    assert "{" not in said
 
 
 # -- a device is full -------------------------------------------------------------------------------------------------

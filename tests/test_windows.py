@@ -84,29 +84,6 @@ def test_a_first_step_grows_with_the_largest_size_that_four_of_its_tensors_have(
     assert offload.stats(synchronize=True).bytes_out >= 32 * MIB
 
 
-def test_what_backward_begins_with_makes_no_window_large(offloads: Make) -> None:
-    """Logits, say, and what a loss makes of them in another dtype."""
-    offload = offloads(keep_last_bytes=0)
-    for _ in range(3):
-        x = torch.ones(16 * KIB, requires_grad=True)
-        with offload:
-            y = x * 1
-            for _ in range(12):
-                y = y.sigmoid() * 2
-            logits = y.repeat(16).sigmoid().sigmoid()
-        logits.sum().backward()
-        del logits, y
-    assert windows_of(offload)[0] == (12 + 2 * 16) * 64 * KIB // 8
-
-
-def test_steps_inside_of_one_context_are_steps(offloads: Make) -> None:
-    offload = offloads()
-    with offload:
-        for saves in (12, 24, 12):
-            chain(saves, 64 * KIB)
-    assert windows_of(offload)[0] == window_of(24, 64 * KIB)
-
-
 def test_what_a_user_gives_stays_in_force(offloads: Make) -> None:
     offload, given = offloads(max_inflight_bytes="1MiB"), offloads(max_inflight_bytes="3MiB", prefetch_bytes=0)
     for window in (FIRST, window_of(12, 64 * KIB)):
