@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload._torch import tree_iter, weak_storage
-from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import TransferThread, host_runtime
-from tests.hazards.backends import DiskBackend, Gate, assert_balanced, assert_settled, offloader_of
+from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of, open_when_the_host_waits
 from tests.hazards.programs import leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward, gradient
 
@@ -64,7 +62,7 @@ class StorageCensus(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._storages += [weak_storage(one.untyped_storage()) for one in tree_iter(result) if isinstance(one, Tensor)]
+        self._storages += [weakref.ref(one.untyped_storage()) for one in tree_leaves(result) if isinstance(one, Tensor)]
         return result
 
     def live_bytes(self) -> int:
@@ -229,15 +227,6 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
     assert stats.host_wait_seconds == stats.stall_seconds, "a CPU device computes on the host"
     exact_backward(loss, x, DEPTH)
     assert stats.offloaded_bytes == ALL
-
-
-def open_when_the_host_waits(gate: Gate, offload: eo.Offload) -> None:
-    gate.wait_until_reached()
-    out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
-    assert isinstance(out, TransferThread)
-    while not out.waiters:
-        pass
-    gate.open()
 
 
 @pytest.mark.parametrize("prefetch", [0, NBYTES - 1, NBYTES, 3 * NBYTES])

@@ -100,11 +100,20 @@ def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are_known(
 
 # -- freed memory goes back to the system when the C library is told to -----------------------------------------------
 
-#: Trains nothing: makes many blocks, frees every one but the last, and says whether they stayed resident.
-MEMORY = """
-eo.release_freed_memory({arguments})
+#: What a process says of its advice, and whether freed blocks stay resident, before and after the setting.
+PROGRAM = """
+import psutil, torch, eager_offload as eo
+
+def advised():
+    offload, x = eo.Offload(keep_last_bytes=0), torch.randn(1 << 23, requires_grad=True)
+    with offload:
+        loss = x.sigmoid().exp().square().sum()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    return stats.keeps_freed_memory, any("release_freed_memory()" in one for one in stats.advice)
+
+print(*advised(), eo.release_freed_memory("2MiB"), *advised())
 me, mib = psutil.Process(), 1 << 20
-blocks = []
 for _ in range(3):  # as an allocator meets them in training: again and again
     before = me.memory_info().rss
     blocks = [torch.ones(mib // 2) for _ in range(64)]
@@ -113,60 +122,19 @@ for _ in range(3):  # as an allocator meets them in training: again and again
     blocks.clear()
     left = me.memory_info().rss - before
     del last
-print("it goes back" if grown > 100 * mib and left < 16 * mib else "it stays", flush=True)
-"""
-glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
-
-
-#: The advice of a process that offloads, where it has made a call before or none.
-ADVICE = """
-offload, x = eo.Offload(keep_last_bytes=0), torch.randn(1 << 23, requires_grad=True)
-with offload: loss = x.sigmoid().exp().square().sum()
-loss.backward()
-stats = offload.stats(synchronize=True)
-print(stats.keeps_freed_memory, any("release_freed_memory()" in one for one in stats.advice), flush=True)
-"""
-PROGRAMS = [
-    *(MEMORY.format(arguments=arguments) for arguments in ("", "'2MiB'", "'4GiB'")),
-    ADVICE,
-    "eo.release_freed_memory()" + ADVICE,
-]
-#: Each in a fork of its own, since the setting is one of the whole process.
-FORKS = f"""
-import os, sys, psutil, torch, eager_offload as eo
-for program in {PROGRAMS!r}:
-    if os.fork() == 0:
-        exec(program)
-        os._exit(0)
-    os.wait()
+print(grown > 100 * mib, left < 16 * mib)
 """
 
 
-def said(program: str, **environment: str) -> list[str]:
-    """The lines that a process prints which has none of the settings of malloc but these."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in malloc._OTHERWISE:
-            patch.delenv(name, raising=False)
-        return printed_by("-c", program, **environment).splitlines()
-
-
-@pytest.fixture(scope="module")
-def forks() -> list[str]:
-    return said(FORKS)
-
-
-@glibc
-def test_what_is_freed_goes_back_at_once(forks: list[str]) -> None:
-    assert forks[:2] == ["it goes back", "it goes back"]
-    # 4 GiB would wrap around to 0 in the C library's int, and every small block would be a mapping of its own.
-    assert forks[2] == "it stays"
-
-
-@glibc
-def test_the_advice_on_a_cpu_names_it_where_it_would_change_something(forks: list[str]) -> None:
-    assert forks[3:] == ["True True", "False False"]
-    by_the_environment = said("import torch, eager_offload as eo" + ADVICE, MALLOC_TRIM_THRESHOLD_="65536")
-    assert by_the_environment == ["False False"]
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_what_is_freed_goes_back_at_once_and_the_advice_names_that_where_it_would_change_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in malloc._OTHERWISE:
+        monkeypatch.delenv(name, raising=False)
+    assert printed_by("-c", PROGRAM).splitlines() == ["True True True False False", "True True"]
+    by_the_environment = printed_by("-c", PROGRAM, MALLOC_TRIM_THRESHOLD_="65536")
+    assert by_the_environment.startswith("False False ")
 
 
 @pytest.mark.parametrize("missing", [OSError, TypeError, AttributeError])

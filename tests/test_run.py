@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.running import main
+from eager_offload.__main__ import main
 from tests.processes import python
 
 SCRIPT = """
@@ -110,7 +110,7 @@ def test_two_ranks_of_torchrun_each_offload_and_one_speaks(script: Path, tmp_pat
 def test_wrong_arguments_are_told_before_anything_runs(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main(["run", *arguments]) == 2
     assert said in capsys.readouterr().err
-    assert main(["--help"]) == 0
+    assert main(["run", "--help"]) == 0
     assert "-m MODULE" in capsys.readouterr().out
