@@ -13,7 +13,7 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.__main__ import COMMANDS
-from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES, PUBLIC_NAMES, SET
+from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES, PUBLIC_NAMES, SET, require_torch
 from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
@@ -312,3 +312,13 @@ def test_a_framework_that_is_missing_is_an_error_that_names_the_extra() -> None:
     for line, name in zip(said, ("accelerate", "lightning", "transformers"), strict=True):
         assert line.startswith(f"eager_offload.integrations.{name} needs {name}, which cannot be imported here (")
         assert line.endswith(f"pip install 'eager_offload[{name}]', or '.[{name}]' in a checkout")
+
+
+def test_a_torch_that_is_too_old_is_an_error_that_says_which_is_needed() -> None:
+    for version in ("2.10.1", "2.10.0+cu130", "2.10.9.dev20260101", "1.13.1", "2.9"):
+        with pytest.raises(ImportError) as raised:
+            require_torch(version)
+        said = f"eager_offload needs torch 2.11 or newer, but {version} is installed: upgrade torch"
+        assert str(raised.value) == said
+    for enough in ("2.11.0", "2.11.0a0+git1234567", "2.13.0+cpu", "2.100.0", "3.0.0", "10.1", "2.11"):
+        require_torch(enough)
