@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
 from typing import NamedTuple
 
 import pytest
@@ -312,7 +312,7 @@ def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_a
 def test_h50_an_unknown_order_brings_hardly_anything_twice(limit: int, seed: int) -> None:
     order, saves, resident, brought = PrefetchOrder(limit), 120, set[int](), 0
     packed(order, [(storage, 1) for storage in range(1, saves + 1)])
-    for position in shuffled(saves, seed):
+    for position in random.Random(seed).sample(range(1, saves + 1), saves):
         brought += position not in resident
         plan = order.unpacked(position)
         order.remove(position)
@@ -320,14 +320,6 @@ def test_h50_an_unknown_order_brings_hardly_anything_twice(limit: int, seed: int
         brought += len(plan.bring)
     assert brought <= 1.1 * saves
     assert is_empty(order)
-
-
-def shuffled(count: int, seed: int) -> Iterator[int]:
-    """The positions from 1 to ``count`` in an order of its own for each seed."""
-    remaining = list(range(1, count + 1))
-    while remaining:
-        seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
-        yield remaining.pop((seed >> 33) % len(remaining))
 
 
 def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
