@@ -12,41 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload._torch import tree_iter, weak_storage
-from eager_offload.runtime.base import Direction
-from eager_offload.runtime.host import TransferThread, host_runtime
-from tests.hazards.backends import DiskBackend, Gate, assert_balanced, assert_settled, offloader_of
+from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of, open_when_the_host_waits
 from tests.hazards.programs import leaf
+from tests.test_contract import NBYTES, N, chain, exact_backward, gradient
 
-N = 1 << 14
-NBYTES = 4 * N
 DEPTH = 10
 ALL = DEPTH * NBYTES
-
-
-def chain(x: Tensor, depth: int = DEPTH) -> Tensor:
-    """Saves ``depth`` activations of ``NBYTES`` bytes each, and nothing else."""
-    for _ in range(depth):
-        x = x.sigmoid()
-    return x.sum()
-
-
-def gradient(x: Tensor) -> Tensor:
-    """Of ``chain``, without offload."""
-    return torch.autograd.grad(chain(x), x)[0]
-
-
-def exact_backward(loss: Tensor, x: Tensor) -> None:
-    loss.backward()
-    assert torch.equal(x.grad, gradient(x))
 
 
 def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
     with offload:
-        loss = chain(x)
+        loss = chain(x, DEPTH)
     forward = offload.stats(synchronize=True)
     assert (forward.saved_tensors, forward.saved_bytes) == (DEPTH, ALL)
     assert (forward.offloaded_tensors, forward.offloaded_bytes) == (DEPTH, ALL)
@@ -56,14 +36,19 @@ def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     assert 0 < forward.inflight_bytes_peak <= ALL
     assert forward.disk_bytes_peak >= ALL
     assert forward.host_bytes_peak == 0
-    loss.backward()
+    assert forward.disk_bytes_written >= ALL
+    assert forward.out_seconds > 0 == forward.in_seconds
+    exact_backward(loss, x, DEPTH)
     stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, gradient(x))
+    assert (stats.out_seconds, stats.disk_bytes_written) == (forward.out_seconds, forward.disk_bytes_written)
+    assert stats.in_seconds > 0
     assert (stats.reloaded_bytes, stats.forwarded_bytes, stats.released_bytes) == (ALL, 0, 0)
     assert (stats.bytes_out, stats.bytes_in) == (ALL, ALL)
     assert stats.stall_seconds >= 0
     assert (stats.foreign_hooks, stats.empty_forwards) == (0, 0)
     assert_balanced(stats)
+    offload.close()
+    assert offload.stats().disk_bytes_written == forward.disk_bytes_written, "of tiers that are closed, too"
 
 
 class StorageCensus(TorchDispatchMode):
@@ -77,7 +62,7 @@ class StorageCensus(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._storages += [weak_storage(one.untyped_storage()) for one in tree_iter(result) if isinstance(one, Tensor)]
+        self._storages += [weakref.ref(one.untyped_storage()) for one in tree_leaves(result) if isinstance(one, Tensor)]
         return result
 
     def live_bytes(self) -> int:
@@ -109,7 +94,7 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     offload, x = disk.offload(**bounds), leaf(N)
     for _ in range(3):
         with offload:
-            loss = chain(x)
+            loss = chain(x, DEPTH)
         loss.backward()
         del loss
     stats = offload.stats(synchronize=True)
@@ -121,7 +106,7 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
         with eo.no_offload():
             kept = x.sigmoid().exp()  # saves two tensors, and the last one twice
             kept = kept * kept
-        loss = chain(kept)
+        loss = chain(kept, DEPTH)
     offload.reset_stats()  # in the midst of a step
     loss.backward()
     del loss, kept
@@ -133,45 +118,10 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 0
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_the_peaks_of_tiers_are_of_the_bytes_of_this_object(tier: str, disk: DiskBackend) -> None:
-    one, other, x = disk.offload(tier=tier), disk.offload(tier=tier), leaf(N)
-    with one:
-        large = chain(x)
-    with other:
-        small = chain(x, 2)
-    peaks = [getattr(offload.stats(synchronize=True), f"{tier}_bytes_peak") for offload in (one, other)]
-    assert peaks == [ALL, 2 * NBYTES]
-    large.backward()
-    small.backward()
-    assert torch.equal(x.grad, gradient(x) + torch.autograd.grad(chain(x, 2), x)[0])
-
-
-def test_the_time_that_bytes_travel_is_counted_and_what_a_disk_is_written(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        loss = chain(x)
-    forward = offload.stats(synchronize=True)
-    assert forward.out_seconds > 0 == forward.in_seconds
-    assert forward.disk_bytes_written >= forward.bytes_out == ALL
-    offload.reset_stats()
-    loss.backward()
-    stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, gradient(x))
-    assert stats.in_seconds > 0 == stats.out_seconds
-    assert stats.disk_bytes_written == 0
-    with offload:
-        loss = chain(x)
-    offload.close()
-    del loss
-    assert offload.stats().disk_bytes_written == forward.disk_bytes_written, "of tiers that are closed, too"
-
-
 def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
     with offload:
-        dropped, kept = chain(x), chain(x)
+        dropped, kept = chain(x, DEPTH), chain(x, DEPTH)
     assert offload.stats(synchronize=True).released_bytes == 0
     del dropped
     stats = offload.stats()
@@ -181,7 +131,7 @@ def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
     assert offload.stats().reloaded_bytes == ALL
     with disk.gate() as gate:
         with offload:
-            dropped = chain(x)
+            dropped = chain(x, DEPTH)
         del dropped  # before it has arrived
         assert offload.stats().released_bytes == ALL
         gate.open()
@@ -193,13 +143,13 @@ def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
 def test_a_retained_graph_is_counted_once_and_moves_twice(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
     with offload:
-        loss = chain(x)
+        loss = chain(x, DEPTH)
     offload.stats(synchronize=True)
     loss.backward(retain_graph=True)
     loss.backward()
     del loss
     stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, 2 * gradient(x))
+    assert torch.equal(x.grad, 2 * gradient(x, DEPTH))
     assert stats.bytes_out == stats.offloaded_bytes == stats.reloaded_bytes == ALL
     assert stats.bytes_in == 2 * ALL
     assert_settled(offload)
@@ -227,30 +177,21 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
     offload, x = disk.offload(keep_last_bytes=2 * NBYTES), leaf(N)
     with disk.gate() as gate:
         with offload:
-            loss = chain(x)
+            loss = chain(x, DEPTH)
         offload.reset_stats()
         stats = offload.stats()
-        held = eo.OffloadStats(
-            inflight_bytes_peak=ALL - 2 * NBYTES,
-            resident_bytes_peak=ALL,
-            device_bytes_peak=ALL,
-            without_offload_bytes_peak=ALL,
-            disk_bytes_peak=stats.disk_bytes_peak,
-            max_inflight_bytes=stats.max_inflight_bytes,
-            prefetch_bytes=stats.prefetch_bytes,
-            keeps_freed_memory=stats.keeps_freed_memory,
-        )
-        assert stats == held, "the peaks start at what is held now"
-        assert stats.disk_bytes_peak > 0
+        held = (stats.inflight_bytes_peak, stats.resident_bytes_peak, stats.without_offload_bytes_peak)
+        assert held == (ALL - 2 * NBYTES, ALL, ALL), "the peaks start at what is held now"
+        assert stats.disk_bytes_peak > stats.bytes_out == stats.saved_bytes == 0
         gate.open()
     offload.stats(synchronize=True)
     offload.reset_stats()
     with offload:
-        again = chain(x)
+        again = chain(x, DEPTH)
     (loss + again).backward()
     del loss, again
     stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, 2 * gradient(x))
+    assert torch.equal(x.grad, 2 * gradient(x, DEPTH))
     assert stats.saved_bytes == ALL
     assert stats.kept_bytes == {"newest": 2 * NBYTES}
     assert stats.bytes_out == ALL, "the newest of the first forward had to make way for the second's"
@@ -268,36 +209,27 @@ def test_what_is_on_its_way_stays_within_the_window_and_a_full_one_stalls(window
         gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
         gate_keeper.start()
         with offload:
-            loss = chain(x)
+            loss = chain(x, DEPTH)
         gate_keeper.join()
     stats = offload.stats(synchronize=True)
     assert stats.inflight_bytes_peak == allowed
     assert stats.resident_bytes_peak == allowed + 2 * NBYTES, "and the one that waits to leave, and the newest"
     assert 0 < stats.window_stall_seconds <= stats.stall_seconds, "the file's growth is no part of the window's"
     assert stats.host_wait_seconds == stats.stall_seconds, "a CPU device computes on the host"
-    exact_backward(loss, x)
+    exact_backward(loss, x, DEPTH)
     assert stats.offloaded_bytes == ALL
-
-
-def open_when_the_host_waits(gate: Gate, offload: eo.Offload) -> None:
-    gate.wait_until_reached()
-    out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
-    assert isinstance(out, TransferThread)
-    while not out.waiters:
-        pass
-    gate.open()
 
 
 @pytest.mark.parametrize("prefetch", [0, NBYTES - 1, NBYTES, 3 * NBYTES])
 def test_what_comes_back_early_stays_within_its_bound(prefetch: int, disk: DiskBackend) -> None:
     offload, x = disk.offload(prefetch_bytes=prefetch), leaf(N)
     with offload:
-        loss = chain(x)
+        loss = chain(x, DEPTH)
     offload.stats(synchronize=True)
     offload.reset_stats()
     loss.backward()
     stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, gradient(x))
+    assert torch.equal(x.grad, gradient(x, DEPTH))
     early = max(prefetch // NBYTES, 1 if prefetch else 0)  # one that is larger comes alone
     assert stats.resident_bytes_peak == (early + 1) * NBYTES, "and the one that is asked for"
     assert stats.bytes_in == ALL
@@ -329,14 +261,14 @@ def test_what_is_expected_when_its_copy_arrives_stays_as_if_it_had_come_back(dis
 def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> None:
     offload, x = disk.offload(keep_last_bytes=newest, max_inflight_bytes=NBYTES), leaf(N)
     with offload:
-        loss = chain(x)
+        loss = chain(x, DEPTH)
     stats = offload.stats(synchronize=True)
     staying = min(newest // NBYTES * NBYTES, ALL)
     assert stats.kept_bytes.get("newest", 0) == staying
     assert stats.offloaded_bytes == stats.bytes_out == ALL - staying
     assert stats.resident_bytes_peak <= staying + NBYTES + 2 * NBYTES
     assert offloader_of(offload).resident_bytes == staying
-    exact_backward(loss, x)
+    exact_backward(loss, x, DEPTH)
     del loss
     stats = offload.stats(synchronize=True)
     assert_settled(offload)
@@ -353,11 +285,11 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
     def step() -> eo.OffloadStats:
         x.grad = None
         with offload:
-            loss = chain(x)
+            loss = chain(x, DEPTH)
         stats = offload.stats(synchronize=True)
         (held,) = (one.held_bytes for one in offloader_of(offload).tiers)
         assert held <= room
-        exact_backward(loss, x)
+        exact_backward(loss, x, DEPTH)
         return stats
 
     with pytest.warns(RuntimeWarning, match=f"no room for {NBYTES} bytes in the {tier} tier: they stay on cpu"):
@@ -376,19 +308,3 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
     assert max(peaks) <= room
     assert peaks[tier == "host"] == 0
     assert_settled(offload)
-
-
-def test_budgets_are_kept_by_what_is_held_across_graphs_that_live_side_by_side(disk: DiskBackend) -> None:
-    offload, leaves = disk.offload(disk_budget=6 * NBYTES), [leaf(N, seed=seed) for seed in range(3)]
-    losses = []
-    with warnings.catch_warnings(action="ignore"):
-        for x in leaves:
-            with offload:
-                losses.append(chain(x, 4))
-    stats = offload.stats(synchronize=True)
-    assert stats.offloaded_bytes == 6 * NBYTES
-    assert stats.kept_bytes == {"budget": 6 * NBYTES}
-    for x, loss in zip(leaves, losses, strict=True):
-        loss.backward()
-        assert torch.equal(x.grad, torch.autograd.grad(chain(x, 4), x)[0])
-    assert offload.stats(synchronize=True).disk_bytes_peak <= 6 * NBYTES

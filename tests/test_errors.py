@@ -1,4 +1,4 @@
-"""What a user is told when something fails, what becomes of the bytes, and why a saved tensor stays."""
+"""What a user is told when something cannot work or fails, what becomes of the bytes, and why a saved tensor stays."""
 
 from __future__ import annotations
 
@@ -8,39 +8,156 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import eager_offload as eo
-from tests.hazards.backends import assert_balanced, assert_settled, offloader_of
+from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, hooks_are_gone, offloader_of
 from tests.hazards.programs import assert_identical, assert_moved, leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward
-from tests.threads import collect
+from tests.threads import collect, on_a_thread
 from tests.tiers.files import Watched
 
-# -- errors ---------------------------------------------------------------------------------------------------------
+# -- before the first step --------------------------------------------------------------------------------------------
+
+NO_PLACES = [
+    ("missing", "does not exist"),
+    ("file", "is no directory"),
+    ("file/directory", "does not exist"),
+    ("link", "does not exist"),
+    ("/proc" if os.geteuid() == 0 else "read-only", ""),  # where even root creates no file
+    *([("/dev/shm", "tmpfs, which is memory itself")] if os.path.isdir("/dev/shm") else []),
+]
 
 
-def test_errors_are_of_the_kinds_that_the_contract_names() -> None:
-    kinds = (eo.ConfigError, eo.CapacityError, eo.TransferError, eo.CorruptionError, eo.SavedTensorModifiedError)
-    assert all(issubclass(kind, eo.OffloadError) for kind in kinds)
+@pytest.mark.parametrize("tier", ["disk", "auto"])
+@pytest.mark.parametrize(("place", "why"), NO_PLACES)
+def test_h27_a_path_that_cannot_serve_is_an_error_before_the_first_step(
+    tier: str, place: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "read-only").mkdir(mode=0o500)
+    path = tmp_path / place
+    for given in (path, str(path), [tmp_path, path]):
+        with pytest.raises(eo.ConfigError, match=f"{why}.*accepted is a writable directory") as raised:
+            eo.Offload(tier=tier, disk_path=given)
+        assert str(raised.value).startswith(f"disk_path: {str(path)!r} cannot serve: ")
+        assert isinstance(raised.value.__cause__, OSError)
+    assert hooks_are_gone()
+
+
+# -- in a step --------------------------------------------------------------------------------------------------------
+
+X = torch.linspace(-1, 1, 12)
+ROWS = X.clone().reshape(3, 4).requires_grad_()
+Function = Callable[[Tensor], Tensor]
+
+
+def function(x: Tensor) -> Tensor:
+    return (x * 2).sigmoid().square().sum()
+
+
+FORBIDDEN: dict[str, Callable[[Function], Any]] = {
+    "grad": lambda f: grad(f)(X),
+    "vjp": lambda f: vjp(f, X)[1](torch.ones(())),
+    "jacrev": lambda f: jacrev(f)(X),
+    "hessian": lambda f: hessian(f)(X),
+    "grad of grad": lambda f: grad(lambda x: grad(f)(x).sum())(X),
+    "vmap of grad": lambda f: vmap(grad(f))(X.reshape(3, 4)),
+}
+ALLOWED: dict[str, Callable[[Function], Any]] = {
+    "vmap": lambda f: vmap(f)(X.reshape(3, 4)),
+    "jvp": lambda f: jvp(f, (X,), (X,)),
+    "jacfwd": lambda f: jacfwd(f)(X),
+    "vmap with a backward behind it": lambda f: torch.autograd.grad(vmap(f)(ROWS).sum(), ROWS),
+    "a hessian without transforms": lambda f: torch.autograd.functional.hessian(f, X),
+}
+
+
+def around(transform: Callable[[Function], Any], offload: eo.Offload) -> Any:
+    with offload:
+        return transform(function)
+
+
+def inside(transform: Callable[[Function], Any], offload: eo.Offload) -> Any:
+    def f(x: Tensor) -> Tensor:
+        with offload:
+            return function(x)
+
+    return transform(f)
+
+
+@pytest.fixture
+def works_on(disk: DiskBackend) -> Iterator[eo.Offload]:
+    """An ``Offload`` that works, here and in another thread, after whatever goes wrong inside of it."""
+    offload = disk.offload()
+
+    def step() -> None:
+        x = leaf(N)
+        with offload:
+            loss = chain(x)
+        exact_backward(loss, x)
+
+    yield offload
+    assert hooks_are_gone()
+    step()
+    on_a_thread(step)
+    assert_moved(offload.stats(synchronize=True))
+
+
+@pytest.mark.parametrize("place", [around, inside])
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_h31_where_torch_forbids_hooks_its_error_is_ours_with_the_way_out(
+    place: Callable[..., Any], name: str, works_on: eo.Offload
+) -> None:
+    with pytest.raises(eo.OffloadError, match="torch does not allow saved-tensor hooks here") as raised:
+        place(FORBIDDEN[name], works_on)
+    assert "outside `with offload:`" in str(raised.value)
+    assert type(raised.value.__cause__) is RuntimeError
+    assert str(raised.value.__cause__) in str(raised.value), "torch's own words are there"
+
+
+@pytest.mark.parametrize("place", [around, inside])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_h31_transforms_that_torch_allows_are_exact(place: Callable[..., Any], name: str, works_on: eo.Offload) -> None:
+    assert_identical(ALLOWED[name](function), place(ALLOWED[name], works_on))
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])
+def test_h10_an_error_of_the_users_own_passes_as_it_is(error: BaseException, works_on: eo.Offload) -> None:
+    def fail() -> None:
+        with works_on:
+            chain(leaf(N))
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        fail()
+    assert raised.value is error
+    assert error.__cause__ is None
+
+
+# -- what is raised ---------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_of_the_kinds_that_the_contract_names_and_travel_between_processes() -> None:
+    for kind in (eo.ConfigError, eo.CapacityError, eo.CorruptionError, eo.SavedTensorModifiedError):
+        assert issubclass(kind, eo.OffloadError)
+        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
     assert issubclass(eo.OffloadError, RuntimeError)
     assert issubclass(eo.ConfigError, ValueError)
-
-
-def test_errors_travel_between_processes() -> None:
     error = eo.TransferError("lost", errno=errno.EIO, tier="disk", nbytes=77)
     error.add_note("on node 3")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is eo.TransferError
     assert (str(again), again.errno, again.tier, again.nbytes) == ("lost", errno.EIO, "disk", 77)
     assert again.__notes__ == ["on node 3"]
-    for kind in (eo.ConfigError, eo.CapacityError, eo.CorruptionError, eo.SavedTensorModifiedError):
-        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
 
 
 Make = Callable[..., tuple[eo.Offload, Watched]]
@@ -150,32 +267,6 @@ REASONS: dict[str, tuple[Callable[[Tensor], Tensor], int, dict[str, Any]]] = {
     "budget": (lambda x: chain(x, 9), 4 * NBYTES, {"disk_budget": 5 * NBYTES}),
     "failed": (failed, 2 * NBYTES, {}),
 }
-
-
-def scaled(x: Tensor, factor: Tensor, depth: int) -> Tensor:
-    """Saves ``factor`` ``depth`` times, and as many activations."""
-    for _ in range(depth):
-        x = (x * factor).sigmoid()
-    return x.sum()
-
-
-def test_what_is_held_from_one_forward_to_the_next_is_counted_as_alive(watched: Make) -> None:
-    (offload, _), x = watched(), leaf(N)
-    factor = torch.full((N,), 1.5)  # taken twice, then once more when the first forward is over, which serves its rest
-    with offload:
-        first = scaled(x, factor, 7)
-    with offload:
-        second = scaled(x, factor, 5)
-    stats = offload.stats(synchronize=True)
-    assert stats.kept_bytes == {"alive": 5 * NBYTES}
-    assert_balanced(stats)
-    (first + second).backward()
-    actual, x.grad = x.grad, None
-    first, second = scaled(x, factor, 7), scaled(x, factor, 5)
-    (first + second).backward()
-    assert_identical(x.grad, actual)
-    del first, second
-    assert assert_settled(offload).bytes_out > 0
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload", "ignore:Sparse")

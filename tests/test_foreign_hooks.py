@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
+from tests.hazards.programs import assert_identical
 from tests.threads import on_a_thread
 
 WARNING = "other saved-tensor hooks were entered inside this context"
@@ -69,12 +70,22 @@ def test_h24_hooks_inside_ours_are_counted_and_told_once(
         gradient(disk.offload(), hooks())  # another object tells its own user
 
 
-def around_ours(ours: eo.Offload, _: eo.Offload) -> Tensor:
+def nothing_is_hidden(run: Callable[[AbstractContextManager[Any]], object], offload: eo.Offload) -> None:
+    """Asserts that ``run`` gives the same bits with an ``Offload``, which sees what is saved and warns of nothing."""
+    with warnings.catch_warnings(action="error"):
+        assert_identical(run(nullcontext()), run(offload))
+    stats = offload.stats(synchronize=True)
+    assert stats.foreign_hooks == stats.empty_forwards == 0
+    assert stats.bytes_out > 0
+    assert "hooks" not in str(stats)
+
+
+def inside_of_theirs(ours: AbstractContextManager[Any]) -> Tensor:
     with theirs():
         return gradient(ours)
 
 
-def in_another_thread(ours: eo.Offload, _: eo.Offload) -> Tensor:
+def in_another_thread(ours: AbstractContextManager[Any]) -> Tensor:
     with ours:
         found = on_a_thread(lambda: gradient(theirs()))
         loss = forward(leaf())
@@ -82,20 +93,28 @@ def in_another_thread(ours: eo.Offload, _: eo.Offload) -> Tensor:
     return found
 
 
-def the_same_inside(ours: eo.Offload, _: eo.Offload) -> Tensor:
+def twice(ours: AbstractContextManager[Any]) -> Tensor:
     return gradient(ours, ours)
 
 
-@pytest.mark.parametrize("run", [around_ours, in_another_thread, gradient, the_same_inside])
+def without_a_forward(ours: AbstractContextManager[Any]) -> Tensor:
+    x = leaf()
+    with ours:
+        pass
+    with ours, torch.no_grad():
+        forward(x)
+    with ours:
+        loss = forward(x)
+    with ours:
+        loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("run", [inside_of_theirs, in_another_thread, twice, without_a_forward])
 def test_h24_what_is_around_ours_or_in_another_thread_or_ours_is_not_foreign(
-    run: Callable[[eo.Offload, eo.Offload], Tensor], disk: DiskBackend
+    run: Callable[[AbstractContextManager[Any]], Tensor], disk: DiskBackend
 ) -> None:
-    outer, inner = disk.offload(), disk.offload()
-    with warnings.catch_warnings(action="error"):
-        assert torch.equal(run(outer, inner), gradient(nullcontext()))
-    stats = [offload.stats(synchronize=True) for offload in (outer, inner)]
-    assert [one.foreign_hooks for one in stats] == [0, 0]
-    assert [one.bytes_out > 0 for one in stats] == [True, run is gradient]
+    nothing_is_hidden(run, disk.offload())
 
 
 def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBackend) -> None:
@@ -114,41 +133,20 @@ def test_h24_hooks_that_hide_everything_are_told_of_at_the_exit(disk: DiskBacken
     assert offload.stats().foreign_hooks == 2
 
 
-def test_a_context_without_a_forward_is_not_an_empty_one(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf()
-    with warnings.catch_warnings(action="error"):
-        with offload:
-            pass
-        with offload, torch.no_grad():
-            forward(x)
-        with offload:
-            loss = forward(x)
-        with offload:
-            loss.backward()
-    assert offload.stats().empty_forwards == 0
+@pytest.mark.parametrize(("use_reentrant", "inside"), [(False, None), (True, None), (False, theirs)])
+def test_h23_checkpointing_hides_what_it_recomputes_by_design(
+    use_reentrant: bool, inside: Callable[[], saved_tensors_hooks] | None, disk: DiskBackend
+) -> None:
+    def run(around: AbstractContextManager[Any]) -> Tensor:
+        x = leaf()
+        with around:
+            loss = checkpoint(lambda y: forward(y, inside and inside()), x.exp(), use_reentrant=use_reentrant)
+            loss = loss + x.exp().sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
 
-
-def checkpointed(
-    function: Callable[[Tensor], Tensor], around: AbstractContextManager[Any], *, use_reentrant: bool = False
-) -> Tensor:
-    """Returns the gradient of a step that has ``function`` in a checkpoint."""
-    x = leaf()
-    with around:
-        loss = checkpoint(function, x.exp(), use_reentrant=use_reentrant) + x.exp().sum()
-    loss.backward()
-    assert x.grad is not None
-    return x.grad
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_h23_checkpointing_hides_what_it_recomputes_by_design(use_reentrant: bool, disk: DiskBackend) -> None:
-    run = partial(checkpointed, forward, use_reentrant=use_reentrant)
-    offload = disk.offload()
-    with warnings.catch_warnings(action="error"):
-        assert torch.equal(run(offload), run(nullcontext()))
-    stats = offload.stats(synchronize=True)
-    assert stats.foreign_hooks == stats.empty_forwards == 0
-    assert stats.bytes_out > 0
+    nothing_is_hidden(run, disk.offload())
 
 
 # -- hooks that hide nothing: see [Note: which hooks hide] in foreign.py ----------------------------------------------
@@ -172,68 +170,37 @@ class HandsOn:
         return self.found[1](packed)
 
 
-def same_pair() -> saved_tensors_hooks:
-    return saved_tensors_hooks(*torch._C._autograd._top_saved_tensors_default_hooks(True))
+def handing_on(pack: Callable[[HandsOn], Callable[[Tensor], Any]]) -> saved_tensors_hooks:
+    return saved_tensors_hooks(pack(around := HandsOn()), around.unpack)
 
 
-def handing_on_by_a_method() -> saved_tensors_hooks:
-    return saved_tensors_hooks((around := HandsOn()).pack, around.unpack)
+HANDING_ON: dict[str, Callable[[], saved_tensors_hooks]] = {
+    "same pair": lambda: saved_tensors_hooks(*HandsOn().found),
+    "by a method": lambda: handing_on(lambda around: around.pack),
+    "by an object": lambda: handing_on(lambda around: around),
+    "by a partial": lambda: handing_on(lambda around: partial(lambda one, tensor: one.pack(tensor), around)),
+    "by a closure": lambda: handing_on(lambda around: lambda tensor: around.pack(tensor)),
+}
 
 
-def handing_on_by_an_object() -> saved_tensors_hooks:
-    return saved_tensors_hooks(around := HandsOn(), around.unpack)
-
-
-def handing_on_by_a_partial() -> saved_tensors_hooks:
-    around = HandsOn()
-    return saved_tensors_hooks(partial(lambda one, tensor: one.pack(tensor), around), around.unpack)
-
-
-def handing_on_by_a_closure() -> saved_tensors_hooks:
-    around = HandsOn()
-    return saved_tensors_hooks(lambda tensor: around.pack(tensor), around.unpack)
-
-
-HANDING_ON = [
-    same_pair,
-    handing_on_by_a_method,
-    handing_on_by_an_object,
-    handing_on_by_a_partial,
-    handing_on_by_a_closure,
-]
-
-
-@pytest.mark.parametrize("hooks", HANDING_ON)
+@pytest.mark.parametrize("hooks", HANDING_ON.values(), ids=list(HANDING_ON))
 def test_h24_hooks_that_hand_on_to_ours_hide_nothing(
     hooks: Callable[[], saved_tensors_hooks], disk: DiskBackend
 ) -> None:
-    def run(around: AbstractContextManager[Any], *, is_ours: bool) -> Tensor:
+    def run(around: AbstractContextManager[Any]) -> Tensor:
+        def inside() -> AbstractContextManager[Any]:
+            return hooks() if around is offload else nullcontext()
+
         x = leaf()
         with around:
-            with hooks() if is_ours else nullcontext():
+            with inside():
                 y = x * 2  # saves nothing to be handed on
-            with hooks() if is_ours else nullcontext(), hooks() if is_ours else nullcontext():
+            with inside(), inside():
                 loss = y.exp().sigmoid().square().sum()
-        loss.backward()
-        assert x.grad is not None
-        return x.grad
+        return torch.autograd.grad(loss, x)[0]
 
     offload = disk.offload()
-    with warnings.catch_warnings(action="error"):
-        assert torch.equal(run(offload, is_ours=True), run(nullcontext(), is_ours=False))
-    stats = offload.stats(synchronize=True)
-    assert stats.foreign_hooks == 0
-    assert stats.bytes_out > 0
-    assert "hooks" not in str(stats)
-
-
-def test_h24_hooks_inside_of_a_checkpoint_hide_nothing_from_ours(disk: DiskBackend) -> None:
-    run = partial(checkpointed, partial(forward, inside=theirs()))
-    offload = disk.offload()
-    with warnings.catch_warnings(action="error"):
-        assert torch.equal(run(offload), run(nullcontext()))
-    assert offload.stats(synchronize=True).foreign_hooks == 0
-    assert offload.stats().bytes_out > 0
+    nothing_is_hidden(run, offload)
 
 
 def remat_step(inside: AbstractContextManager[Any], pair: Any = None) -> list[Tensor]:
@@ -258,26 +225,13 @@ def remat_step(inside: AbstractContextManager[Any], pair: Any = None) -> list[Te
     return [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None]
 
 
-def test_h24_remat_enters_our_own_hooks_and_hands_on_to_them(disk: DiskBackend) -> None:
-    expected = remat_step(nullcontext())
-    assert len(expected) == 12
+def test_h24_remat_enters_our_own_hooks_and_hands_on_to_them_and_others_are_foreign(disk: DiskBackend) -> None:
     offload = disk.offload()
-    with warnings.catch_warnings(action="error"):
-        for _ in range(3):
-            assert all(map(torch.equal, remat_step(offload), expected))
-        with offload:
-            ours = HandsOn().found
-        assert all(map(torch.equal, remat_step(offload, ours), expected))
-    stats = offload.stats(synchronize=True)
-    assert stats.foreign_hooks == 0
-    assert stats.bytes_out > 0
-    other = disk.offload(min_bytes=1 << 30)
-    with pytest.warns(RuntimeWarning, match="nothing moved, because .* min_bytes"):
-        _ = [remat_step(other) for _ in range(3)]
-
-
-def test_h24_hooks_that_are_given_to_remat_are_foreign(disk: DiskBackend) -> None:
-    offload = disk.offload()
+    for _ in range(3):
+        nothing_is_hidden(remat_step, offload)
+    with offload:
+        ours = HandsOn().found
+    nothing_is_hidden(lambda around: remat_step(around, ours if around is offload else None), offload)
     with pytest.warns(RuntimeWarning, match=WARNING):
         remat_step(offload, (lambda tensor: tensor.detach(), lambda tensor: tensor))
     assert offload.stats(synchronize=True).foreign_hooks == 3
@@ -288,7 +242,6 @@ def test_h24_hooks_that_are_given_to_remat_are_foreign(disk: DiskBackend) -> Non
 
 def test_torchs_class_is_changed_only_while_an_offload_watches(disk: DiskBackend) -> None:
     first, second = disk.offload(), disk.offload()
-    seen: list[bool] = []
     entered, leave = threading.Event(), threading.Event()
 
     def changed() -> bool:
@@ -298,7 +251,6 @@ def test_torchs_class_is_changed_only_while_an_offload_watches(disk: DiskBackend
         with second:
             entered.set()
             leave.wait()
-        seen.append(changed())
 
     thread = threading.Thread(target=other)
     with first, first:
@@ -308,26 +260,10 @@ def test_torchs_class_is_changed_only_while_an_offload_watches(disk: DiskBackend
     assert changed(), "the other thread still watches"
     leave.set()
     thread.join()
-    assert seen == [False]
+    assert not changed()
     with pytest.raises(ZeroDivisionError), first:
         raise ZeroDivisionError
     assert not changed()
-
-
-def test_what_others_have_put_into_torchs_class_is_called_and_put_back(
-    disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload, calls = disk.offload(), []
-
-    def patched(hooks: saved_tensors_hooks) -> None:
-        calls.append(hooks)
-        ORIGINAL(hooks)
-
-    monkeypatch.setattr(saved_tensors_hooks, "__enter__", patched)
-    with pytest.warns(RuntimeWarning, match=WARNING):
-        gradient(offload, theirs())
-    assert saved_tensors_hooks.__enter__ is patched
-    assert len(calls) == 2, "theirs, and ours"
 
 
 def test_what_others_have_put_around_ours_stays_and_works(disk: DiskBackend) -> None:

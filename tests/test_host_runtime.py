@@ -1,9 +1,10 @@
-"""The runtime of a CPU device: threads with queues, events, and memory for reloads."""
+"""The runtime of a CPU device: threads with queues, when they start and end, events, and memory for reloads."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
+from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
-from eager_offload.runtime.host import HostEvent, HostRuntime, TransferThread
+from eager_offload.runtime.host import HostRuntime, TransferThread
 from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
+from tests.processes import python
+from tests.threads import on_a_thread, refuse_threads
 
 CPU = torch.device("cpu")
 
@@ -109,6 +113,24 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
     assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copy_comes_after_the_events_that_it_is_told_to_wait_for(runtime: HostRuntime, direction: Direction) -> None:
+    opened, other = threading.Event(), Direction.IN if direction is Direction.OUT else Direction.OUT
+    slot, tensor, over = Memory(1000), noise(1000), runtime.record(runtime.current_stream(CPU))
+    target, source = (slot.content, tensor) if direction is Direction.OUT else (tensor, slot.content)
+    earlier = stream(runtime, other).submit(lambda: (opened.wait(), source.fill_(7)))
+    ends = (slot, tensor) if direction is Direction.OUT else (tensor, slot)
+    copied = runtime.copy(*ends, stream(runtime, direction), after=(over, earlier))
+    stream(runtime, direction).hurry()
+    while not (stream(runtime, other).waiters or runtime.query(copied)):
+        pass
+    early = runtime.query(copied)
+    opened.set()
+    assert not early
+    runtime.synchronize(copied)
+    assert target.eq(7).all()
+
+
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -129,24 +151,6 @@ def test_a_failure_is_carried_by_its_own_event_and_by_no_other(runtime: HostRunt
     assert ran == ["behind the failure"]
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_a_copy_comes_after_the_events_that_it_is_told_to_wait_for(runtime: HostRuntime, direction: Direction) -> None:
-    opened, other = threading.Event(), Direction.IN if direction is Direction.OUT else Direction.OUT
-    slot, tensor, over = Memory(1000), noise(1000), runtime.record(runtime.current_stream(CPU))
-    target, source = (slot.content, tensor) if direction is Direction.OUT else (tensor, slot.content)
-    earlier = stream(runtime, other).submit(lambda: (opened.wait(), source.fill_(7)))
-    ends = (slot, tensor) if direction is Direction.OUT else (tensor, slot)
-    copied = runtime.copy(*ends, stream(runtime, direction), after=(over, earlier))
-    stream(runtime, direction).hurry()
-    while not (stream(runtime, other).waiters or runtime.query(copied)):
-        pass
-    early = runtime.query(copied)
-    opened.set()
-    assert not early
-    runtime.synchronize(copied)
-    assert target.eq(7).all()
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), MemoryError("none"), AssertionError("a bug")])
 def test_whatever_a_tier_raises_arrives_as_a_transfer_error_that_tells_its_cause(
     runtime: HostRuntime, error: Exception
@@ -162,19 +166,6 @@ def test_whatever_a_tier_raises_arrives_as_a_transfer_error_that_tells_its_cause
     slot.before = lambda: None
     runtime.synchronize(runtime.copy(slot, noise(77), stream(runtime)))
     assert torch.equal(slot.content, noise(77)), "the queue goes on"
-
-
-@pytest.mark.parametrize("error", [eo.CorruptionError("changed"), SystemExit(3)])
-def test_an_error_of_ours_and_one_that_is_no_error_arrive_as_they_are(
-    runtime: HostRuntime, error: BaseException
-) -> None:
-    slot = Memory(7)
-    slot.before = raising(error)
-    event = runtime.copy(noise(7), slot, stream(runtime))
-    with pytest.raises(type(error)) as raised:
-        runtime.synchronize(event)
-    assert raised.value.args == error.args
-    assert stream(runtime)._thread is not None, "the thread lives"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -195,7 +186,6 @@ def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime
                 runtime.synchronize(event)
         assert bytes_gone() is None
         assert slot_gone() is None
-        assert isinstance(event, HostEvent)
     finally:
         gc.enable()
 
@@ -214,3 +204,157 @@ def test_targets_have_their_size_and_alignment_offset(runtime: HostRuntime, nbyt
         assert (target.dtype, target.shape, target.is_contiguous()) == (torch.uint8, (nbytes,), True)
         targets.append(target.fill_(alignment_offset))
     assert all(target.eq(offset).all() for offset, target in zip(offsets, targets, strict=True)), "no byte is shared"
+
+
+# -- the life of a thread -------------------------------------------------------------------------------------------
+
+
+def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_idle(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = stream(runtime)
+    assert out._thread is None, "no thread without work"
+    monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
+    seen: list[threading.Thread] = []
+    for _ in range(3):
+        out.submit(lambda: seen.append(threading.current_thread()))
+        runtime.synchronize(out.record())
+        seen[-1].join(60)
+        assert not seen[-1].is_alive()
+        assert out._thread is None
+    assert len(set(seen)) == 3, "later work starts a new one"
+    assert {thread.name for thread in seen} == {"eager_offload-out"}
+    assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
+
+
+def test_h40_a_thread_that_pauses_says_so_again_until_it_was_heard(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
+    out, answers, heard = stream(runtime), [True, False, False], threading.Event()
+    runtime.attach_user(out)  # else it ends in a pause
+
+    def pauses() -> bool:
+        answer = answers.pop()
+        if answer:
+            heard.set()
+        return answer
+
+    monkeypatch.setattr(out, "pauses", pauses)
+    runtime.synchronize(out.submit(lambda: None))
+    assert heard.wait(60)
+    assert answers == [], "and not again after that"
+    monkeypatch.setattr(out, "pauses", lambda: answers.append(True))
+    out.close()
+    assert answers == [True], "nothing is left when it ends"
+
+
+ENDS = textwrap.dedent("""
+    import atexit, threading
+
+    def look():  # the last of all that happens at exit, since it was registered first
+        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload")]
+        print(alive, sorted(carried_out))
+
+    carried_out = []
+    atexit.register(look)
+
+    import time
+    from functools import partial
+    from eager_offload.runtime.transfer_threads import TransferThread
+
+    def work(thread, begun):
+        begun.set()
+        while not thread._stops:
+            time.sleep(1e-3)
+        carried_out.append(thread.name)
+
+    threads = [TransferThread("eager_offload-out"), TransferThread("eager_offload-write")]
+    for thread in threads:
+        begun = threading.Event()
+        thread.submit(partial(work, thread, begun))
+        thread.submit(partial(carried_out.append, "what was still to come"))
+        begun.wait()
+""")
+
+
+def test_h28_the_threads_end_before_the_interpreter_does_with_what_they_are_at() -> None:
+    ran = python("-c", ENDS)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[] ['eager_offload-out', 'eager_offload-write']\n", "")
+
+
+def test_h40_a_poll_waits_for_no_thread_that_is_inside() -> None:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    with offload:
+        loss = torch.randn(64, 64, requires_grad=True).sin().sin().sum()
+    (offloader,) = offload._offloaders.all()
+    with offload._accounts.lock:
+        assert not on_a_thread(offloader.poll_from_thread)
+    assert offloader.poll_from_thread()
+    del loss
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = stream(runtime), []
+    with monkeypatch.context() as patched:
+        refuse_threads(patched)
+        first = out.submit(lambda: ran.append(threading.current_thread()))
+        assert first.done
+        failed = out.submit(raising(OSError(5, "broken")))
+        with pytest.raises(OSError, match="broken"):
+            runtime.synchronize(failed)
+        with pytest.raises(KeyboardInterrupt):
+            out.submit(raising(KeyboardInterrupt()))
+        assert out.record().done
+        assert runtime.ran_inline(first)
+    assert ran == [threading.current_thread()]
+    later = out.submit(lambda: ran.append(threading.current_thread()))
+    runtime.synchronize(later)
+    assert ran[-1].name == "eager_offload-out", "a thread is tried again"
+    assert not runtime.ran_inline(later)
+
+
+def test_a_thread_that_dozes_is_not_woken_by_work_but_by_a_thread_that_waits_for_it(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 3600.0)
+    out, ran = stream(runtime), []
+    for number in range(20):
+        runtime.synchronize(out.submit(lambda number=number: ran.append(number)))
+        while not out._dozes:
+            pass
+        first = out.submit(lambda: ran.append(None))
+        assert out._bell.empty(), "it was not rung"
+        assert not runtime.query(first)
+        runtime.synchronize(first)
+        assert ran == [number, None]
+        ran.clear()
+
+
+def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
+    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, opened, ran, start = stream(runtime), threading.Event(), [], threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.submit(lambda: (opened.wait(), ran.append("first")))
+    monkeypatch.undo()
+    first = out._items[0]
+    later = [out.submit(lambda number=number: ran.append(number)) for number in range(5)]
+    for _ in range(100):
+        out.hurry()
+    assert first is not None
+    assert not first.done
+    assert not any(event.done for event in later)
+    opened.set()
+    runtime.synchronize(later[-1])
+    assert ran == ["first", 0, 1, 2, 3, 4]

@@ -1,11 +1,32 @@
-"""Imports point one way: what is below knows nothing of what is above it, lazily or for types neither."""
+"""Imports point one way: what is below knows nothing of what is above it, lazily or for types neither.
+
+Tests hold the library to its contract, and so know its public names. Those that know more are listed in
+``tests/internals.txt``, and no further ones may: the list gets shorter only.
+
+    python -m tests.test_layers     takes those out of the list that know no more than others
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import re
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from pathlib import Path
 
+import eager_offload as eo
 from tests.test_import import PACKAGE, imports_of
+
+TESTS = Path(__file__).parent
+INTERNALS = TESTS / "internals.txt"
+#: Packages whose ``__all__`` is public, and modules of which every name is that does not begin with an underscore.
+PUBLIC = {f"eager_offload.{name}" for name in ("codecs", "graphs", "kernels")}
+PUBLIC_MODULES = {
+    *("eager_offload.__main__", "eager_offload.integrations", "eager_offload.planning"),
+    *(f"eager_offload.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
+}
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
@@ -132,3 +153,47 @@ def test_a_room_knows_what_its_row_says_and_nothing_else() -> None:
         if room_of(other) not in {room_of(module), *ROOMS[room_of(module)]}
     }
     assert known == set()
+
+
+# -- what tests know --------------------------------------------------------------------------------------------------
+
+
+def is_public(module: str, name: str | None) -> bool:
+    """Whether tests may take ``name`` from a module of the package, or import the module where there is no name."""
+    if module == PACKAGE.name:
+        found = f"{module}.{name}"
+        return name is None or name in eo.__all__ or name == "__version__" or found in PUBLIC | PUBLIC_MODULES
+    if module in PUBLIC:
+        return name is None or name in importlib.import_module(module).__all__
+    return module in PUBLIC_MODULES and not str(name).startswith("_")
+
+
+def internals_of(source: Path) -> Iterator[str]:
+    """What a file of tests imports, or names in a text or as an attribute of the package, and is not public."""
+    of_the_package = re.compile(rf"{PACKAGE.name}(\.\w+)+")
+    for module, names in imports_of(source):
+        if module.split(".")[0] == PACKAGE.name:
+            yield from (f"{module}.{name}" for name in [*names] or [None] if not is_public(module, name))
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("eo", PACKAGE.name):
+            named = f"{PACKAGE.name}.{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and of_the_package.fullmatch(node.value):
+            named = node.value
+        else:
+            continue
+        part = named.split(".")[1]
+        if {part, f"{part}.py"} & {path.name for path in PACKAGE.iterdir()} and not is_public(PACKAGE.name, part):
+            yield named
+
+
+def test_no_further_test_knows_what_is_not_public() -> None:
+    listed = INTERNALS.read_text().split()
+    know = {path.relative_to(TESTS).as_posix(): [*internals_of(path)] for path in TESTS.rglob("*.py")}
+    assert {name: internals for name, internals in know.items() if internals and name not in listed} == {}
+    assert [name for name in listed if not know.get(name)] == [], "python -m tests.test_layers takes them out"
+    assert listed == sorted(set(listed))
+
+
+if __name__ == "__main__":
+    kept = [name for name in INTERNALS.read_text().split() if (TESTS / name).exists()]
+    INTERNALS.write_text("".join(f"{name}\n" for name in kept if any(internals_of(TESTS / name))))

@@ -1,24 +1,33 @@
-"""How fast a device is: from the table if it is known, else measured where it is, else an error."""
+"""How fast a device is: from the table, else measured, else an error. And a setting of its C library."""
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eager_offload as eo
-from eager_offload import machine
+from eager_offload import machine, malloc
 from eager_offload.machine import TABLE, machine_of, measure
+from tests.processes import printed_by
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_a_cpu_is_measured_once() -> None:
+def test_a_cpu_is_measured_once_and_another_form_of_a_known_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = machine_of(CPU)
     assert rates is machine_of(torch.device("cpu"))
     assert min(rates.flops, rates.single_flops, rates.memory) > 1e6
+    accelerator(monkeypatch, "NVIDIA H100 PCIe")
+    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
+    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
+    assert machine_of(torch.device("cuda", 0)) is measured
+    machine._measured.cache_clear()
 
 
 def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
@@ -80,14 +89,6 @@ def test_a_known_device_is_as_fast_as_its_data_sheet_says(
         torch.set_float32_matmul_precision(precision)
 
 
-def test_another_form_of_a_known_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator(monkeypatch, "NVIDIA H100 PCIe")
-    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
-    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
-    assert machine_of(torch.device("cuda", 0)) is measured
-    machine._measured.cache_clear()
-
-
 @pytest.mark.parametrize("device", ["meta", "cuda:1"])
 def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are_known(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -95,3 +96,51 @@ def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are_known(
     accelerator(monkeypatch, "NVIDIA H100 PCIe")
     with pytest.raises(eo.ConfigError, match=r"is not on this machine.*h200, h100, a100, l40s, rtx4090"):
         machine_of(torch.device(device))
+
+
+# -- freed memory goes back to the system when the C library is told to -----------------------------------------------
+
+#: What a process says of its advice, and whether freed blocks stay resident, before and after the setting.
+PROGRAM = """
+import psutil, torch, eager_offload as eo
+
+def advised():
+    offload, x = eo.Offload(keep_last_bytes=0), torch.randn(1 << 23, requires_grad=True)
+    with offload:
+        loss = x.sigmoid().exp().square().sum()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    return stats.keeps_freed_memory, any("release_freed_memory()" in one for one in stats.advice)
+
+print(*advised(), eo.release_freed_memory("2MiB"), *advised())
+me, mib = psutil.Process(), 1 << 20
+for _ in range(3):  # as an allocator meets them in training: again and again
+    before = me.memory_info().rss
+    blocks = [torch.ones(mib // 2) for _ in range(64)]
+    grown = me.memory_info().rss - before
+    last = blocks.pop()
+    blocks.clear()
+    left = me.memory_info().rss - before
+    del last
+print(grown > 100 * mib, left < 16 * mib)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_what_is_freed_goes_back_at_once_and_the_advice_names_that_where_it_would_change_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in malloc._OTHERWISE:
+        monkeypatch.delenv(name, raising=False)
+    assert printed_by("-c", PROGRAM).splitlines() == ["True True True False False", "True True"]
+    by_the_environment = printed_by("-c", PROGRAM, MALLOC_TRIM_THRESHOLD_="65536")
+    assert by_the_environment.startswith("False False ")
+
+
+@pytest.mark.parametrize("missing", [OSError, TypeError, AttributeError])
+def test_a_c_library_without_the_setting_is_no_error(missing: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise missing
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert eo.release_freed_memory() is False

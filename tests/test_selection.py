@@ -29,13 +29,6 @@ def activation(*size: int) -> Tensor:
     return leaf(*size) * 2
 
 
-# -- reasons --------------------------------------------------------------------------------------------------------
-
-
-class Odd(Tensor):
-    """A subclass that operators take as they take any tensor."""
-
-
 def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_in_a_layout_that_cannot() -> None:
     assert reason_to_stay(activation(1), MIB, preferred=True) is None
     assert reason_to_stay(activation(1).expand(512, 512), MIB, preferred=True) is None
@@ -79,7 +72,6 @@ PARAMETERS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: WEIGHT.t(),
     "a slice of a transpose": lambda: WEIGHT.t()[2:5].unsqueeze(0),
     "a view of a frozen one": lambda: FROZEN.view(4, 16),
-    "frozen, of a subclass": lambda: nn.Parameter(torch.ones(8, 8).as_subclass(Odd), requires_grad=False),
     "a view made without grad": without_grad(lambda: WEIGHT.view(-1)),
     "a leaf": lambda: leaf(8),
     "a view of a leaf": lambda: leaf(8, 8)[1:].t(),

@@ -19,8 +19,7 @@ from eager_offload import active
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import MustGrow, Slot
-from tests.hazards.backends import DiskBackend, assert_balanced
-from tests.test_counts import open_when_the_host_waits
+from tests.hazards.backends import DiskBackend, assert_balanced, open_when_the_host_waits
 from tests.test_errors import Make
 from tests.threads import collect, on_a_thread
 

@@ -17,8 +17,8 @@ import torch._dynamo  # the first dispatch mode imports it, and would leave its 
 from eager_offload import Offload, OffloadConfig, OffloadStats
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
-from eager_offload.runtime.base import Runtime
-from eager_offload.runtime.host import host_runtime
+from eager_offload.runtime.base import Direction, Runtime
+from eager_offload.runtime.host import TransferThread, host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskSlot
 from tests.simulation.checker import AccessKind, Checker, Violation
@@ -160,6 +160,16 @@ def gate_before(owner: Any, name: str) -> Iterator[Gate]:
     finally:
         gate.open()
         setattr(owner, name, call)
+
+
+def open_when_the_host_waits(gate: Gate, offload: Offload) -> None:
+    """Opens the gate when the host waits for what is behind it."""
+    gate.wait_until_reached()
+    out = host_runtime().transfer_stream(torch.device("cpu"), Direction.OUT)
+    assert isinstance(out, TransferThread)
+    while not out.waiters:
+        pass
+    gate.open()
 
 
 class DiskBackend(Backend):

@@ -14,7 +14,7 @@ from eager_offload import Offload
 from eager_offload.compile import ops
 from tests.hazards.backends import Backend, assert_settled, transfer_threads
 from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf
-from tests.test_transfer_threads import refuse_threads
+from tests.threads import refuse_threads
 
 #: Of one tensor: enough for its pieces to be shared among threads.
 SIDE = 1024

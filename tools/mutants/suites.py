@@ -10,13 +10,13 @@ from collections.abc import Iterator
 #: Of training steps; the cheap ones first: most sites are noticed there.
 _STEPS = (
     "hazards/streams hazards/copies hazards/sharing hazards/in_between hazards/versions "
-    "counts contract learned_steps hazards/out_of_memory prefetch_order hazards/interrupts hazards/lifetime "
+    "matrix counts contract like_steps hazards/out_of_memory hazards/interrupts hazards/lifetime "
     "hazards/steady_state hazards/graphs proof/random_programs"
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
     "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
-    "=host": "host_runtime transfer_threads",
+    "=host": "host_runtime",
     "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
     "compile": "compile/order compile/backend",
@@ -26,18 +26,19 @@ _FIRST = {
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
+    "eager/follow": "hazards/following hazards/following_guard like_steps codecs/rounding hazards/out_of_memory",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
-    "eager/exposure": "exposure",
+    "eager/device_budget": "how_much_moves",
+    "eager/exposure": "how_much_moves",
     "eager/hooks": "hazards/versions contract",
     "eager/plans": "hazards/following",
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
     "eager/subclasses": "hazards/subclasses",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
-    "step_plan": "step_plans hazards/following",
-    "learning": "learning learned_steps",
+    "step_plan": "like_steps hazards/following",
+    "learning": "like_steps",
     "machine": "machine",
     "observe/doctor": "observe/doctor",
     "observe/timeline": "observe/tracing",

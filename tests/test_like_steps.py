@@ -1,0 +1,329 @@
+"""What a step costs once like steps were before it, who waits in it, what it counts, and the file of its plan."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eager_offload import ConfigError, Offload, OffloadStats, StepPlan
+from tests.hazards.backends import assert_settled
+from tests.simulation.simulated import SimulatedRuntime
+from tests.simulation.timeline import Timeline
+
+N = 64
+NBYTES = N * N * 4
+DEPTH = 8
+
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier", "ignore:eager_offload. nothing moved")
+
+# -- what it costs, on the simulated device ---------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """What one step did, and how long compute, and the host, waited for transfers in it."""
+
+    stats: OffloadStats
+    exposed: float
+    waited: float
+
+    @property
+    def wasted(self) -> int:
+        """Bytes that left and were asked for while they were still there, or came back unasked."""
+        return self.stats.forwarded_bytes + max(self.stats.bytes_in - self.stats.reloaded_bytes, 0)
+
+
+class Graphs(NamedTuple):
+    """What a forward leaves: losses in the order in which backward takes them, and what the program holds on to."""
+
+    losses: list[Tensor]
+    held: list[Tensor]
+
+
+def tower(x: Tensor, held: list[Tensor]) -> Tensor:
+    for _ in range(DEPTH):
+        x = x.exp()  # which saves its result
+        held.append(x)
+        x = x.neg()
+    return x.sum()
+
+
+def towers_in_the_order_of_forward(x: Tensor) -> Graphs:
+    return Graphs([tower(x * scale, []) for scale in (0.1, 0.2, 0.3)], [])
+
+
+def one_tower(x: Tensor) -> Graphs:
+    return Graphs([tower(x * 0.1, [])], [])
+
+
+def one_tower_whose_results_are_held(x: Tensor) -> Graphs:
+    held: list[Tensor] = []
+    return Graphs([tower(x * 0.1, held)], held)
+
+
+def steps(
+    program: Callable[[Tensor], Graphs],
+    runtime: SimulatedRuntime,
+    *,
+    rows: Sequence[int] = (N, N, N),
+    synchronize: bool = False,
+    retain: bool = False,
+    **fields: Any,
+) -> list[Step]:
+    """Trains on a device with virtual streams, one step for each of ``rows``; every step must be exact and in order.
+
+    Args:
+        synchronize: whether the host waits for all transfers between forward and backward.
+        retain: whether each loss goes backward twice.
+    """
+    found = []
+    with runtime.checked() as checker:
+        offload = Offload(runtime=runtime, tier="host", min_bytes=0, **fields)
+        for height in rows:
+            x, expected = (torch.linspace(-1, 1, height * N).view(height, N).requires_grad_() for _ in range(2))
+            for loss in program(expected).losses:
+                if retain:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+            runtime.timeline = Timeline()
+            offload.reset_stats()
+            with offload:
+                graphs = program(x)
+            if synchronize:
+                offload.stats(synchronize=True)
+            while graphs.losses:
+                if retain:
+                    graphs.losses[0].backward(retain_graph=True)
+                graphs.losses.pop(0).backward()
+            del graphs
+            assert x.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(x.grad, expected.grad)
+            timeline = runtime.timeline
+            waits = timeline.stall_seconds, timeline.host_wait_seconds
+            found.append(Step(offload.stats(synchronize=True), *waits))
+        assert_settled(offload)
+        offload.close()
+    checker.assert_clean()
+    return found
+
+
+def test_the_true_order_of_need_is_learnt_so_that_less_is_waited_for() -> None:
+    device = SimulatedRuntime(in_bandwidth=1e9)
+    fields = {"keep_last_bytes": 0, "prefetch_bytes": 4 * NBYTES}
+    first, _, third = steps(towers_in_the_order_of_forward, device, synchronize=True, **fields)
+    assert first.stats.reloaded_bytes == third.stats.reloaded_bytes == 3 * DEPTH * NBYTES
+    assert third.exposed < first.exposed
+    assert third.stats.bytes_in == first.stats.bytes_in == 3 * DEPTH * NBYTES
+
+
+def test_what_is_asked_for_too_soon_stays_and_the_rest_leaves_at_once() -> None:
+    first, *later = steps(one_tower, SimulatedRuntime(), prefetch_bytes=6 * NBYTES)
+    assert first.stats.kept_bytes["newest"] == 6 * NBYTES
+    for step in later:
+        assert 0 < step.stats.kept_bytes["newest"] <= 3 * NBYTES
+        assert step.exposed <= first.exposed
+        assert step.stats.resident_bytes_peak <= first.stats.resident_bytes_peak
+
+
+def test_what_someone_else_keeps_alive_is_served_without_a_reload_and_not_taken_again() -> None:
+    program = one_tower_whose_results_are_held
+    first, *later = steps(program, SimulatedRuntime(), synchronize=True, keep_last_bytes=0)
+    assert first.stats.forwarded_bytes == DEPTH * NBYTES
+    assert first.stats.bytes_in == 0, "what lives needs no reload"
+    for step in later:
+        assert step.stats.bytes_out == step.stats.offloaded_bytes == 0
+        assert step.stats.kept_bytes == {"alive": DEPTH * NBYTES}
+
+
+@pytest.mark.parametrize("program", [towers_in_the_order_of_forward, one_tower, one_tower_whose_results_are_held])
+def test_what_is_known_of_a_step_makes_it_no_worse(program: Callable[[Tensor], Graphs]) -> None:
+    device = SimulatedRuntime(compute_rate=1e9, out_bandwidth=6e8, in_bandwidth=6e8)
+    sizes = {"max_inflight_bytes": 4 * NBYTES, "prefetch_bytes": 4 * NBYTES}
+    first, _, third, *_, last = steps(program, device, rows=(N,) * 6, synchronize=True, **sizes)
+    for earlier, later in ((first, third), (third, last)):
+        assert later.exposed <= earlier.exposed + 1e-9
+        assert later.wasted <= earlier.wasted
+    assert last.stats.resident_bytes_peak <= third.stats.resident_bytes_peak
+    assert not last.stats.plan_misses
+
+
+def test_h21_shapes_that_change_with_every_step_learn_nothing_wrong() -> None:
+    known = steps(towers_in_the_order_of_forward, SimulatedRuntime(), rows=(N, N, N), keep_last_bytes=0)
+    changing = steps(towers_in_the_order_of_forward, SimulatedRuntime(), rows=(N, N + 1, N - 1, N), keep_last_bytes=0)
+    for step, height in zip(changing, (N, N + 1, N - 1, N), strict=True):
+        assert step.stats.offloaded_bytes == 3 * DEPTH * height * N * 4
+    # For how long the system gives memory, the host waits, which no virtual clock knows.
+    first = [one[0]._replace(stats=replace(one[0].stats, stall_seconds=0.0)) for one in (changing, known)]
+    assert first[0] == first[1]
+
+
+def test_one_context_around_many_steps_is_learnt_from_step_by_step() -> None:
+    runtime, newest = SimulatedRuntime(), []
+    offload = Offload(runtime=runtime, tier="host", min_bytes=0, prefetch_bytes=6 * NBYTES)
+    with runtime.checked() as checker, offload:
+        for _ in range(6):
+            offload.reset_stats()
+            x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+            one_tower(x).losses[0].backward()
+            newest.append(offload.stats(synchronize=True).kept_bytes["newest"])
+    checker.assert_clean()
+    assert_settled(offload)
+    offload.close()
+    assert newest[0] == 6 * NBYTES
+    assert all(0 < nbytes <= 3 * NBYTES for nbytes in newest[1:])
+
+
+# -- who waits --------------------------------------------------------------------------------------------------------
+
+SECOND = 1 << 20  # bytes of a transfer that takes one
+
+
+def stalled(runtime: SimulatedRuntime, seconds: float = 0.0, **fields: Any) -> Step:
+    """A step that is not known, whose compute is given work of so many seconds after each save."""
+
+    def program(x: Tensor) -> Graphs:
+        for _ in range(6):
+            x = x.sin()
+            runtime.advance(runtime.default_stream, seconds)
+        return Graphs([x.sum()], [])
+
+    (step,) = steps(program, runtime, rows=(N,), keep_last_bytes=0, **fields)
+    assert step.stats.bytes_out >= 5 * NBYTES
+    return step
+
+
+def test_the_host_waits_for_room_while_compute_has_work() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=SECOND, in_bandwidth=1e12)
+    stats, _, waited = stalled(runtime, seconds=1.0, max_inflight_bytes=NBYTES)
+    assert 0 < stats.host_wait_seconds == pytest.approx(waited)
+    assert stats.stall_seconds == stats.window_stall_seconds == 0.0
+    assert "stalled 0.0 %" in str(stats)
+    assert not any("waited" in sentence and "raise" in sentence for sentence in stats.advice), stats.advice
+
+
+def test_compute_waits_for_what_is_not_back_while_the_host_goes_on() -> None:
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=1e12, in_bandwidth=SECOND)
+    stats, exposed, _ = stalled(runtime, synchronize=True, max_inflight_bytes=1 << 30, prefetch_bytes=NBYTES)
+    assert 0 < stats.stall_seconds == pytest.approx(exposed)
+    assert stats.window_stall_seconds == stats.host_wait_seconds == 0.0
+    assert any("waited" in sentence for sentence in stats.advice), stats.advice
+
+
+def test_compute_has_nothing_to_do_while_the_host_waits_for_room() -> None:
+    """Then both wait: what the stream has missed is a stall, and the host's wait is longer."""
+    runtime = SimulatedRuntime(launch_seconds=0.0, out_bandwidth=SECOND, in_bandwidth=1e12)
+    stats, _, _ = stalled(runtime, seconds=NBYTES / SECOND / 4, max_inflight_bytes=NBYTES)
+    assert stats.host_wait_seconds > stats.stall_seconds == stats.window_stall_seconds > 0
+
+
+# -- what it counts ---------------------------------------------------------------------------------------------------
+
+WEIGHTS, LOOKS = 4, 12
+
+
+def make(step_plans: bool) -> Offload:
+    return Offload(tier="host", min_bytes="4KiB", keep_last_bytes=0, step_plans=step_plans)
+
+
+def train(offload: Offload, count: int, look: Callable[[int], object] = lambda number: None) -> None:
+    """Saves of each weight and each product, and of small numbers; ``look`` is called in the last forward."""
+    weights = [torch.nn.Parameter(torch.full((64, 64), 0.01 * number)) for number in range(WEIGHTS)]
+    for step in range(count):
+        numbers = iter(range(LOOKS) if step == count - 1 else ())
+        with offload:
+            h, total = torch.ones(64, 64) * weights[0].detach(), torch.zeros(())
+            for number, weight in enumerate(weights):
+                h = (h * weight).exp()
+                for saved in (h, h[0, : (4, 16, 8)[number % 3]].clone(), weight):
+                    total = total + saved.exp().sum()
+                    _ = [look(at) for at in itertools.islice(numbers, 1)]
+            loss = total + h.sum()
+        loss.backward()
+
+
+def counted(offload: Offload) -> tuple[Any, ...]:
+    stats = offload.stats()
+    kept = tuple(stats.kept_bytes.get(name, 0) for name in ("parameter", "small", "region"))
+    return stats.steps, stats.saved_tensors, stats.saved_bytes, kept
+
+
+@pytest.mark.parametrize("when", range(0, LOOKS, 4))
+@pytest.mark.parametrize("act", [Offload.stats, Offload.reset_stats, Offload.close])
+def test_stats_in_a_forward_have_all_that_was_saved_whether_its_step_is_known_or_not(
+    act: Callable[[Offload], object], when: int
+) -> None:
+    def run(offload: Offload) -> list[Any]:
+        seen: list[Any] = []
+        train(offload, 4, lambda at: (act(offload) if at == when else None, seen.append(counted(offload))))
+        return [*seen, counted(offload)]
+
+    with closing(make(False)) as unknown, closing(make(True)) as known:
+        assert run(known) == run(unknown)
+
+
+# -- the file of a plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> Iterator[StepPlan]:
+    """Of a step that moves and keeps."""
+    with closing(make(True)) as offload:
+        train(offload, 3)
+        found = offload.step_plan()
+        assert found is not None
+        yield found
+
+
+def test_a_plan_prints_as_a_table_and_a_file_holds_it(plan: StepPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert StepPlan.load(path) == plan
+    head, columns, *rows = str(plan).splitlines()
+    assert head.startswith(f"{len(plan.saves)} saves: ")
+    assert columns.split() == ["saves", "what", "each", "start", "after", "source", "goes"]
+    assert {"offload", "keep"} <= {row.split()[1] for row in rows}
+    with closing(make(True)) as plain, closing(Offload(plain.config, plan=StepPlan.load(path))) as given:
+        train(plain, 1)
+        train(given, 1)
+        assert counted(given) == counted(plain)
+        assert given.stats(synchronize=True).bytes_out == plain.stats(synchronize=True).bytes_out > 0
+    for fields in {"device_budget": "20GiB"}, {"policy": "free"}, {"max_slowdown": 0.05}:
+        with pytest.raises(ConfigError, match=r"plan=\.\.\. does not go with"):
+            Offload(plan=plan, **fields)
+    path.write_text(path.read_text().replace('"format":2', '"format":3'))
+    with pytest.raises(ConfigError, match="format 3 instead of 2"):
+        StepPlan.load(path)
+
+
+def refused(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="holds no step plan that this version can read"):
+        StepPlan.load(path)
+
+
+def test_a_file_whose_numbers_do_not_fit_together_is_refused(plan: StepPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    good = json.loads(path.read_text())
+    for name, wrong in [*itertools.product(("saves", "asks"), ([], None, [1])), ("slots", []), ("end", [0.0])]:
+        refused(path, json.dumps(good | {name: wrong}))
+        with pytest.raises(ConfigError):
+            Offload(plan=replace(plan, **{name: wrong}))
+
+
+@settings(max_examples=30)
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
+def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, other: object) -> None:
+    refused(tmp_path_factory.getbasetemp() / "other.json", json.dumps(other))
+    refused(tmp_path_factory.getbasetemp() / "nested.json", "[" * 100_000)

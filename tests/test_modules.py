@@ -1,0 +1,379 @@
+"""What stands around the calls of modules: ``skip``, copies of such modules, and contexts around every model's call."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import eager_offload as eo
+from eager_offload.integrations.calls import OffloadedCalls
+from eager_offload.module_contexts import offload_modules
+from eager_offload.planning.apply import checkpointed
+from tests.copies import pickled, saved
+from tests.threads import collect
+
+NBYTES = 256 * 64 * 4
+WITHOUT = nullcontext()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).sin()).exp()
+
+
+class Model(nn.Module):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.lm_head = nn.Linear(64, 64)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layers, x, use_reentrant=False) if self.recomputes else self.layers(x)
+        return self.lm_head(x).square().sum()
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    return {"min_bytes": 1024, "tier": "disk", "disk_path": tmp_path, "keep_last_bytes": 0}
+
+
+@pytest.fixture
+def offload(fields: dict[str, Any]) -> Iterator[eo.Offload]:
+    made = eo.Offload(fields, min_bytes=0)
+    yield made
+    made.close()
+
+
+def gradients(model: nn.Module, around: AbstractContextManager[Any] = WITHOUT, called: Any = None) -> list[Tensor]:
+    with around:
+        loss = (model if called is None else called)(torch.ones(256, 64))
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+# -- skip -------------------------------------------------------------------------------------------------------------
+
+
+def assert_skips(offload: eo.Offload, model: nn.Module, least: int = NBYTES) -> None:
+    """What is skipped stays where it is and all else moves, with the same gradients; and that can be taken back."""
+    expected = gradients(model)
+    offload.reset_stats()
+    assert all(map(torch.equal, gradients(model, offload), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes["region"] >= least
+    assert stats.bytes_out > 0
+    offload.close()
+    assert all(map(torch.equal, gradients(model), expected))
+
+
+@pytest.mark.parametrize("skip", ["lm_head", ["*.norm"], ["lm_head", "layers.?.norm"], ["layers"]])
+def test_what_skipped_modules_save_stays_and_the_rest_moves(skip: Any, fields: dict[str, Any]) -> None:
+    model, offload = Model(), eo.Offload(skip=skip, **fields)
+    offload.skip_in(model)
+    offload.skip_in(model)
+    assert_skips(offload, model)
+
+
+def test_a_compiled_model_skips_them_in_one_graph(fields: dict[str, Any]) -> None:
+    model = Model()
+    expected = gradients(model)
+    saved = {}
+    for skip in (), ["*.norm", "lm_head"]:
+        offload = eo.Offload(skip=skip, **fields)
+        compiled = offload.compile(model, backend="aot_eager", fullgraph=True)
+        actual = gradients(model, offload, compiled)
+        assert all(torch.allclose(one, other) for one, other in zip(actual, expected, strict=True))
+        stats = offload.stats(synchronize=True)
+        assert stats.compiled_regions == 1
+        saved[bool(skip)] = stats.kept_bytes.get("region", 0)
+        offload.close()
+        torch.compiler.reset()
+    assert saved[True] > saved[False] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("*.nrom", "layers.0.norm"), ("head", "lm_head"), ("model.lm_head", "lm_head"), ("zzz", "layers")],
+)
+def test_a_pattern_that_matches_nothing_lists_near_names(pattern: str, near: str) -> None:
+    with pytest.raises(eo.ConfigError, match=f"matches no module of this model.*{near}") as raised:
+        eo.Offload(skip=["lm_head", pattern]).skip_in(Model())
+    assert repr(pattern) in str(raised.value)
+
+
+def test_without_a_model_it_is_no_silent_one(fields: dict[str, Any]) -> None:
+    with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), eo.Offload(skip="lm_head"):
+        pass
+    compiled = torch.compile(Model(), backend="eager_offload", options={"skip": "lm_head"})
+    reason = r'backend="eager_offload", which sees graphs and no names: .*take offload\.compile\(model\)'
+    with pytest.raises(Exception, match=f"skip is not accepted by {reason}"):
+        compiled(torch.ones(256, 64))
+    torch.compiler.reset()
+
+
+def test_names_are_those_without_wrappers_and_the_offload_does_not_keep_the_model(fields: dict[str, Any]) -> None:
+    model, offload = Model(), eo.Offload(skip=["lm_head"], **fields)
+    offload.skip_in(torch.compile(model, backend="eager"))
+    assert_skips(copy.deepcopy(offload), model)
+    alive = weakref.ref(model)
+    del model
+    collect()
+    assert alive() is None
+    offload.close()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("order", [("model", "offload"), ("offload", "model")])
+def test_h48_what_is_copied_with_its_model_skips_in_the_copied_one(make: Any, order: Any, fields: Any) -> None:
+    model, offload = Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    pair = {"model": model, "offload": offload}
+    pair = make(make({name: pair[name] for name in order}))
+    assert_skips(pair["offload"], pair["model"])
+    pair["offload"].skip_in(pair["model"])
+    assert_skips(pair["offload"], pair["model"])
+    assert_skips(offload, model)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, saved])
+def test_h48_a_copied_offload_alone_skips_in_the_same_model_and_may_be_given_another(make: Any, fields: Any) -> None:
+    model, other, offload = Model(), Model(), eo.Offload(skip="lm_head", **fields)
+    offload.skip_in(model)
+    copied, again = make(offload), make(make(offload))
+    if make is saved:
+        with pytest.raises(eo.ConfigError, match=r"call offload\.skip_in\(model\)"), copied:
+            pass
+    copied.skip_in(other)
+    assert_skips(copied, other)
+    assert_skips(offload, model)
+    if make is not saved:
+        assert_skips(again, model)
+
+
+class Direct(Model):
+    """Uses its head without calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head.forward(self.layers(x)).square().sum()
+
+
+def test_a_pattern_whose_module_is_never_called_is_warned_of_once(fields: dict[str, Any]) -> None:
+    model, offload = Direct(), eo.Offload(skip=["*_head", "*.norm", "layers"], **fields)
+    offload.skip_in(model)
+    expected = gradients(model)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        for _ in range(5):
+            assert all(map(torch.equal, gradients(model, offload), expected))
+    assert ["no module that it names has been called" in str(one.message) for one in warned] == [True]
+    assert r"skip=['*_head'] has had no effect" in str(warned[0].message)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.close()
+
+
+# -- copies of modules ------------------------------------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """Has a layer that may be of a class that copies its attributes by itself, and one after it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        return self.last(found[0] if isinstance(found, tuple) else found).exp().mean()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(32, 32),
+    "lstm": lambda: nn.LSTM(32, 32),
+    "parametrized": lambda: register_parametrization(nn.Linear(32, 32), "weight", nn.Tanh()),
+    "ddp": lambda: nn.parallel.DistributedDataParallel(nn.Linear(32, 32)),
+}
+
+
+@contextmanager
+def offloaded(model: Halves, offload: eo.Offload) -> Iterator[eo.Offload]:
+    """What integrations do with a model, here with a layer that they may be given."""
+    calls = OffloadedCalls(model.layer, offload)
+    yield offload
+    calls.remove()
+
+
+@contextmanager
+def skipped(model: Halves, offload: eo.Offload) -> Iterator[eo.Offload]:
+    """What ``skip`` does."""
+    skipping = eo.Offload(offload.config, skip="layer")
+    skipping.skip_in(model)
+    yield skipping
+    skipping.close()
+
+
+@contextmanager
+def computed_again(model: Halves, offload: eo.Offload) -> Iterator[eo.Offload]:
+    """What ``plan.apply`` does."""
+    with checkpointed(model, ["layer"]):
+        yield offload
+
+
+AROUND = pytest.mark.parametrize("around", [offloaded, skipped, computed_again])
+Around = Callable[[Halves, eo.Offload], AbstractContextManager[eo.Offload]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def averaged(value: Halves) -> Any:
+    return AveragedModel(value).module
+
+
+def assert_own(model: Halves, other: Halves) -> None:
+    """``other`` computes with its own parameters, and gradients go there."""
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    loss = other(torch.ones(4, 8, 32))
+    assert loss == 1, "of zeros"
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in other.last.parameters())
+
+
+#: torch pickles no parametrized module.
+COPIES = [
+    (layer, make)
+    for layer in LAYERS
+    for make in (copy.deepcopy, averaged, *([] if layer == "parametrized" else [pickled, saved]))
+]
+
+
+@AROUND
+@pytest.mark.parametrize(("layer", "make"), COPIES)
+def test_h61_a_copy_calls_its_own_and_the_original_goes_on(
+    layer: str, make: Callable[[Any], Any], around: Around, offload: eo.Offload
+) -> None:
+    def gradients(inside: AbstractContextManager[Any] = WITHOUT) -> list[Tensor]:
+        with inside:
+            loss = model(torch.ones(16, 8, 32))
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    model = Halves(LAYERS[layer]())
+    plain = gradients()
+    with around(model, offload) as serving:
+        other = make(model)
+        assert_own(model, other)
+        assert_own(model, make(other))
+        assert all(map(torch.equal, gradients(serving), plain))
+        assert serving.stats(synchronize=True).bytes_out > 0
+    assert_own(model, other)
+    assert "_compiled_call_impl" not in vars(model.layer)
+
+
+def replica(module: nn.Module) -> Any:
+    """A copy of a module's attributes, as regional compilation and ``nn.DataParallel`` make one."""
+    other: Any = type(module).__new__(type(module))
+    vars(other).update(vars(module), _parameters=dict(vars(module)["_parameters"]), _modules=dict(module._modules))
+    return other
+
+
+class Scale(nn.Module):
+    """Has nothing but a number that is no parameter, so that a shallow copy differs by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 2.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.by).exp()
+
+
+@AROUND
+@pytest.mark.parametrize("make", [copy.copy, replica])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_h61_a_shallow_copy_calls_its_own(
+    make: Callable[[Any], Any], when: str, around: Around, offload: eo.Offload
+) -> None:
+    x, model = torch.ones(8, 32), Halves(Scale())
+    with around(model, offload):
+        other = make(model.layer)
+        other.by = 0.0
+        if when == "before":
+            assert other(x).equal(torch.ones(8, 32))
+            again = make(other)
+            again.by = 1.0
+            assert again(x).equal(x.exp())
+        assert model.layer(x).equal((2 * x).exp())
+    assert other(x).equal(torch.ones(8, 32))
+    del model
+    assert other(x).equal(torch.ones(8, 32))
+
+
+# -- around every model's call ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed", "compiled", "compiled in place"])
+def test_gradients_are_the_same_and_bytes_move(kind: str, offload: eo.Offload) -> None:
+    model = Model(kind == "recomputed")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if kind == "compiled" else model
+    if kind == "compiled in place":
+        model.compile(backend="aot_eager", fullgraph=True)
+    expected = gradients(model, called=called)
+    with offload_modules(offload):
+        assert all(map(torch.equal, gradients(model, called=called), expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert (stats.compiled_regions > 0) is kind.startswith("compiled")
+    gradients(model, called=called)
+    assert offload.stats().saved_tensors == stats.saved_tensors, "the call of modules is as before"
+    torch.compiler.reset()
+
+
+def test_calls_without_a_backward_in_a_transform_and_under_other_hooks_are_left_alone(offload: eo.Offload) -> None:
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    rows = torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))
+    slopes, expected = rows(x), torch.func.vmap(model)(x)
+    with offload_modules(offload):
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        model(x)
+        model.train()
+        assert torch.equal(rows(x), slopes)
+        with torch.autograd.graph.save_on_cpu():
+            model(x)
+        assert offload.stats().saved_tensors == 0
+        assert torch.equal(torch.func.vmap(model)(x), expected)  # which takes hooks
+
+
+def test_modules_are_skipped_by_the_names_of_the_model(fields: dict[str, Any]) -> None:
+    skipping = eo.Offload(skip="lm_head", **fields)
+    with offload_modules(skipping):
+        nn.MSELoss()(Model()(torch.ones(512, 64)), torch.zeros(()))
+        with pytest.raises(eo.ConfigError, match="matches no module of this model"):
+            nn.Linear(64, 64)(torch.ones(1, 64))
+    assert skipping.stats().kept_bytes["region"] > 0
+    skipping.close()

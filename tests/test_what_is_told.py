@@ -1,0 +1,236 @@
+"""What a user is told: once that nothing moves, at a line of his; and by an out-of-memory error, what would help."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from tests.hazards.backends import DiskBackend
+from tests.processes import printed_by
+from tests.threads import collect
+
+MOVES = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
+
+# -- nothing moves ----------------------------------------------------------------------------------------------------
+
+
+def forward(size: int = 1024, *, grad: bool = True) -> Tensor:
+    return (torch.ones(size, requires_grad=grad) * 2).exp().sum()
+
+
+def train(offload: eo.Offload) -> None:
+    with offload:
+        loss = forward()
+    loss.backward()
+
+
+def move(offload: eo.Offload) -> None:
+    with offload:
+        loss = forward(1 << 16)
+    loss.backward()
+    assert offload.stats(synchronize=True).bytes_out > 0
+    offload.reset_stats()
+
+
+def inside_of_another(offload: eo.Offload) -> None:
+    with offload:
+        move(eo.Offload(**MOVES))
+
+
+def around_backward(offload: eo.Offload) -> None:
+    loss = forward()
+    with offload:
+        loss.backward()
+
+
+def without_a_gradient(offload: eo.Offload) -> None:
+    with offload:
+        forward(grad=False)
+
+
+def validate(offload: eo.Offload) -> None:
+    with torch.no_grad(), offload:
+        forward()
+
+
+def be_cut_short(offload: eo.Offload) -> None:
+    with pytest.raises(ZeroDivisionError), offload:
+        raise ZeroDivisionError(forward())
+
+
+def find_no_room(offload: eo.Offload) -> None:
+    with offload:
+        loss = forward(1 << 16)
+    loss.backward()
+
+
+class Told(NamedTuple):
+    """So many steps, and what is said in them and when the ``Offload`` is closed."""
+
+    step: Callable[[eo.Offload], None]
+    count: int
+    fields: dict[str, Any]
+    said: list[str]
+    at_the_end: list[str]
+
+
+TOLD = [
+    Told(train, 5, {}, ["nothing moved, because .* min_bytes, which is 1.0 MiB. None of the settings"], []),
+    Told(train, 2, {}, [], ["min_bytes, which is 1.0 MiB"]),
+    Told(train, 1, {"min_bytes": 0}, [], ["are the newest ones, which stay"]),
+    Told(train, 1, {"min_bytes": 0, "device_budget": "1TiB"}, [], ["saves fit into device_budget beside all else"]),
+    Told(train, 1, {"min_bytes": 0, "policy": "free"}, [], ['as long as policy="free" has not found that they move']),
+    Told(move, 4, MOVES, [], []),
+    Told(be_cut_short, 3, {}, [], []),
+    Told(validate, 4, {"min_bytes": 0}, [], []),
+    Told(inside_of_another, 4, {}, ["another Offload, entered inside this context, took all that was saved"], []),
+    Told(around_backward, 4, {}, ["this context is around backward alone"], []),
+    Told(without_a_gradient, 2, {}, [], []),
+    Told(without_a_gradient, 6, {}, ["no saved tensor was seen in 3 contexts"], []),
+    Told(find_no_room, 3, {**MOVES, "disk_budget": 1}, ["no room for"], []),
+]
+
+
+def heard(work: Callable[[], object]) -> list[str]:
+    """The warnings of ``work``, each of which is at a line of this file that enters, or closes, the ``Offload``."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        work()
+    for one in caught:
+        line = linecache.getline(__file__, one.lineno)
+        assert one.filename == __file__
+        assert "offload:" in line or "offload.close" in line or "work()" in line, line
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=lambda told: f"{told.step.__name__} {told.count} {[*told.fields]}")
+def test_a_run_of_which_nothing_moves_says_so_once(told: Told) -> None:
+    offload = eo.Offload(**told.fields)
+    found = heard(lambda: [told.step(offload) for _ in range(told.count)]), heard(lambda: offload.close())
+    for expected, said in zip((told.said, told.at_the_end), found, strict=True):
+        assert len(said) == len(expected), said
+        assert all(map(re.search, expected, said)), said
+
+
+# -- a device is full -------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH = 64, 64
+NBYTES = ROWS * WIDTH * 4
+
+
+class Full(torch.autograd.Function):
+    """Finds the device full, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, in_forward: bool) -> Tensor:
+        return Full.backward(ctx, x)[0] if in_forward else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class FullIn(nn.Module):
+    def __init__(self, *, forward: bool) -> None:
+        super().__init__()
+        self.in_forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Full.apply(x, self.in_forward)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    collect()
+    yield
+    assert not gc.garbage
+
+
+def notes(offload: eo.Offload, *, forward: bool = True, inside: bool = False, last: int = WIDTH) -> list[str]:
+    """What the error of a step says, but for what has nothing to do with it: of what earlier tests have left alive."""
+    full = FullIn(forward=forward)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, last), full, nn.GELU())
+
+    def step(around: eo.Offload, net: nn.Module) -> None:
+        with around:
+            loss = net(torch.ones(ROWS, WIDTH, requires_grad=True)).square().sum()
+            if inside:
+                loss.backward()
+        loss.backward()
+
+    said = []
+    for around, model in ((eo.Offload(enabled=False), FullIn(forward=False)), (offload, net)):
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+            step(around, model)
+        said.append(Counter(getattr(raised.value, "__notes__", ())))
+        del raised
+        collect()  # the frames of the step
+    return [*(said[1] - said[0]).elements()]
+
+
+def test_an_error_of_forward_names_modules_reasons_and_a_setting() -> None:
+    (note,) = notes(eo.Offload(tier="disk", min_bytes=0, keep_last_bytes="1MiB"))
+    head, newest, advice = note.split("\n")
+    assert head == "eager_offload: 32.0 KiB are saved for backward, of which 0 B have left the device"
+    assert newest.startswith("  32.0 KiB (")
+    assert newest.endswith(
+        ") are the newest ones, which stay since backward asks for them at once, and that is up to 1MiB"
+    )
+    assert "2 (Linear) 16.0 KiB" in newest
+    assert "1 (GELU) 16.0 KiB" in newest
+    assert advice == "  keep_last_bytes=0 would have freed up to 32.0 KiB"
+
+
+@pytest.mark.filterwarnings("ignore:.*no room for")
+@pytest.mark.parametrize(
+    ("given", "fields", "said"),
+    [
+        ({"forward": False}, {"keep_last_bytes": "1MiB"}, "GELU.* are the newest ones, which stay"),
+        ({"forward": False, "inside": True}, {"keep_last_bytes": "1MiB"}, "GELU.* are the newest ones, which stay"),
+        ({}, MOVES | {"disk_budget": 1}, "found no room in any .*a larger host_budget or disk_budget, or a disk_path"),
+        ({"last": 2}, {"min_bytes": NBYTES + 1}, 'more are of tensors smaller than min_bytes.*min_bytes="8KiB" would'),
+    ],
+)
+def test_what_would_have_helped_is_named(given: dict[str, Any], fields: dict[str, Any], said: str) -> None:
+    (note,) = notes(eo.Offload(**{"tier": "disk", "min_bytes": 0, **fields}), **given)
+    assert re.search(said, note, re.DOTALL), note
+
+
+def test_what_is_on_its_way_is_told_apart_from_what_stays(disk: DiskBackend) -> None:
+    offload = disk.offload()
+    with disk.gate():
+        (note,) = notes(offload)
+    assert "are the newest ones, which stay" in note, "its operator may still write to it"
+    assert "16.0 KiB are on their way out" in note
+    assert 'max_inflight_bytes="4KiB" would have freed up to 12.0 KiB' in note
+
+
+ALONE = """
+import torch
+import eager_offload as eo
+
+own, offload = torch.autograd._engine_run_backward, eo.Offload(tier="disk", min_bytes=0)
+try:
+    with offload:
+        raise ZeroDivisionError
+except ZeroDivisionError as error:
+    assert not hasattr(error, "__notes__")
+assert torch.autograd._engine_run_backward is not own
+del offload
+torch.ones(1, requires_grad=True).sum().backward()
+assert torch.autograd._engine_run_backward is own
+"""
+
+
+def test_other_errors_have_none_and_backwards_are_torchs_own_again() -> None:
+    printed_by("-c", ALONE)
