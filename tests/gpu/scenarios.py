@@ -23,10 +23,8 @@ from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.errors import HostAllocationUnderCaptureError
 from eager_offload.graphs import (
     CaptureMode,
-    CapturePool,
     CaptureStatus,
     DeviceScalar,
-    GraphCaptureGuard,
     capture_status,
     capture_step,
 )
