@@ -42,8 +42,6 @@ from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.on_device.steps import assert_captures, graphs_alive
 
-pytest.importorskip("tests.virtual_device.graphs")  # it skips where torch captures nothing on such a device
-
 HERE = torch.device(NAME, 0)
 
 
