@@ -27,10 +27,10 @@ from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
 from eager_offload.tiers.memory import PAGE
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
-from tests.runtime.test_beside_an_accelerator import forward
 from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
+from tests.virtual_device.backend import side_stream
 from tests.virtual_device.graphs import capturing
 from tests.virtual_device.on_device.steps import graphs_alive
 
@@ -70,7 +70,7 @@ class Beside:
 
     def __init__(self, runtime: AcceleratorRuntime, mode: CaptureMode = CaptureMode.THREAD_LOCAL) -> None:
         self.runtime, self.mode = runtime, mode
-        self.stream, self.free = (torch.Stream(device=HERE) for _ in range(2))
+        self.stream, self.free = (side_stream() for _ in range(2))
         self.older = runtime.record(self.free)
         self.slab: Tensor | None = runtime.host_buffer(PAGE)
 
@@ -134,25 +134,13 @@ def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
     assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
 
 
-def test_what_was_enqueued_before_a_capture_is_over_in_it(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    x, beside = torch.zeros(4, device=NAME), Beside(runtime)
-    torch.accelerator.synchronize()
-    with beside.free:
-        virtual.sleep(0.05)
-        x.fill_(1)
-        beside.older = runtime.record(beside.free)
-    with beside:
-        assert runtime.query(beside.older)
-        assert virtual.peek(x).eq(1).all()
-
-
 @pytest.mark.parametrize("voids", [False, True])
 @pytest.mark.parametrize("abandons", [False, True])
 def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_its_memory_back(
     api: Api, runtime: AcceleratorRuntime, abandons: bool, voids: bool
 ) -> None:
     """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
-    begun = runtime.begin_capture(torch.Stream(device=HERE), CaptureMode.THREAD_LOCAL)
+    begun = runtime.begin_capture(side_stream(), CaptureMode.THREAD_LOCAL)
     if voids:
         with pytest.raises(RuntimeError, match="not permitted"):
             torch.accelerator.synchronize()
@@ -208,6 +196,11 @@ def test_a_graph_that_goes_in_a_capture_is_destroyed_after_it(
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+def forward(x: Tensor, w: Tensor) -> Tensor:
+    h = (x * 2).tanh().exp()
+    return (h @ w).sin().sum()
+
+
 def leaves() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(32, 32, generator=generator).to(NAME).requires_grad_() for _ in range(2)]
@@ -235,7 +228,7 @@ def test_h52_a_thread_trains_while_another_captures(
 
     def capture() -> None:
         try:
-            begun = runtime.begin_capture(torch.Stream(device=HERE), mode)
+            begun = runtime.begin_capture(side_stream(), mode)
             capturing.set()
             over.wait()
             runtime.end_capture(begun)
@@ -266,7 +259,7 @@ def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
 ) -> None:
     """Graphs of before go in it, what it saves stays, and an ``Offload`` out of use goes as well."""
     runtime, offload, dropped = accelerator_runtime(), offloads(), Offload(tier="host", min_bytes=0)
-    of, stream = leaves(), torch.Stream(device=HERE)
+    of, stream = leaves(), side_stream()
     expected = step(nullcontext(), of)
     assert_identical(expected, step(dropped, of))
     torch.accelerator.synchronize()
@@ -304,7 +297,7 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool, offloads: 
         assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
         del loss
         assert assert_settled(offload).bytes_out > 0
-    graph, other = torch.accelerator.Graph(), torch.Stream(device=NAME)
+    graph, other = torch.accelerator.Graph(), side_stream()
     with other:
         graph.capture_begin()
     with offloads():
@@ -319,7 +312,7 @@ def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool, offloads: 
 
 
 def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: VirtualDevice, offloads: Any) -> None:
-    offload, of, stream = offloads(), leaves(), torch.Stream(device=NAME)
+    offload, of, stream = offloads(), leaves(), side_stream()
     torch.accelerator.synchronize()
     with stream, offload:
         loss = forward(*of)
@@ -328,20 +321,6 @@ def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: Vi
     assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
     del loss
     assert assert_settled(offload).bytes_in > 0
-
-
-def test_h52_a_context_that_is_left_in_a_capture_starts_nothing(virtual: VirtualDevice, offloads: Any) -> None:
-    offload, of = offloads(), leaves()
-    offload.__enter__()
-    loss = forward(*of)
-    moved = offload.stats().bytes_out
-    with capturing():
-        offload.__exit__(None, None, None)
-        assert offload.stats().bytes_out == moved
-    assert hooks_are_gone()
-    assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
-    del loss
-    assert_settled(offload)
 
 
 def test_h52_operations_of_a_compiled_graph_are_an_error(virtual: VirtualDevice) -> None:

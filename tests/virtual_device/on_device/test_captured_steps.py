@@ -526,21 +526,6 @@ def test_a_parameter_that_another_stream_has_used_does_not_spoil_the_capture(off
     assert graph.grad_fn is not None
 
 
-def test_a_model_that_was_compiled_to_offload_is_compiled_anew_for_a_captured_step(offloads: Any) -> None:
-    offload, chain = offloads(), Chain()
-    w = (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 4).to(NAME).requires_grad_()
-    forward = offload.compile(lambda x: (x @ w).tanh().exp().square().sum(), backend="aot_eager")
-
-    def step(x: Tensor) -> Tensor:
-        return torch.autograd.grad(forward(x), w)[0]
-
-    expected = [step(x).cpu() for x in chain.batches[:3]]
-    with capture_step(step, (chain.batches[0],), offload=offload, debug=True) as captured:
-        assert not violations(nodes_of(captured.graph._graph))
-        assert same([captured(x).cpu() for x in chain.batches[:3]], expected)
-    assert same([step(x).cpu() for x in chain.batches[:3]], expected)
-
-
 @pytest.mark.filterwarnings("ignore:.*nothing moved:RuntimeWarning")
 def test_the_code_of_the_page_runs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "graphs.md").read_text()

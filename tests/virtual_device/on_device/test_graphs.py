@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +22,13 @@ INVALIDATED = "was invalidated by an earlier call"
 
 
 class ByHand:
-    """A chain of layers that offloads by hand: what backward needs crosses the link twice on the way there.
-
-    Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
-    """
+    """A chain of layers whose saved tensors cross the link twice, each on streams of their own, into slots in turn."""
 
     def __init__(self) -> None:
-        self.chain, self.moved = Chain(), 0
+        self.chain, self.hosts = Chain(), [torch.empty(8, 8, pin_memory=True) for _ in range(16)]
         self._out, self._back = (torch.Stream(device=NAME) for _ in range(2))
-        self._hosts = [torch.empty(8, 8, pin_memory=True) for _ in range(32)]
         self._slots = [torch.zeros(8, 8, device=NAME) for _ in range(2)]
-        self._taken = 0
+        self.moved = self._taken = 0
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.moved = self._taken = 0
@@ -43,24 +38,23 @@ class ByHand:
     def _pack(self, tensor: Tensor) -> int | Tensor:
         if tensor.is_leaf or not tensor.is_contiguous():
             return tensor
-        compute, number = torch.accelerator.current_stream(), self.moved
+        self._copy(self.hosts[self.moved], tensor.detach(), self._out)  # compute waits: its memory has a new owner then
         self.moved += 1
-        self._out.wait_stream(compute)
-        with self._out:
-            self._hosts[number].copy_(tensor.detach(), non_blocking=True)
-        compute.wait_stream(self._out)  # its memory may have a new owner from here on
-        return number
+        return self.moved - 1
 
     def _unpack(self, packed: int | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        compute, slot = torch.accelerator.current_stream(), self._slots[self._taken % len(self._slots)]
         self._taken += 1
-        self._back.wait_stream(compute)  # also for the copy out, since that stream has waited
-        with self._back:
-            slot.copy_(self._hosts[packed], non_blocking=True)
-        compute.wait_stream(self._back)
-        return slot
+        return self._copy(self._slots[self._taken % 2], self.hosts[packed], self._back)
+
+    def _copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> Tensor:
+        compute = torch.accelerator.current_stream()
+        stream.wait_stream(compute)
+        with stream:
+            target.copy_(source, non_blocking=True)
+        compute.wait_stream(stream)
+        return target
 
 
 def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
@@ -174,26 +168,6 @@ def test_what_another_stream_uses_has_no_new_owner_in_the_capture() -> None:
     del second
 
 
-def test_a_graph_that_is_kept_is_made_ready_by_hand_and_shows_its_nodes_in_debug_mode(tmp_path: Any) -> None:
-    graph, stream = torch.accelerator.Graph(keep_graph=True), torch.Stream(device=NAME)
-    x = torch.zeros(2, device=NAME)
-    for call in (graph.replay, graph.instantiate, graph.capture_end):
-        with pytest.raises(RuntimeError, match="no capture"):
-            call()
-    with stream, graph:
-        x += 1
-        with pytest.raises(RuntimeError, match="reset it first"):
-            graph.capture_begin()
-    graph.instantiate()
-    with pytest.raises(RuntimeError, match="enable_debug_mode"):
-        graph.debug_dump(str(tmp_path / "graph.json"))
-    graph.enable_debug_mode()
-    (node,) = nodes_of(graph)
-    assert (node.kind, node.what, node.writes[0].stop - node.writes[0].start) == ("kernel", "add", x.nbytes)
-    graph.replay()
-    assert x.tolist() == [1.0, 1.0]
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 #: Calls about what is captured, or across the edge of the graph: no mode permits them.
@@ -247,21 +221,6 @@ def test_what_a_driver_refuses_in_a_capture_invalidates_it(virtual: VirtualDevic
     assert virtual.graphs_alive == alive
 
 
-def test_nothing_is_added_to_a_capture_that_is_invalid() -> None:
-    x = torch.ones(4, device=NAME)
-
-    def capture() -> None:
-        with capturing():
-            with pytest.raises(RuntimeError, match="not permitted"):
-                torch.accelerator.synchronize()
-            with pytest.raises(RuntimeError, match=INVALIDATED):
-                x.add_(1)
-
-    with pytest.raises(RuntimeError, match=INVALIDATED):
-        capture()
-    assert x.tolist() == [1.0] * 4
-
-
 def test_an_event_of_a_capture_is_of_no_use_outside() -> None:
     with capturing() as first:
         stale = torch.accelerator.current_stream().record_event()
@@ -279,64 +238,4 @@ def test_an_event_of_a_capture_is_of_no_use_outside() -> None:
     stale.record()  # a moment again
     stale.synchronize()
     del first
-    assert_captures()
-
-
-def test_two_captures_do_not_meet() -> None:
-    one, other = torch.Stream(device=NAME), torch.Stream(device=NAME)
-    graphs = [torch.accelerator.Graph() for _ in range(2)]
-    for stream, graph in zip((one, other), graphs, strict=True):
-        with stream:
-            graph.capture_begin()
-    with pytest.raises(RuntimeError, match="outside that capture"):
-        one.wait_stream(other)
-    for stream, graph in zip((one, other), graphs, strict=True):
-        with stream, pytest.raises(RuntimeError, match=INVALIDATED):
-            graph.capture_end()
-    assert_captures()
-
-
-def test_a_capture_begins_and_ends_where_it_may() -> None:
-    graph, stream = torch.accelerator.Graph(), torch.Stream(device=NAME)
-    default = torch.accelerator.current_stream()
-    with pytest.raises(RuntimeError, match="not the default one"):
-        graph.capture_begin()
-
-    def end() -> None:
-        with stream:
-            graph.capture_end()
-
-    with stream:
-        graph.capture_begin()
-        with pytest.raises(RuntimeError, match="is being captured"):
-            torch.accelerator.Graph().capture_begin()
-    with pytest.raises(RuntimeError, match="stream on which it began"):
-        graph.capture_end()
-    with pytest.raises(RuntimeError, match="thread on which it began"):
-        on_a_thread(end)
-    end()
-    graph.reset()
-    with (
-        pytest.raises(RuntimeError, match=INVALIDATED),
-        capturing(),
-        pytest.raises(RuntimeError, match="the default stream"),
-    ):
-        default.wait_event(torch.accelerator.current_stream().record_event())
-    assert_captures()
-
-
-def test_what_the_device_does_not_model_is_refused() -> None:
-    x = torch.ones(4, device=NAME)
-    with capturing() as graph:
-        x += 1
-    with (
-        pytest.raises(RuntimeError, match=INVALIDATED),
-        capturing(),
-        pytest.raises(RuntimeError, match="to replay a graph"),
-    ):
-        graph.replay()
-    with capturing(), pytest.raises(NotImplementedError, match="cannot capture aten::geqrf"):
-        torch.geqrf(x[None])
-    with capturing(), pytest.raises(NotImplementedError, match="from one device to another"):
-        x.to(f"{NAME}:1")
     assert_captures()

@@ -29,6 +29,7 @@ from tests.processes import printed_by
 from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
+from tests.virtual_device.backend import side_stream
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -207,15 +208,6 @@ def leaf(seed: int, mib: int = 40, device: int = 0) -> Tensor:
     return values.to(f"{NAME}:{device}").requires_grad_()
 
 
-def side_stream(device: int = 0) -> torch.Stream:
-    """One that no transfers run on: torch hands out a few in turn."""
-    place, runtime = torch.device(NAME, device), accelerator_runtime()
-    transfers = [runtime.transfer_stream(place, direction) for direction in Direction]
-    while (stream := torch.Stream(device=place)) in transfers:
-        pass
-    return stream
-
-
 def finish(virtual: VirtualDevice) -> None:
     for index in range(virtual.devices):
         torch.accelerator.synchronize(index)
@@ -290,25 +282,6 @@ def test_a_slab_is_not_unregistered_before_its_last_owner_is_read(virtual: Virtu
     finish(virtual)
     assert stats.bytes_out == first.nbytes + second.nbytes, "it has gone back meanwhile"
     assert torch.equal(second.grad.cpu(), wanted[1])
-
-
-def test_a_slab_is_not_idle_before_its_owner_is_written(virtual: VirtualDevice, offload: Offload) -> None:
-    first, second = leaf(1), leaf(2, device=1)
-    wanted = expected(second)
-    finish(virtual)
-    with held(virtual, Direction.OUT):
-        loss = forward(first, side_stream(), offload)
-        del loss  # while its bytes have not begun to leave
-        again = forward(second, side_stream(1), offload)
-    finish(virtual)
-    stats = offload.stats(synchronize=True)
-    (tier,) = offload._offloaders.tiers()
-    assert tier.held_bytes == 2 * 40 * MIB, "two slabs"
-    assert stats.bytes_out == 2 * 40 * MIB
-    again.backward()
-    finish(virtual)
-    assert offload.stats().bytes_in == second.nbytes
-    assert torch.equal(second.grad.cpu(), wanted)
 
 
 # -- fork -------------------------------------------------------------------------------------------------------------
