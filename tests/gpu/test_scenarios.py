@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -19,8 +21,12 @@ def run_on_the_device(scenario: Scenario) -> None:
         machine.close()
 
 
+#: The virtual device has the programs of the corpus in the matrix.
+_PROGRAMS = [] if "tests.virtual_device.plugin" in sys.modules else PROGRAMS
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
-@pytest.mark.parametrize("scenario", [*PROGRAMS, *SCENARIOS], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", [*_PROGRAMS, *SCENARIOS], ids=lambda one: one.__name__)
 def test_on_the_device(scenario: Scenario) -> None:
     run_on_the_device(scenario)

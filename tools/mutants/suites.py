@@ -73,10 +73,10 @@ _ON_THE_DEVICE = (
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
-    "virtual_device/on_device/pinned runtime/accelerator_gpu virtual_device/on_device/hooks "
-    "virtual_device/on_device/measured_speed virtual_device/on_device/it_can_tell::test_nothing_is_missing "
-    "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
-    "gpu/scenarios::test_on_the_device"
+    "virtual_device/on_device/pinned virtual_device/on_device/hooks "
+    "virtual_device/on_device/it_can_tell::test_without_it_most_runs_differ_and_none_with_it "
+    "virtual_device/on_device/it_can_tell::test_without_it_most_graphs_differ_and_none_with_it "
+    "virtual_device/on_device/captured_steps virtual_device/on_device/training matrix gpu/scenarios::test_on_the_device"
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
