@@ -68,19 +68,21 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
-    "runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging compile/host_tensors engine"
+    "eager/captured eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
+    "runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging compile/host_tensors engine "
+    "graphs"
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
     "virtual_device/on_device/pinned virtual_device/on_device/hooks "
     "virtual_device/on_device/it_can_tell::test_without_it_most_runs_differ_and_none_with_it "
     "virtual_device/on_device/it_can_tell::test_without_it_most_graphs_differ_and_none_with_it "
-    "virtual_device/on_device/captured_steps virtual_device/on_device/training matrix gpu/scenarios::test_on_the_device"
+    "virtual_device/on_device/captured_steps virtual_device/on_device/captured_graphs "
+    "virtual_device/on_device/training matrix gpu/scenarios::test_on_the_device"
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/coding kernels observe/doctor observe/timestamps runtime/accelerator runtime/device_clock "
+    "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timestamps runtime/accelerator runtime/device_clock "
     "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
 )
 
