@@ -24,6 +24,7 @@ _FIRST = {
     "codecs/names": "codecs/names codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
+    "eager/captured": "",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
     "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
@@ -35,6 +36,7 @@ _FIRST = {
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
     "eager/subclasses": "hazards/subclasses",
+    "graphs": "",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_plan": "step_plans hazards/following",
     "learning": "learning learned_steps",
@@ -68,9 +70,9 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/captured eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
-    "runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging compile/host_tensors engine "
-    "graphs"
+    "eager/captured eager/follow eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
+    "runtime/accelerator runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging "
+    "compile/host_tensors engine"
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
@@ -82,8 +84,9 @@ _DEVICE = (
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timestamps runtime/accelerator runtime/device_clock "
-    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
+    "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timestamps runtime/accelerator "
+    "runtime/device_clock runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
+    "tiers/ranks"
 )
 
 
