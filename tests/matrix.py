@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 def makes_sense(program: Program, way: Way, place: Place) -> bool:
     """Whether a program can run this way and there."""
     flags = program.flags
-    if place is Place.VIRTUAL and Flag.HOST in flags:
+    if (Flag.HOST if place is Place.VIRTUAL else Flag.DEVICE) in flags:
         return False
     match way:
         case Way.TABLE:

@@ -9,12 +9,6 @@ import traceback
 
 import torch
 
-from tests.gpu.codec_scenarios import CODEC_SCENARIOS
-from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
-from tests.gpu.machine import Machine, Skipped
-from tests.gpu.scenarios import SCENARIOS
-from tests.gpu.step_scenarios import STEP_SCENARIOS
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
@@ -28,13 +22,12 @@ def main() -> int:
     if not torch.accelerator.is_available():
         print("python -m tests.gpu: torch finds no accelerator on this machine", file=sys.stderr)
         return 2
+    from tests.gpu.machine import Machine, Skipped  # torch is asked for its accelerator, which is there by now
+    from tests.gpu.scenarios import PROGRAMS, SCENARIOS
+
     failed = 0
     names = arguments.names or [""]
-    chosen = [
-        scenario
-        for scenario in [*SCENARIOS, *CODEC_SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS]
-        if any(name in scenario.__name__ for name in names)
-    ]
+    chosen = [one for one in (*SCENARIOS, *PROGRAMS) if any(name in one.__name__ for name in names)]
     for scenario in chosen:
         machine, began = Machine(), time.perf_counter()
         try:
@@ -46,7 +39,6 @@ def main() -> int:
             traceback.print_exc()
             verdict, failed = "FAILED", failed + 1
         finally:
-            machine.finish()
             machine.close()
         print(f"{scenario.__name__:80} {time.perf_counter() - began:6.2f} s  {verdict}", flush=True)
     print(f"{len(chosen)} scenarios, {failed} failed")

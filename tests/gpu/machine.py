@@ -1,9 +1,8 @@
-"""A device for the hazards that streams matter to: the accelerator of this machine."""
+"""The accelerator of this machine, on which copies or compute come late."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from eager_offload.runtime.accelerator import AcceleratorEvent, accelerator_runt
 from eager_offload.runtime.base import Event
 from tests.fake_cuda import LIBRARY
 from tests.hazards.programs import assert_identical
+from tests.programs import leaf
 from tests.threads import on_a_thread
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
@@ -25,9 +25,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # CUDA's headers come with a torch that pip has installed, where torch does not look for them.
 for home in Path(torch.__file__).parents[1].glob("nvidia/cu[0-9]*"):
     os.environ.setdefault("CUDA_HOME", str(home))
-
-#: A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one.
-SLEEP_CYCLES = 8_000_000
 
 
 class Skipped(Exception):
@@ -44,22 +41,25 @@ class Machine:
         self.runtime = runtime = accelerator_runtime()
         self.device = torch.device(runtime.device_type, torch.accelerator.current_device_index())
         self.offloads: list[Offload] = []
-        self._lags = 0
-        #: The rows and columns of what is saved. The virtual device computes on the CPU: less, and so it need not be
-        #: late by as much.
-        self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, SLEEP_CYCLES)
+        # A few milliseconds on a device of 1.5 GHz: longer than it takes to enqueue an operator, or to run one. The
+        # virtual device computes on the CPU: less, and so it need not be late by as much.
+        self.width, self._cycles = (128, 3_000_000) if runtime.device_type == "virtual" else (1024, 8_000_000)
         if LIBRARY in os.environ:  # whose copies are those of the CPU
             self.width, self.computes = 256, False
         # What is enqueued for the first time may load a kernel or get memory from the driver, and both make the host
         # wait for the device: then nothing is late.
-        weight = self.weight()
+        weight = self.leaf()
         ((weight @ weight).tanh().exp() * weight).sin().sum().backward()
         self.doze()
         self.finish()
 
-    def assert_identical(self, expected: object, actual: object, where: str = "") -> None:
+    def identical(self, expected: object, actual: object, where: str = "") -> None:
         """Asserts that two structures are equal, their tensors bit for bit where the machine computes."""
         assert_identical(expected, actual, where, values=self.computes)
+
+    def holds(self, value: object) -> None:
+        """Asserts what is said of values, where the machine computes."""
+        assert value or not self.computes
 
     def offload(self, **fields: Any) -> Offload:
         """An ``Offload`` that moves everything that can move, unless ``fields`` say otherwise."""
@@ -67,26 +67,21 @@ class Machine:
         self.offloads.append(offload)
         return offload
 
-    def leaf(self, seed: int = 1, scale: float = 1.0, device: torch.device | None = None) -> Tensor:
-        """A leaf that requires grad, with values of its own."""
-        values = torch.randn(self.width, self.width, generator=torch.Generator().manual_seed(seed))
-        return (values * scale).to(device or self.device).requires_grad_()
-
-    def weight(self, seed: int = 1, device: torch.device | None = None) -> Tensor:
-        """A leaf to multiply with, which leaves the size of numbers as it is."""
-        return self.leaf(seed, 1 / math.sqrt(self.width), device)
+    def leaf(self, seed: int = 1) -> Tensor:
+        """A leaf with values of its own, which leaves the size of numbers as it is where it is multiplied with."""
+        with self.device:
+            return (leaf(self.width, self.width, seed=seed) / self.width**0.5).detach().requires_grad_()
 
     @contextmanager
     def slow_links(self) -> Iterator[None]:
         """Every copy comes late: whatever does not wait for it overtakes it."""
-        enqueue = self.runtime._enqueue
+        enqueue, staging = self.runtime._enqueue, self.runtime._staging
 
         def late(target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event]) -> AcceleratorEvent:
             with self.runtime.enter(stream):
                 self.doze()
             return enqueue(target, source, stream, after)
 
-        staging = self.runtime._staging
         self.runtime._enqueue = staging._enqueue = late
         try:
             yield
@@ -96,25 +91,17 @@ class Machine:
 
     @contextmanager
     def slow_compute(self) -> Iterator[None]:
-        """Compute comes late where a program calls ``lag``."""
-        self._lags = 4
-        try:
-            yield
-        finally:
-            self._lags = 0
-
-    def lag(self) -> None:
-        """Keeps the current stream busy, inside ``slow_compute``."""
-        for _ in range(self._lags):
+        """Compute on the current stream, and on those that meet it, is behind the host by more than a small step."""
+        for _ in range(8):
             self.doze()
+        yield
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""
-
         on_a_thread(work)
 
     def meet(self, *streams: torch.Stream) -> None:
-        """Each of ``streams`` waits for all of them, as a program does that changes streams."""
+        """Each of ``streams`` waits for all of them, as in a program that changes streams."""
         done = [self.runtime.record(stream) for stream in streams]
         for stream, event in itertools.product(streams, done):
             self.runtime.wait(stream, event)
@@ -130,10 +117,6 @@ class Machine:
     def require_graphs(self) -> None:
         if not self.runtime.captures:
             raise Skipped("this torch captures nothing on this device")
-
-    def close(self) -> None:
-        for offload in self.offloads:
-            offload.close()
 
     def side_stream(self) -> torch.Stream:
         """A stream of the program's own."""
@@ -153,3 +136,8 @@ class Machine:
         """The host waits for everything."""
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(index)
+
+    def close(self) -> None:
+        self.finish()
+        for offload in self.offloads:
+            offload.close()

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from tests.gpu.codec_scenarios import CODEC_SCENARIOS
-from tests.gpu.graph_scenarios import GRAPH_SCENARIOS
 from tests.gpu.machine import Machine, Skipped
-from tests.gpu.scenarios import SCENARIOS, Scenario
-from tests.gpu.step_scenarios import STEP_SCENARIOS
-
-
-def run(scenario: Scenario, machine: Machine) -> None:
-    try:
-        scenario(machine)
-    except Skipped as reason:
-        pytest.skip(str(reason))
+from tests.gpu.scenarios import PROGRAMS, SCENARIOS, Scenario
 
 
 def run_on_the_device(scenario: Scenario) -> None:
     machine = Machine()
     try:
-        run(scenario, machine)
+        scenario(machine)
+    except Skipped as reason:
+        pytest.skip(str(reason))
     finally:
-        machine.finish()
         machine.close()
+
+
+#: The virtual device has the programs of the corpus in the matrix.
+_PROGRAMS = [] if "tests.virtual_device.plugin" in sys.modules else PROGRAMS
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
-@pytest.mark.parametrize("scenario", [*SCENARIOS, *CODEC_SCENARIOS, *GRAPH_SCENARIOS, *STEP_SCENARIOS])
+@pytest.mark.parametrize("scenario", [*_PROGRAMS, *SCENARIOS], ids=lambda one: one.__name__)
 def test_on_the_device(scenario: Scenario) -> None:
     run_on_the_device(scenario)

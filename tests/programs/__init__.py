@@ -39,6 +39,8 @@ class Flag(Enum):
     """Its forward may not run twice, or what it saves is the point."""
     HOST = auto()
     """It needs tensors that the virtual device does not have."""
+    DEVICE = auto()
+    """It computes on streams of an accelerator: the virtual device, or a GPU."""
     HELD = auto()
     """The program itself holds what it saves: that need not leave a second time."""
     DIFFERS = auto()

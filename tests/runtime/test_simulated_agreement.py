@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from hypothesis import event, given, settings
@@ -38,101 +39,69 @@ class Program:
         return [*self.read, *self.tensors, self.rig.slab[: STARTS[-1] + NBYTES]]
 
 
-@dataclass(frozen=True)
-class Fill:
-    tensor: int
-    value: int
-
-    def run(self, program: Program) -> None:
-        program.tensors[self.tensor].fill_(self.value)
+def fill(program: Program, tensor: int, value: int) -> None:
+    program.tensors[tensor].fill_(value)
 
 
-@dataclass(frozen=True)
-class Read:
-    tensor: int
-
-    def run(self, program: Program) -> None:
-        program.read.append(program.tensors[self.tensor].clone())
+def read(program: Program, tensor: int) -> None:
+    program.read.append(program.tensors[tensor].clone())
 
 
-@dataclass(frozen=True)
-class Renew:
+def renew(program: Program, tensor: int, value: int) -> None:
     """Drops a tensor and allocates another one in its place."""
-
-    tensor: int
-    value: int
-
-    def run(self, program: Program) -> None:
-        del program.tensors[self.tensor]
-        program.tensors.insert(self.tensor, torch.full((NBYTES,), self.value, dtype=torch.uint8))
+    del program.tensors[tensor]
+    program.tensors.insert(tensor, torch.full((NBYTES,), value, dtype=torch.uint8))
 
 
-@dataclass(frozen=True)
-class Copy:
-    tensor: int
-    slot: int
-    outward: bool
-
-    def run(self, program: Program) -> None:
-        tensor, slot = program.tensors[self.tensor], program.slots[self.slot]
-        if self.outward:
-            program.rig.runtime.copy(slot, tensor, program.rig.out)
-        else:
-            program.rig.runtime.copy(tensor, slot, program.rig.inward)
+def copy(program: Program, tensor: int, slot: int, outward: bool) -> None:
+    device, host, runtime = program.tensors[tensor], program.slots[slot], program.rig.runtime
+    if outward:
+        runtime.copy(host, device, program.rig.out)
+    else:
+        runtime.copy(device, host, program.rig.inward)
 
 
-@dataclass(frozen=True)
-class Order:
+def order(program: Program, after: int, before: int | None) -> None:
     """One stream waits for all that another one has done so far; or the host does."""
-
-    after: int
-    before: int | None
-
-    def run(self, program: Program) -> None:
-        runtime = program.rig.runtime
-        program.events.append(runtime.record(program.streams[self.after]))
-        if self.before is None:
-            runtime.synchronize(program.events[-1])
-        else:
-            runtime.wait(program.streams[self.before], program.events[-1])
+    runtime = program.rig.runtime
+    program.events.append(runtime.record(program.streams[after]))
+    if before is None:
+        runtime.synchronize(program.events[-1])
+    else:
+        runtime.wait(program.streams[before], program.events[-1])
 
 
-@dataclass(frozen=True)
-class Again:
+def again(program: Program, stream: int, age: int) -> None:
     """A wait for an event that is old by now."""
-
-    stream: int
-    age: int
-
-    def run(self, program: Program) -> None:
-        if program.events:
-            program.rig.runtime.wait(program.streams[self.stream], program.events[-1 - self.age % len(program.events)])
+    if program.events:
+        program.rig.runtime.wait(program.streams[stream], program.events[-1 - age % len(program.events)])
 
 
-Step: TypeAlias = Fill | Read | Renew | Copy | Order | Again
+Step: TypeAlias = Callable[[Program], None]
 
-tensors = st.integers(0, TENSORS - 1)
-values = st.integers(10, 200)
-orders = st.builds(Order, st.integers(0, 2), st.one_of(st.none(), st.integers(0, 2), st.integers(0, 2)))
+
+def drawn(step: Callable[..., None], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]:
+    return st.fixed_dictionaries(fields).map(lambda chosen: partial(step, **chosen))
+
+
+tensors, values, places = st.integers(0, TENSORS - 1), st.integers(10, 200), st.integers(0, 2)
+copies = drawn(copy, tensor=tensors, slot=places, outward=st.booleans())
+orders = drawn(order, after=places, before=st.one_of(st.none(), places, places))
 steps = st.one_of(
-    st.builds(Fill, tensors, values),
-    st.builds(Read, tensors),
-    st.builds(Renew, tensors, values),
-    st.builds(Copy, tensors, st.integers(0, 2), st.booleans()),
-    st.builds(Copy, tensors, st.integers(0, 2), st.booleans()),
-    orders,
-    orders,
-    st.builds(Again, st.integers(0, 2), st.integers(0, 5)),
+    drawn(fill, tensor=tensors, value=values),
+    drawn(read, tensor=tensors),
+    drawn(renew, tensor=tensors, value=values),
+    *(copies, copies, orders, orders),
+    drawn(again, stream=places, age=st.integers(0, 5)),
 )
 
 
-@dataclass
-class Verdict:
+class Verdict(NamedTuple):
     """What one execution came to."""
 
     clean: bool
     faults: int
-    outcome: list[Tensor] = field(repr=False)
+    outcome: list[Tensor]
 
 
 def execute(program: list[Step], *, at_once: bool) -> Verdict:
@@ -141,7 +110,7 @@ def execute(program: list[Step], *, at_once: bool) -> Verdict:
         with running.rig.runtime.checked() as checker:
             running.tensors = [tensor.clone() for tensor in running.tensors]
             for step in program:
-                step.run(running)
+                step(running)
         return Verdict(not checker.violations, len(running.rig.runtime.faults), running.outcome())
 
 

@@ -14,7 +14,6 @@ is current where ``backward`` was called, and operators that read a value to the
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -154,8 +153,6 @@ class SimulatedRuntime(RehearsalRuntime):
         launch_seconds: float = 1e-6,
         at_once: bool = False,
         host_waits: bool = False,
-        jitter: float = 0.0,
-        seed: int = 0,
     ) -> None:
         """
         Args:
@@ -164,8 +161,6 @@ class SimulatedRuntime(RehearsalRuntime):
             launch_seconds: what each call costs the host.
             at_once: carry copies out when they are enqueued, not as late as possible.
             host_waits: the host waits for each operator, as where it computes itself.
-            jitter: every operator takes its time multiplied by a number from ``1 - jitter`` to ``1 + jitter``.
-            seed: of that number.
         """
         super().__init__(
             out_bandwidth=out_bandwidth,
@@ -179,8 +174,6 @@ class SimulatedRuntime(RehearsalRuntime):
         #: Copies that were carried out although one of their ends was gone.
         self.faults: list[Violation] = []
         self._at_once = at_once
-        self._jitter = jitter
-        self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._selected = _Selected()
         self._log: Log | None = None
@@ -315,8 +308,7 @@ class SimulatedRuntime(RehearsalRuntime):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _compute(self, stream: Stream, what: str, nbytes: int) -> None:
-        slowness = 1.0 + self._jitter * self._random.uniform(-1.0, 1.0) if self._jitter else 1.0
-        self.advance(stream, slowness * nbytes / self.compute_rate, what, nbytes)
+        self.advance(stream, nbytes / self.compute_rate, what, nbytes)
 
     def _new_stream(self, name: str, *, is_transfer: bool = False) -> SimulatedStream:
         return SimulatedStream(name, is_transfer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eager_offload.runtime.base import Stream, covered_seconds
+from eager_offload.runtime.base import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,6 @@ class Timeline:
     def stall_seconds(self) -> float:
         """How long compute streams had work and waited for an event; seconds, summed over streams."""
         return sum(span.seconds for span in self.spans if span.is_stall)
-
-    @property
-    def overlap_seconds(self) -> float:
-        """For how long both an operator and a transfer ran; seconds."""
-        compute = [(span.start, span.stop) for span in self.spans if not span.is_transfer and not span.is_stall]
-        transfers = [(span.start, span.stop) for span in self.spans if span.is_transfer]
-        both = covered_seconds(compute) + covered_seconds(transfers) - covered_seconds(compute + transfers)
-        return max(both, 0.0)
 
     @property
     def end(self) -> float:

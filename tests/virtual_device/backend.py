@@ -12,6 +12,7 @@ import torch
 
 from eager_offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.base import Direction
 from tests.hazards.backends import Backend, Gate
 from tests.virtual_device import NAME, install
 
@@ -87,3 +88,12 @@ class VirtualBackend(Backend):
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(index)
         self._stack.close()
+
+
+def side_stream(device: int = 0) -> torch.Stream:
+    """One on which no transfers run: torch hands out a few in turn, and what they move would be captured."""
+    place, runtime = torch.device(NAME, device), accelerator_runtime()
+    transfers = [runtime.transfer_stream(place, direction) for direction in Direction]
+    while (stream := torch.Stream(device=place)) in transfers:
+        pass
+    return stream

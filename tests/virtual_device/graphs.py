@@ -17,7 +17,7 @@ import torch
 from eager_offload.tiers.base import ByteRegion
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.log import Allocated, Freed, Operation, Recorded, Waited
-from tests.virtual_device import NAME
+from tests.virtual_device.backend import side_stream
 
 if not hasattr(torch.accelerator, "Graph"):  # whoever imports this is a test of graphs
     pytest.skip("this torch captures nothing on such a device", allow_module_level=True)
@@ -54,7 +54,7 @@ def capturing(mode: str = "default", stream: torch.Stream | None = None, **argum
     """A graph in debug mode, captured inside on ``stream``, else on one of its own, which is the current one there."""
     graph = torch.accelerator.Graph(capture_error_mode=mode, **arguments)  # type: ignore[arg-type]
     graph.enable_debug_mode()
-    with stream or torch.Stream(device=NAME), graph:
+    with stream or side_stream(), graph:
         yield graph
 
 

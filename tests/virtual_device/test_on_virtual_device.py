@@ -9,39 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import one_in
 from tests.virtual_device import build
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/virtual_device/on_device"
-#: Hazards whose subject is order, memory or what another has changed meanwhile.
-HAZARDS = (
-    "streams",
-    "copies",
-    "sharing",
-    "versions",
-    "replaced_memory",
-    "unseen_writes",
-    "kinds",
-    "neighbours",
-    "reentry",
-)
-
-_HAZARDS = [f"tests/hazards/test_{name}.py" for name in HAZARDS]
-_OTHERS = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("tests/hazards/test_*.py")}.difference(_HAZARDS))
-
-#: What runs together in one process: arguments for pytest.
+#: What runs together in one process: arguments for pytest. In the full suite each has its long form.
 QUICK = {
-    # Of the device's budget one test in several regimes.
-    "device": ["-m", "not long", "-k", "not test_device_budget or below_the_budget", HERE],
+    # Of the device's budget one test in two regimes.
+    "device": ["-m", "not long", "-k", "not test_device_budget or (below_the_budget and each)", HERE],
+    "matrix": ["-m", "not long", "tests/test_matrix.py"],
 }
 LONG = {
-    "hazards": ["-m", "not long", "-k", "virtual", *_HAZARDS, "tests/test_contract.py"],
-    "scenarios": ["-m", "gpu", "tests/gpu"],
     "the whole device": ["-m", "not short", HERE],
-    "gpu": ["-m", "gpu", "tests/runtime/test_accelerator_gpu.py", "tests/observe/test_doctor.py"],
-    "codecs": ["-k", "virtual", "-m", "not long", "tests/codecs/test_rounding.py"],
-    "other hazards": ["-k", "virtual", *one_in(2, _OTHERS)],
+    "the whole matrix": ["tests/test_matrix.py"],
+    "hazards": ["-m", "not long", "-k", "virtual", "tests/hazards", "tests/codecs", "tests/test_contract.py"],
+    "scenarios": ["-m", "gpu", "tests/gpu", "tests/observe/test_doctor.py"],
 }
 
 pytestmark = pytest.mark.xdist_group("virtual_device")
@@ -76,7 +58,7 @@ def run(arguments: list[str], **environ: str) -> str:
 @pytest.mark.parametrize(
     "group",
     [
-        pytest.param("device", marks=pytest.mark.short),
+        *(pytest.param(group, marks=pytest.mark.short) for group in QUICK),
         *(pytest.param(group, marks=pytest.mark.long) for group in LONG),
     ],
 )

@@ -24,6 +24,7 @@ _FIRST = {
     "codecs/names": "codecs/names codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
+    "eager/captured": "",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
     "eager/follow": "hazards/following hazards/following_guard like_steps codecs/rounding hazards/out_of_memory",
@@ -36,6 +37,7 @@ _FIRST = {
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
     "eager/subclasses": "hazards/subclasses",
+    "graphs": "",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_plan": "like_steps hazards/following",
     "learning": "like_steps",
@@ -69,21 +71,23 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/follow eager/offloading eager/packing eager/reloading eager/saving observe/doctor runtime/accelerator "
-    "runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging compile/host_tensors engine"
+    "eager/captured eager/follow eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
+    "runtime/accelerator runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging "
+    "compile/host_tensors engine"
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
-    "virtual_device/on_device/pinned virtual_device/on_device/compiled_values runtime/accelerator_gpu "
-    "virtual_device/on_device/hooks "
-    "virtual_device/on_device/measured_speed virtual_device/on_device/it_can_tell::test_nothing_is_missing "
-    "virtual_device/on_device/it_can_tell::test_nothing_is_missing_in_graphs virtual_device/on_device/training "
-    "gpu/scenarios::test_on_the_device"
+    "virtual_device/on_device/pinned virtual_device/on_device/compiled_values virtual_device/on_device/hooks "
+    "virtual_device/on_device/it_can_tell::test_without_it_most_runs_differ_and_none_with_it "
+    "virtual_device/on_device/it_can_tell::test_without_it_most_graphs_differ_and_none_with_it "
+    "virtual_device/on_device/captured_steps virtual_device/on_device/captured_graphs "
+    "virtual_device/on_device/training matrix gpu/scenarios::test_on_the_device"
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/coding kernels observe/doctor observe/timeline runtime/accelerator runtime/device_clock "
-    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes tiers/ranks"
+    "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
+    "runtime/device_clock runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
+    "tiers/ranks"
 )
 
 

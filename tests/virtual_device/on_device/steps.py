@@ -1,22 +1,23 @@
-"""A whole training step that offloads by hand: what tests of graphs capture, and run eagerly beside."""
+"""Training steps that tests of graphs capture, and run eagerly beside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from eager_offload.graphs import make_graphed_callable
+from eager_offload import Offload
+from eager_offload.graphs import CapturedStep, DeviceScalar, capture_step, make_graphed_callable
 from eager_offload.runtime.accelerator import accelerator_runtime
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
-from tests.virtual_device.graphs import capturing
+from tests.virtual_device.graphs import nodes_of
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
+#: In so many replays a missing edge shows.
+FEW = 20
 
 
 class Block(nn.Module):
@@ -35,6 +36,117 @@ class Block(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
 
 
+class Training:
+    """A block with dropout, clipping, a fused AdamW, and a rate that changes.
+
+    Args:
+        forwards: of one step, each followed by its backward: gradients are accumulated.
+        scaled: whether a ``GradScaler`` leaves the optimizer's step out where gradients are not finite.
+        compiled: whether a compiler runs the block.
+        fails: whether a call raises behind its backward, where it is captured.
+    """
+
+    def __init__(
+        self, forwards: int = 1, *, scaled: bool = False, compiled: bool = False, fails: Callable[[], bool] = bool
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = Block().to(NAME)
+        self.block: Any = torch.compile(self.model, backend="aot_eager") if compiled else self.model
+        self.rate, self._forwards, self._fails = DeviceScalar(1e-2), forwards, fails
+        self.parameters = [*self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True)
+        self.scaler = torch.amp.GradScaler(NAME, init_scale=16.0, growth_interval=3, enabled=scaled)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        for _ in range(self._forwards):
+            loss = (self.block(x) - y).square().mean()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if self._fails():
+            raise KeyError("of the step")
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach().nan_to_num(-1.0)
+
+    def capture(self, offload: Offload | None, **arguments: Any) -> CapturedStep:
+        x, y, _ = next(inputs(1, seed=9))
+        return capture_step(self, (x.to(NAME), y.to(NAME)), offload=offload, scalars=[self.rate], **arguments)
+
+    def run(self, one: Callable[[Tensor, Tensor], Tensor], state: list[Tensor], count: int) -> list[Tensor]:
+        """The losses of ``count`` steps from ``state``, and all that they have changed.
+
+        With a scaler every fifth batch is not finite.
+        """
+        torch.accelerator.synchronize()
+        with torch.no_grad():
+            for tensor, value in zip(self._changing(), state, strict=True):
+                tensor.copy_(value)
+        torch.manual_seed(3)
+        found = []
+        for number, (x, y, rate) in enumerate(inputs(count)):
+            self.rate.update(rate)
+            spoilt = self.scaler.is_enabled() and number % 5 == 4
+            found.append(one((x * torch.inf if spoilt else x).to(NAME), y.to(NAME)).cpu())
+        return found + self.state()
+
+    def state(self) -> list[Tensor]:
+        """Copies on the host of all that steps change."""
+        torch.accelerator.synchronize()
+        return [tensor.detach().cpu() for tensor in self._changing()]
+
+    def _changing(self) -> list[Tensor]:
+        scale = [self.scaler._growth_tracker, self.scaler._scale] if self.scaler.is_enabled() else []
+        states = [value for one in self.parameters for value in self.optimizer.state[one].values()]
+        return [*self.parameters, *states, *(one for one in scale if one is not None)]
+
+
+class Chain:
+    """Layers of which each saves what the next one writes over: small, and every byte of it crosses the link."""
+
+    def __init__(self, forwards: int = 1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._weights = [(torch.randn(8, 8, generator=generator) / 4).to(NAME).requires_grad_() for _ in range(4)]
+        self._forwards = forwards
+        self.batches = [torch.randn(8, 8, generator=generator).to(NAME) for _ in range(FEW)]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for _ in range(self._forwards):
+            h = x
+            for weight in self._weights:
+                h = (h @ weight).tanh().exp()
+            found += torch.autograd.grad(h.square().sum(), self._weights)
+        return tuple(found)
+
+    def capture(self, offload: Offload | None, **arguments: Any) -> CapturedStep:
+        return capture_step(self, (torch.zeros(8, 8, device=NAME),), offload=offload, **arguments)
+
+    def results(self, one: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        """What ``one``, which is this or a replay of it, makes of each batch."""
+        return [value.cpu() for x in self.batches for value in one(x)]
+
+
+def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        x, y = (torch.randn(BATCH, TOKENS, WIDTH, generator=generator) for _ in range(2))
+        yield x, y, 1e-2 / (1 + number)
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def copies(step: CapturedStep, kind: str) -> int:
+    """Bytes that a replay moves one way."""
+    return sum(
+        region.stop - region.start for one in nodes_of(step.graph._graph) if one.kind == kind for region in one.writes
+    )
+
+
 def assert_captures() -> None:
     """A capture works, and its replay is right."""
     x = torch.ones(4, device=NAME)
@@ -50,128 +162,3 @@ def graphs_alive(virtual: VirtualDevice) -> int:
     accelerator_runtime().poll()
     collect()
     return virtual.graphs_alive
-
-
-class Resumable:
-    """A model and its optimizer, which go on from any state that they have had."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def state(self) -> list[Tensor]:
-        """Copies on the host of all that steps change."""
-        torch.accelerator.synchronize()
-        return [tensor.detach().cpu() for tensor in self._changing()]
-
-    def restore(self, state: list[Tensor]) -> None:
-        torch.accelerator.synchronize()
-        with torch.no_grad():
-            for tensor, value in zip(self._changing(), state, strict=True):
-                tensor.copy_(value)
-
-    def _changing(self) -> list[Tensor]:
-        parameters = [*self.model.parameters()]
-        return [*parameters, *(value for one in parameters for value in self.optimizer.state[one].values())]
-
-
-class Step(Resumable):
-    """Forward, backward and a fused AdamW. What backward needs of one shape crosses the link twice on the way there.
-
-    Copies out run on a stream of their own, and so do copies in, into two slots that take turns.
-    """
-
-    def __init__(self, stream: torch.Stream) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.model = Block().to(NAME)
-        self.stream, self.out, self.back = stream, torch.Stream(device=NAME), torch.Stream(device=NAME)
-        self.rate = torch.tensor(1e-2, device=NAME)
-        self.x, self.y = (torch.zeros(BATCH, TOKENS, WIDTH, device=NAME) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, fused=True)
-        self.slots = [torch.zeros(BATCH * TOKENS, WIDTH, device=NAME) for _ in range(2)]
-        self._hosts: list[Tensor] = []
-        self._left: list[torch.Event] = []
-        self._taken = 0
-
-    def __call__(self) -> Tensor:
-        """One step on the stream that is current; returns the loss."""
-        self._left.clear()
-        self._taken = 0
-        self.optimizer.zero_grad()
-        with saved_tensors_hooks(self._pack, self._unpack):
-            loss = (self.model(self.x) - self.y).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    @property
-    def offloads(self) -> int:
-        """How many tensors a step moves."""
-        return len(self._left)
-
-    def _pack(self, tensor: Tensor) -> tuple[int, torch.Size] | Tensor:
-        if tensor.numel() != BATCH * TOKENS * WIDTH or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            return tensor
-        number = len(self._left)
-        if number == len(self._hosts):
-            self._hosts.append(torch.empty(BATCH * TOKENS, WIDTH, pin_memory=True))
-        self.out.wait_event(self.stream.record_event())
-        with self.out:
-            self._hosts[number].copy_(tensor.detach().view(BATCH * TOKENS, WIDTH), non_blocking=True)
-        self._left.append(self.out.record_event())
-        self.stream.wait_event(self._left[-1])  # its memory may have a new owner from here on
-        return number, tensor.shape
-
-    def _unpack(self, packed: tuple[int, torch.Size] | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        number, shape = packed
-        slot = self._taken % len(self.slots)
-        self._taken += 1
-        self.back.wait_event(self.stream.record_event())  # also for the copy out, since that stream has waited
-        with self.back:
-            self.slots[slot].copy_(self._hosts[number], non_blocking=True)
-        self.stream.wait_event(self.back.record_event())
-        return self.slots[slot].view(shape)
-
-    def run(self, batches: Iterable[tuple[Tensor, Tensor, float]], one: Callable[[], Tensor]) -> Iterator[Tensor]:
-        """Yields the loss of each call of ``one``, and then all that they have changed."""
-        for batch in batches:
-            with self.stream:
-                self.feed(*batch)
-                loss = one().cpu()
-            yield loss
-        yield from self.state()
-
-    def feed(self, x: Tensor, y: Tensor, rate: float) -> None:
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.rate.fill_(rate)
-
-
-def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def inputs(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
-    generator = torch.Generator().manual_seed(seed)
-    for number in range(count):
-        x, y = (torch.randn(BATCH, TOKENS, WIDTH, generator=generator) for _ in range(2))
-        yield x, y, 1e-2 / (1 + number)
-
-
-@contextmanager
-def captured() -> Iterator[tuple[Step, Any, Tensor]]:
-    """A step after two real ones, its graph, and the loss that a replay writes."""
-    stream = torch.Stream(device=NAME)
-    with stream:
-        step = Step(stream)
-        for batch in inputs(2, seed=9):
-            step.feed(*batch)
-            step()
-    torch.accelerator.synchronize()
-    with capturing(stream=stream) as graph:
-        loss = step()
-    yield step, graph, loss
-    torch.accelerator.synchronize()
-    graph.reset()

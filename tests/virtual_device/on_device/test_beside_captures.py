@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import Offload
+from eager_offload import Offload, OffloadError
 from eager_offload.errors import (
     CaptureInvalidatedError,
     CaptureStateError,
@@ -23,19 +23,19 @@ from eager_offload.errors import (
 )
 from eager_offload.graphs import CapturePool, GraphCaptureGuard, make_graphed_callable
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, Captures
+from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
 from eager_offload.tiers.memory import PAGE
-from tests.hazards.backends import assert_settled
+from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
-from tests.runtime.test_beside_an_accelerator import forward
 from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
+from tests.virtual_device.backend import side_stream
+from tests.virtual_device.graphs import capturing
 from tests.virtual_device.on_device.steps import graphs_alive
 
-pytest.importorskip("tests.virtual_device.graphs")  # it skips where torch captures nothing on such a device
-
 HERE = torch.device(NAME, 0)
+MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ class Beside:
 
     def __init__(self, runtime: AcceleratorRuntime, mode: CaptureMode = CaptureMode.THREAD_LOCAL) -> None:
         self.runtime, self.mode = runtime, mode
-        self.stream, self.free = (torch.Stream(device=HERE) for _ in range(2))
+        self.stream, self.free = (side_stream() for _ in range(2))
         self.older = runtime.record(self.free)
         self.slab: Tensor | None = runtime.host_buffer(PAGE)
 
@@ -134,48 +134,13 @@ def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
     assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
 
 
-def test_what_was_enqueued_before_a_capture_is_over_in_it(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    x, beside = torch.zeros(4, device=NAME), Beside(runtime)
-    torch.accelerator.synchronize()
-    with beside.free:
-        virtual.sleep(0.05)
-        x.fill_(1)
-        beside.older = runtime.record(beside.free)
-    with beside:
-        assert runtime.query(beside.older)
-        assert virtual.peek(x).eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("check", "answer", "name"),
-    [
-        ("forbid_queries", False, "to ask about a younger event"),
-        ("forbid_queries", False, "to poll"),
-        ("forbid_queries", False, "to wait for a younger event"),
-        ("forbid_queries", False, "to let go of what is pinned"),
-        ("of", None, "a stream's wait for a younger event"),
-    ],
-)
-def test_a_runtime_without_one_of_its_checks_is_refused(
-    runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch, check: str, answer: object, name: str
-) -> None:
-    """So what is checked above can be seen."""
-    beside = Beside(runtime).__enter__()
-    with monkeypatch.context() as patch:
-        patch.setattr(Captures, check, lambda *_: answer)
-        with suppress(RuntimeError):
-            OURS[name][1](beside)
-    with pytest.raises(CaptureInvalidatedError):
-        runtime.end_capture(beside.capture)
-
-
 @pytest.mark.parametrize("voids", [False, True])
 @pytest.mark.parametrize("abandons", [False, True])
 def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_its_memory_back(
     api: Api, runtime: AcceleratorRuntime, abandons: bool, voids: bool
 ) -> None:
     """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
-    begun = runtime.begin_capture(torch.Stream(device=HERE), CaptureMode.THREAD_LOCAL)
+    begun = runtime.begin_capture(side_stream(), CaptureMode.THREAD_LOCAL)
     if voids:
         with pytest.raises(RuntimeError, match="not permitted"):
             torch.accelerator.synchronize()
@@ -231,6 +196,11 @@ def test_a_graph_that_goes_in_a_capture_is_destroyed_after_it(
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+def forward(x: Tensor, w: Tensor) -> Tensor:
+    h = (x * 2).tanh().exp()
+    return (h @ w).sin().sum()
+
+
 def leaves() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(32, 32, generator=generator).to(NAME).requires_grad_() for _ in range(2)]
@@ -258,7 +228,7 @@ def test_h52_a_thread_trains_while_another_captures(
 
     def capture() -> None:
         try:
-            begun = runtime.begin_capture(torch.Stream(device=HERE), mode)
+            begun = runtime.begin_capture(side_stream(), mode)
             capturing.set()
             over.wait()
             runtime.end_capture(begun)
@@ -289,7 +259,7 @@ def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
 ) -> None:
     """Graphs of before go in it, what it saves stays, and an ``Offload`` out of use goes as well."""
     runtime, offload, dropped = accelerator_runtime(), offloads(), Offload(tier="host", min_bytes=0)
-    of, stream = leaves(), torch.Stream(device=HERE)
+    of, stream = leaves(), side_stream()
     expected = step(nullcontext(), of)
     assert_identical(expected, step(dropped, of))
     torch.accelerator.synchronize()
@@ -309,3 +279,63 @@ def test_h52_what_is_around_a_capture_asks_the_driver_for_nothing_inside(
     assert_identical(expected, torch.autograd.grad(losses.pop(), of))
     losses.clear()
     assert assert_settled(offload).bytes_out > 0
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_h52_to_enter_is_an_error(virtual: VirtualDevice, used: bool, offloads: Any) -> None:
+    offload, of = offloads(), leaves()
+    if used:
+        with offload:
+            loss = forward(*of)
+    with capturing():
+        for enter in (offload.__enter__, lambda: offload.compile(forward, backend="aot_eager")(*of)):
+            with pytest.raises(OffloadError, match=f"an Offload was entered while.*{MESSAGE}"):
+                enter()
+        assert hooks_are_gone()
+        assert offload.stats().saved_tensors == (5 if used else 0)
+    if used:
+        assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
+        del loss
+        assert assert_settled(offload).bytes_out > 0
+    graph, other = torch.accelerator.Graph(), side_stream()
+    with other:
+        graph.capture_begin()
+    with offloads():
+        pass  # another stream is of no concern
+    with other:
+        graph.capture_end()
+    with offload:
+        loss = forward(*of)
+    assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
+    del loss
+    assert assert_settled(offload).bytes_out > 0
+
+
+def test_h52_backward_in_a_capture_of_what_was_offloaded_is_an_error(virtual: VirtualDevice, offloads: Any) -> None:
+    offload, of, stream = offloads(), leaves(), side_stream()
+    torch.accelerator.synchronize()
+    with stream, offload:
+        loss = forward(*of)
+    with capturing(stream=stream), pytest.raises(OffloadError, match=f"backward asked for.*{MESSAGE}"):
+        torch.autograd.grad(loss, of, retain_graph=True)
+    assert_identical(step(nullcontext(), of), torch.autograd.grad(loss, of))
+    del loss
+    assert assert_settled(offload).bytes_in > 0
+
+
+def test_h52_operations_of_a_compiled_graph_are_an_error(virtual: VirtualDevice) -> None:
+    standing = Offload.serving(tier="host", min_bytes=0, keep_last_bytes=0)
+    config = standing.config.to_text()
+    x = leaves()[0].detach()
+    operations = torch.ops.eager_offload
+    with capturing(), pytest.raises(OffloadError, match=f"compiled code that offloads.*{MESSAGE}"):
+        operations.offload(x, config=config)  # before anything is open on this device
+    host = operations.offload(x, config=config)
+    with capturing():
+        with pytest.raises(OffloadError, match=MESSAGE):
+            operations.offload(x, config=config)
+        with pytest.raises(OffloadError, match=MESSAGE):
+            operations.reload(host, x.device, config=config)
+    assert torch.equal(operations.reload(host, x.device, config=config), x)
+    assert standing.stats(synchronize=True).bytes_out == x.nbytes
+    standing.close()

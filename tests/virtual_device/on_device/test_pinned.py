@@ -7,30 +7,31 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from eager_offload import CapacityError
+from eager_offload import CapacityError, Offload
 from eager_offload.runtime import accelerator
-from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.accelerator_api import AcceleratorApi
+from eager_offload.runtime.base import Direction
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.limits import Headroom, Limit
 from eager_offload.tiers.memory import PAGE
-from eager_offload.tiers.slabs import HostSlot, PowersOfTwo
+from eager_offload.tiers.slabs import PowersOfTwo
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled
 from tests.processes import printed_by
 from tests.threads import collect, on_a_thread
-from tests.tiers.machines import FakeMachine
-from tests.tiers.rig import reserve
-from tests.tiers.test_guard import Readings
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
+from tests.virtual_device.backend import side_stream
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -86,16 +87,12 @@ def test_a_slab_is_unregistered_before_its_pages_go_and_not_in_its_finalizer(
         del part
         collect()
     assert address in api.registered, "the driver is not called by a finalizer"
-    runtime.poll()
-    assert api.registered == {}
-
-
-def test_a_slab_that_dies_in_another_thread_is_unregistered_in_this_one(api: Api, runtime: AcceleratorRuntime) -> None:
-    slabs = [runtime.host_buffer(MIB) for _ in range(4)]
+    slabs = [runtime.host_buffer(MIB) for _ in range(4)]  # a call that may call the driver
+    assert api.registered.keys() == {one.data_ptr() for one in slabs}
     on_a_thread(slabs.clear)
     assert len(api.registered) == 4
-    slab = runtime.host_buffer(PAGE)  # a call that may call the driver
-    assert api.registered == {slab.data_ptr(): PAGE}
+    runtime.poll()
+    assert api.registered == {}
 
 
 def test_a_slab_that_cannot_be_unregistered_is_kept_until_it_can(api: Api, runtime: AcceleratorRuntime) -> None:
@@ -131,7 +128,8 @@ def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Ap
     """A copy must not straddle two registrations."""
     tier, user = tier_of(runtime), object.__new__(Arena)
     runtime.attach_user(user)
-    slots = [reserve(tier, nbytes) for nbytes in (PAGE, MIB, 33 * MIB, 70 * MIB, 9000)]
+    slots = [tier.reserve(nbytes) for nbytes in (PAGE, MIB, 33 * MIB, 70 * MIB, 9000)]
+    assert all(slots)
     assert len(api.registered) > 1
     assert sum(api.registered.values()) == tier.held_bytes
     assert all(
@@ -167,25 +165,28 @@ def test_a_slab_that_cannot_be_pinned_is_pageable_which_is_said_once(virtual: Vi
 
 
 def test_h26_pinned_memory_is_unpinned_before_the_next_look(
-    api: Api, runtime: AcceleratorRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: Api, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readings, watch = Readings(FakeMachine(tmp_path)), Guard()
-    monkeypatch.setattr("eager_offload.tiers.guard.host_headroom", readings)
-    monkeypatch.setattr("eager_offload.tiers.host.HOST_FRACTION", 1000)
+    watch = Guard()
+
+    def look() -> Headroom:
+        room = GIB + 96 * MIB - sum(api.registered.values())
+        return Headroom((Limit("memory", "here", 16 * GIB, room, 1, "a reason", "do so"),))
 
     def given_back() -> None:
         runtime.poll()
         watch.forget()
 
-    readings.held = lambda: sum(api.registered.values())
-    readings.available = GIB + 96 * MIB
+    monkeypatch.setattr("eager_offload.tiers.guard.host_headroom", look)
+    monkeypatch.setattr("eager_offload.tiers.host.HOST_FRACTION", 1000)
     sizes = runtime.slab_sizes()
     arena = Arena(runtime.host_buffer, idle_bytes=GIB, sizes=sizes, admit=watch.admit, given_back=given_back)
-    tier = HostTier(arena)
-    slot: HostSlot | None = reserve(tier, 64 * MIB)
-    slot = None
-    other = reserve(tier, 80 * MIB)
-    assert slot is None
+    tier = HostTier(arena)  # of which no budget says how much it may have
+    slot = tier.reserve(64 * MIB)
+    assert slot is not None
+    del slot
+    other = tier.reserve(80 * MIB)
+    assert other is not None
     assert api.registered == {other.address: 80 * MIB}
 
 
@@ -214,6 +215,104 @@ def test_a_step_after_reserve_pins_nothing(
     with pytest.raises(CapacityError, match=r"80.0 MiB of host memory cannot be reserved.*comes to 64.0 MiB.*raise"):
         offload.reserve("80MiB")
     offload.close()
+
+
+# -- a slab has a new owner, or goes back, when the copies of its last owner are over ---------------------------------
+#
+# Each tensor has 40 MiB and so a slab of its own. Its last owner is gone as soon as backward is enqueued, while the
+# copy that brings its bytes back has not begun: the stream for copies in stands still.
+
+
+@pytest.fixture
+def offload(offloads: Callable[..., Offload]) -> Offload:
+    return offloads(host_budget="90MiB", max_inflight_bytes="1GiB", prefetch_bytes="1GiB")
+
+
+def forward(x: Tensor, stream: torch.Stream, around: AbstractContextManager[object]) -> Tensor:
+    """A graph on ``stream`` that saves one tensor of the size of ``x``, the values that ``x`` gets as its gradient."""
+    with stream, around:
+        return x.exp().sum()
+
+
+def leaf(seed: int, mib: int = 40, device: int = 0) -> Tensor:
+    values = torch.randn(mib * MIB // 4, generator=torch.Generator().manual_seed(seed))
+    return values.to(f"{NAME}:{device}").requires_grad_()
+
+
+def finish(virtual: VirtualDevice) -> None:
+    for index in range(virtual.devices):
+        torch.accelerator.synchronize(index)
+
+
+def expected(x: Tensor) -> Tensor:
+    """The gradient without offload."""
+    grad = torch.autograd.grad(x.exp().sum(), x)[0]
+    return grad.cpu()
+
+
+@contextmanager
+def held(virtual: VirtualDevice, direction: Direction) -> Iterator[None]:
+    """What is copied on device 0 begins at the end."""
+    with virtual.held_stream(accelerator_runtime().transfer_stream(torch.device(NAME, 0), direction)):
+        yield
+
+
+@pytest.mark.parametrize("there", [0, 1], ids=["another stream", "another device"])
+def test_a_slab_is_not_written_before_its_last_owner_is_read(
+    virtual: VirtualDevice, offload: Offload, there: int
+) -> None:
+    first, second = leaf(1), leaf(2, device=there)
+    wanted = [expected(first), expected(second)]
+    finish(virtual)
+    loss = forward(first, side_stream(), offload)
+    offload.stats(synchronize=True)
+    with held(virtual, Direction.IN):
+        loss.backward()
+        del loss
+        stream = side_stream(there)
+        again = forward(second, stream, offload)
+        stream.synchronize()  # from here on nothing else holds the copy up
+        waits = not accelerator_runtime().transfer_stream(second.device, Direction.OUT).query()
+    finish(virtual)
+    stats = offload.stats(synchronize=True)
+    again.backward()
+    del again
+    finish(virtual)
+    assert torch.equal(first.grad.cpu(), wanted[0])
+    assert torch.equal(second.grad.cpu(), wanted[1])
+    assert waits
+    assert stats.host_bytes_peak == 40 * MIB, "both had the same slab"
+    assert stats.bytes_out == 2 * 40 * MIB
+    assert offload.stats().bytes_in == 2 * 40 * MIB
+
+
+def test_a_slab_is_not_unregistered_before_its_last_owner_is_read(virtual: VirtualDevice, offload: Offload) -> None:
+    first, second = leaf(1), leaf(2, mib=60)
+    wanted = [expected(first), expected(second)]
+    finish(virtual)
+    loss = forward(first, side_stream(), offload)
+    offload.stats(synchronize=True)
+    # There is room for the second where the idle slab is given back, which cannot be yet: so it stays.
+    with held(virtual, Direction.IN):
+        loss.backward()
+        del loss
+        with pytest.warns(RuntimeWarning, match="no room for"):
+            again = forward(second, side_stream(), offload)
+    finish(virtual)  # raises what a stream ran into
+    stats = offload.stats(synchronize=True)
+    assert stats.kept_bytes["budget"] == second.nbytes
+    assert stats.host_bytes_peak == 40 * MIB
+    again.backward()
+    assert torch.equal(first.grad.cpu(), wanted[0])
+    assert torch.equal(second.grad.cpu(), wanted[1])
+    second.grad = None
+    del again
+    again = forward(second, side_stream(), offload)
+    stats = offload.stats(synchronize=True)
+    again.backward()
+    finish(virtual)
+    assert stats.bytes_out == first.nbytes + second.nbytes, "it has gone back meanwhile"
+    assert torch.equal(second.grad.cpu(), wanted[1])
 
 
 # -- fork -------------------------------------------------------------------------------------------------------------

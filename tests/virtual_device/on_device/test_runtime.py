@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from eager_offload.errors import OffloadError
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
-from eager_offload.runtime.captures import CaptureMode
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
@@ -115,15 +113,6 @@ def test_h15_a_copy_costs_so_many_calls_and_the_host_does_not_wait(
     ], "events are recorded again once what they stood for is of no use to anyone"
 
 
-def test_copies_inside_an_entered_stream_switch_once(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    out, slots, source = runtime.transfer_stream(HERE, Direction.OUT), [slot_of(runtime) for _ in range(3)], block()
-    with virtual.noted() as calls, runtime.enter(out):
-        for slot in slots:
-            runtime.copy(slot, source, out)
-    assert of(calls, "set_stream") == [f"set_stream 0/{out.stream_id}", "set_stream 0/0"]
-    assert of(calls, "copy") == [f"copy {NBYTES} on 0/{out.stream_id}"] * 3
-
-
 def test_an_event_that_is_in_use_is_not_recorded_again(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
     compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
     with virtual.noted() as calls:
@@ -195,18 +184,6 @@ def test_h10_h30_a_copy_on_another_device_restores_what_was_selected_even_where_
         attempt()
         assert selection() == before
     assert target.device == THERE
-
-
-def test_streams_can_be_entered_inside_each_other_and_twice(runtime: AcceleratorRuntime) -> None:
-    before = selection()
-    out, far = (runtime.transfer_stream(device, Direction.OUT) for device in (HERE, THERE))
-    with runtime.enter(out), runtime.enter(far):
-        assert torch.accelerator.current_device_index() == 1
-        with runtime.enter(out):
-            assert runtime.current_stream(torch.device(NAME)) == out
-        assert runtime.current_stream(torch.device(NAME)) == far
-        assert runtime.current_stream(HERE) == out
-    assert selection() == before
 
 
 def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_back(
@@ -314,19 +291,6 @@ def test_without_events_that_tell_the_time_the_host_does(virtual: VirtualDevice,
         runtime.stop_timing(HERE)
 
 
-def test_a_full_device_is_measured_with_less_and_without_a_kilobyte_not_at_all(
-    virtual: VirtualDevice, api: Api, runtime: AcceleratorRuntime
-) -> None:
-    full = torch.OutOfMemoryError("no room")
-    api.fail("empty", *[full] * 4)
-    with pytest.raises(torch.OutOfMemoryError):
-        runtime.bandwidth(HERE, Direction.OUT)
-    api.fail("empty", *[full] * 2)
-    with virtual.noted() as calls:
-        assert 0 < runtime.bandwidth(HERE, Direction.OUT) < math.inf
-    assert {call.split()[1] for call in of(calls, "copy")} == {str(PROBE >> 4)}
-
-
 def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
     virtual: VirtualDevice, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,19 +376,6 @@ def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
         runtime.wait_until_past(after)
     assert runtime.is_past(after)
     assert runtime.seconds_between(before, after) >= LATE
-
-
-@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this torch captures nothing on such a device")
-def test_an_event_that_became_part_of_a_captured_graph_is_no_moment(runtime: AcceleratorRuntime) -> None:
-    stream = torch.Stream(device=HERE)
-    runtime.start_timing(HERE)
-    capture = runtime.begin_capture(stream, CaptureMode.THREAD_LOCAL)
-    before = time.perf_counter()
-    mark = runtime.mark(stream)
-    after = time.perf_counter()
-    runtime.end_capture(capture)
-    assert before <= runtime.time_of(mark) <= after
-    runtime.stop_timing(HERE)
 
 
 def test_the_way_to_a_disk_has_two_legs(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
