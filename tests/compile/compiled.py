@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import eager_offload as eo
+from tests.compile.sanitizer import sanitized
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
@@ -108,10 +109,11 @@ def compare(
         expected = [results_of(step, compiler(backend), nullcontext()) for _ in range(2)]
     if backend == "aot_eager" and as_eager:
         assert same_results(results_of(step, plain, nullcontext()), expected[0]), "the backend alone is not exact"
-    with fresh_compiler():
+    with fresh_compiler(), sanitized() as found:
         offload = eo.Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
         for results in expected:
             assert same_results(results_of(step, compiler(backend), offload), results), "the results are others"
+    assert not found, found
     collect()  # what was compiled is full of cycles
     stats = assert_settled(offload)
     offload.close()
@@ -148,16 +150,3 @@ def step_of(function: Callable[..., Any], *inputs: Tensor, **named: Any) -> Step
         return [*outputs, *given, *(leaf.grad for leaf in leaves)]
 
     return step
-
-
-def exact(*inputs: Tensor, **expected: Any) -> Callable[[Callable[..., Any]], Callable[[str], None]]:
-    """Makes a test of a function: the step that calls it on ``inputs``, compared on both backends."""
-
-    def test_of(function: Callable[..., Any]) -> Callable[[str], None]:
-        @BOTH
-        def test(backend: str) -> None:
-            compare(step_of(function, *inputs), backend, **expected)
-
-        return test
-
-    return test_of
