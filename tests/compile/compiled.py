@@ -16,11 +16,11 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import eager_offload as eo
 from tests.compile.sanitizer import sanitized
 from tests.hazards.backends import assert_settled, hooks_are_gone
-from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
 from tests.threads import collect
 
@@ -75,8 +75,15 @@ def results_of(step: Step, compile: Compile, around: AbstractContextManager[obje
     torch.manual_seed(0)
     results: list[Tensor | None] = []
     for one in step(compile, around):
-        results += [None] if one is None else [part.clone() for part in parts_of(one)]
+        results += [None] if one is None else [part.clone() for part in _plain_tensors(one)]
     return results
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or those that a wrapper of tensors is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _plain_tensors(getattr(tensor, name))]
 
 
 def same_results(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:
