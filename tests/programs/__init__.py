@@ -87,6 +87,11 @@ class Program:
         """The ids of the hazards that it shows."""
         return re.findall(r"H\d\d", self.name)
 
+    @property
+    def file(self) -> str:
+        """Where it is written, as named from ``tests/`` on."""
+        return "/".join((self.step or self.body).__module__.split(".")[1:]) + ".py"
+
     def __str__(self) -> str:
         return self.name
 
