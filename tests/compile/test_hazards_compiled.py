@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -420,23 +419,6 @@ def test_h45_sparse_values_are_left_to_eager_code() -> None:
         return torch.sparse.mm(values, w.cos()).exp()
 
     compare(step_of(function), "aot_eager", regions=0, as_eager=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("inside", [True, False], ids=["compiled", "beside what is compiled"])
-def test_h45_recurrent_layers(inside: bool) -> None:
-    length = 5 if inside else 100  # eager code: what is saved first has arrived when backward begins
-
-    def step(compile: Compile, around: Around) -> Results:
-        layer, given = nn.GRU(8, 8), leaf(length, 3, 8, grad=False)
-        run = compile(layer)
-        with around:
-            result, _ = run(given)
-        result.square().sum().backward()
-        return [result, *(one.grad for one in layer.parameters())]
-
-    with dynamo_config.patch(allow_rnn=inside):
-        compare(step, "aot_eager", regions=int(inside), as_eager=False)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])

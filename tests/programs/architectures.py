@@ -297,7 +297,7 @@ class UNet(nn.Module):
 
 _add("resnet", ResNet, images, Flag.EAGER, Flag.SOURCES_CHANGE)
 _add("resnet-checkpointed", partial(ResNet, reentrant), images, Flag.EAGER, Flag.SOURCES_CHANGE, micro_batches=2)
-_add("unet", UNet, noisy, Flag.EAGER)
+_add("unet", UNet, noisy, Flag.EAGER, Flag.HOST)
 _add("unet-in-bfloat16-checkpointed", partial(UNet, checkpointed), noisy, Flag.EAGER, Flag.HOST, autocast=True)
 
 
@@ -373,5 +373,5 @@ def adversaries(run: Run, *, one_context: bool) -> object:
 # BatchNorm's statistics and the vectors of spectral normalization change. What was made is held by the program while
 # the discriminator learns, and once that is learnt it stays.
 _OF_TWO = (Flag.EAGER, Flag.SOURCES_CHANGE)
-program("adversaries-in-one-context", *_OF_TWO, moved=0.8)(partial(adversaries, one_context=True))
-program("adversaries-in-a-context-each", *_OF_TWO, moved=0.8)(partial(adversaries, one_context=False))
+program("adversaries-in-one-context", *_OF_TWO, moved=0.8)(lambda run: adversaries(run, one_context=True))
+program("adversaries-in-a-context-each", *_OF_TWO, moved=0.8)(lambda run: adversaries(run, one_context=False))

@@ -228,6 +228,12 @@ def _a_map(x: Tensor, w: Tensor) -> Outputs:
     return map_rows(lambda row, w: (row @ w).sin().exp(), x @ w, w).cos()
 
 
+def _a_recurrent_layer(x: Tensor, w: Tensor) -> Outputs:
+    weights = [w.repeat(3, 1), w.sin().repeat(3, 1)]
+    hidden = torch.zeros(1, 1, 8)
+    return torch.gru((x @ w).unsqueeze(1), hidden, weights, False, 1, 0.0, True, False, False)[0]
+
+
 def _sizes_of_data(x: Tensor, w: Tensor) -> Outputs:
     h = (x @ w).sin()
     index = (h.detach() > 0).nonzero()[:, 0]
@@ -245,6 +251,7 @@ _add_seen_when_run("H45-a-loop", _a_loop)
 # Inductor alone does not compile these two.
 _add_seen_when_run("H45-scans", _scans, Flag.NO_INDUCTOR)
 _add_seen_when_run("H45-a-map", _a_map, Flag.NO_INDUCTOR)
+_add_seen_when_run("H45-a-recurrent-layer", _a_recurrent_layer, Flag.NO_INDUCTOR, allow_rnn=True)
 _add_seen_when_run("H45-sizes-that-data-decide", _sizes_of_data, **_SEEN)
 
 
