@@ -6,9 +6,8 @@ import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.compile.compiled import (
     results_of,
     same_results,
 )
+from tests.compile.compiled import step_of as squared
 from tests.compile.test_codecs_compiled import factors, masked
 from tests.hazards.backends import DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
@@ -59,57 +59,39 @@ def step_of(function: Callable[..., Tensor]) -> Step:
     return lambda compile, around: trained(compile(function), around)
 
 
-def masked_step(compile: Compile, around: Around) -> Results:
-    x, weight = factors()
-    run = compile(masked)
-    with around:
-        outputs = run(x, weight)
-    sum(one.square().sum() for one in outputs).backward()  # type: ignore[union-attr]
-    return [*outputs, x.grad, weight.grad]
-
-
 deep_step = step_of(deep)
+masked_step = squared(masked, *factors())
 
 
-@pytest.fixture
-def trap() -> Iterator[Callable[[], None]]:
-    """An operator that raises once, when it was set."""
-    library = torch.library.Library("eager_offload_trap", "FRAGMENT")
-    library.define("spring(Tensor x) -> Tensor")
-    armed: list[bool] = []
+#: Whether the operator raises when it is called next.
+ARMED: list[bool] = []
 
-    def spring(x: Tensor) -> Tensor:
-        if armed:
-            armed.clear()
-            raise KeyError("sprung")
-        return x.clone()
 
-    library.impl("spring", spring, "CompositeExplicitAutograd")
-    torch.library.register_fake("eager_offload_trap::spring", torch.empty_like, lib=library)
+@torch.library.custom_op("eager_offload_hazards::spring", mutates_args=())
+def spring(x: Tensor) -> Tensor:
+    """A copy, whose gradient is one too; raises once in either when it was set."""
+    if ARMED:
+        ARMED.clear()
+        raise KeyError("sprung")
+    return x.clone()
 
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return torch.ops.eager_offload_trap.spring(gradient)
 
-    torch.library.register_autograd("eager_offload_trap::spring", backward, lib=library)
-    yield lambda: armed.append(True)
-    library._destroy()
+spring.register_fake(torch.empty_like)
+spring.register_autograd(lambda context, gradient: spring(gradient))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(
-    where: str, trap: Callable[[], None], offload: eo.Offload
-) -> None:
+def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(where: str, offload: eo.Offload) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        hidden: Tensor = torch.ops.eager_offload_trap.spring(deep(x, weight))
-        return deep(hidden, weight)
+        return deep(spring(deep(x, weight)), weight)
 
     def sprung(run: Callable[..., Tensor]) -> None:
         x, weight = pair()
         if where == "forward":
-            trap()
+            ARMED.append(True)
         with offload:
             loss = run(x, weight).sum()
-        trap()
+        ARMED.append(True)
         loss.backward()
 
     with fresh_compiler():
