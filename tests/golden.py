@@ -22,8 +22,8 @@ _WINDOW = 32 << 10
 
 
 def programs() -> list[Program]:
-    """Those that have a script: each hazard's."""
-    return [one for one in corpus() if one.hazards and not one.flags & {Flag.NO_SCRIPT, Flag.DEVICE}]
+    """Those that have a script: each hazard's that can run on the simulated device."""
+    return [one for one in corpus() if one.hazards and not one.flags & {Flag.NO_SCRIPT, Flag.COMPILED, Flag.DEVICE}]
 
 
 def path_of(program: Program) -> Path:

@@ -68,13 +68,15 @@ def makes_sense(program: Program, way: Way, place: Place) -> bool:
     flags = program.flags
     if (Flag.HOST if place is Place.VIRTUAL else Flag.DEVICE) in flags:
         return False
+    if Flag.COMPILED in flags and not (way in (Way.AOT_EAGER, Way.INDUCTOR) and place in (Place.DISK, Place.HOST)):
+        return False
     match way:
         case Way.TABLE:
             return Flag.DIFFERS not in flags
         case Way.AOT_EAGER:
             return Flag.EAGER not in flags and place is not Place.SIMULATED
         case Way.INDUCTOR:
-            return Flag.EAGER not in flags and place in (Place.DISK, Place.HOST)
+            return not flags & {Flag.EAGER, Flag.NO_INDUCTOR} and place in (Place.DISK, Place.HOST)
         case Way.CHECKPOINTED:
             return program.step is not None and Flag.NO_CHECKPOINT not in flags
         case Way.CAPTURED:

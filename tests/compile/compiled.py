@@ -16,10 +16,11 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import eager_offload as eo
+from tests.compile.sanitizer import sanitized
 from tests.hazards.backends import assert_settled, hooks_are_gone
-from tests.hazards.wrappers import parts_of
 from tests.proof.bits import same_bits
 from tests.threads import collect
 
@@ -74,8 +75,15 @@ def results_of(step: Step, compile: Compile, around: AbstractContextManager[obje
     torch.manual_seed(0)
     results: list[Tensor | None] = []
     for one in step(compile, around):
-        results += [None] if one is None else [part.clone() for part in parts_of(one)]
+        results += [None] if one is None else [part.clone() for part in _plain_tensors(one)]
     return results
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or those that a wrapper of tensors is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _plain_tensors(getattr(tensor, name))]
 
 
 def same_results(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:
@@ -108,10 +116,11 @@ def compare(
         expected = [results_of(step, compiler(backend), nullcontext()) for _ in range(2)]
     if backend == "aot_eager" and as_eager:
         assert same_results(results_of(step, plain, nullcontext()), expected[0]), "the backend alone is not exact"
-    with fresh_compiler():
+    with fresh_compiler(), sanitized() as found:
         offload = eo.Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
         for results in expected:
             assert same_results(results_of(step, compiler(backend), offload), results), "the results are others"
+    assert not found, found
     collect()  # what was compiled is full of cycles
     stats = assert_settled(offload)
     offload.close()
@@ -148,16 +157,3 @@ def step_of(function: Callable[..., Any], *inputs: Tensor, **named: Any) -> Step
         return [*outputs, *given, *(leaf.grad for leaf in leaves)]
 
     return step
-
-
-def exact(*inputs: Tensor, **expected: Any) -> Callable[[Callable[..., Any]], Callable[[str], None]]:
-    """Makes a test of a function: the step that calls it on ``inputs``, compared on both backends."""
-
-    def test_of(function: Callable[..., Any]) -> Callable[[str], None]:
-        @BOTH
-        def test(backend: str) -> None:
-            compare(step_of(function, *inputs), backend, **expected)
-
-        return test
-
-    return test_of

@@ -8,7 +8,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -77,12 +77,29 @@ def plain() -> list[Tensor]:
     return step(torch.compile(one), list(one.parameters()))
 
 
-def test_the_backend_offloads_inside_of_its_graphs(plain: list[Tensor], tmp_path: Path) -> None:
-    one, options = model(), {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}
-    compiled = torch.compile(one, backend=backend, options=options)
-    standing = eo.Offload.serving(**SMALL, disk_path=tmp_path)
-    for _ in range(2):
-        assert_equal(step(compiled, list(one.parameters())), plain)
+class Count(_torch.CustomGraphPass):
+    """A pass of a user."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> object:
+        return None
+
+
+def test_the_backend_offloads_inside_of_its_graphs_beside_passes_for_everyone(
+    plain: list[Tensor], tmp_path: Path
+) -> None:
+    one, options, everyones = model(), {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}, Count()
+    with inductor_config.patch(post_grad_custom_post_pass=everyones):
+        compiled = torch.compile(one, backend=backend, options=options)
+        standing = eo.Offload.serving(**SMALL, disk_path=tmp_path)
+        for _ in range(2):
+            assert_equal(step(compiled, list(one.parameters())), plain)
+    assert everyones.calls == 2, "forward and backward"
     stats = standing.stats(synchronize=True)
     assert stats.compiled_regions == 2
     assert stats.offloaded_bytes == stats.reloaded_bytes > 0
@@ -112,17 +129,6 @@ def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
     assert printed_by("-W", "ignore", "-c", program, PYTHONPATH=paths).split() == ["1"]
 
 
-def test_a_module_compiled_by_an_offload_is_served_by_it(plain: list[Tensor], offload: eo.Offload) -> None:
-    one = model()
-    compiled = offload.compile(one, fullgraph=True)
-    assert isinstance(compiled, nn.Module)
-    assert_equal(step(compiled, list(compiled.parameters())), plain)
-    assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in one.state_dict()]
-    stats = offload.stats(synchronize=True)
-    assert stats.compiled_regions == 1
-    assert "unpinned" not in stats.demotions
-
-
 def test_cudagraphs_are_off_for_graphs_that_move_anything(
     plain: list[Tensor], offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,25 +156,36 @@ def test_cudagraphs_are_off_for_graphs_that_move_anything(
     assert few.stats(synchronize=True).saved_bytes > 0
 
 
-class Count(_torch.CustomGraphPass):
-    """A pass of a user."""
+class Aware(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", Count)):  # type: ignore[misc]
+    """A pass of a user that asks for inference, where torch tells."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    reported: ClassVar[list[bool]] = []
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        self.calls += 1
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+        self.reported.append(is_inference)
 
     def uuid(self) -> object:
         return None
 
 
-def test_a_pass_of_the_user_runs_beside_ours(plain: list[Tensor], offload: eo.Offload) -> None:
+def test_a_module_compiled_by_an_offload_is_served_by_it_beside_passes_of_the_user(
+    plain: list[Tensor], offload: eo.Offload
+) -> None:
     one, theirs = model(), Count()
-    compiled = offload.compile(one, options={"post_grad_custom_post_pass": theirs})
-    assert_equal(step(compiled, list(one.parameters())), plain)
+    options = {"post_grad_custom_post_pass": [Aware(), theirs], "max_autotune": False}
+    compiled = offload.compile(one, fullgraph=True, options=options)
+    assert isinstance(compiled, nn.Module)
+    assert_equal(step(compiled, list(compiled.parameters())), plain)
+    assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in one.state_dict()]
+    stats = offload.stats(synchronize=True)
+    assert stats.compiled_regions == 1
+    assert "unpinned" not in stats.demotions
     assert theirs.calls == 2, "forward and backward"
-    assert "unpinned" not in offload.stats(synchronize=True).demotions
+    with torch.no_grad():
+        compiled(torch.randn(4, 16))
+    assert theirs.calls == 3
+    if hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
+        assert Aware.reported == [False, False, True]
 
 
 def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Tensor], offload: eo.Offload) -> None:
@@ -181,10 +198,11 @@ def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Ten
     assert offload.stats(synchronize=True).demotions["unpinned"] == 2
 
 
-def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(plain: list[Tensor], offload: eo.Offload) -> None:
+def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(offload: eo.Offload) -> None:
     """The compiler knows nothing of ours there, and would keep the graph for calls that are in no context at all."""
     one = model()
-    compiled = torch.compile(one)
+    plain = step(one, list(one.parameters()))
+    compiled = torch.compile(one, backend="aot_eager")
     theirs = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"), offload, theirs:
         assert_equal(step(compiled, list(one.parameters())), plain)
@@ -266,26 +284,6 @@ def test_compile_of_an_offload_refuses_the_backend_that_has_a_configuration_of_i
         eo.Offload(disk_path=tmp_path).compile(model(), backend="eager_offload")
 
 
-@pytest.mark.parametrize("way", ["backend", "compile"])
-def test_passes_that_are_configured_for_everyone_run_beside_other_options(
-    way: str, plain: list[Tensor], offload: eo.Offload, tmp_path: Path
-) -> None:
-    one, order = model(), Count()
-    with inductor_config.patch(post_grad_custom_post_pass=order):
-        if way == "compile":
-            compiled = offload.compile(one, options={"max_autotune": False})
-            assert_equal(step(compiled, list(one.parameters())), plain)
-        else:
-            options = {**SMALL, "disk_path": str(tmp_path), "max_autotune": False}
-            compiled = torch.compile(one, backend=backend, options=options)
-            with offload:  # an equal one serves the backend
-                assert_equal(step(compiled, list(one.parameters())), plain)
-    assert order.calls == 2, "forward and backward"
-    stats = offload.stats(synchronize=True)
-    assert stats.compiled_regions == 1
-    assert "unpinned" not in stats.demotions
-
-
 def test_what_the_options_name_comes_before_what_is_configured_for_everyone() -> None:
     everyones, named = Count(), Count()
     with inductor_config.patch(post_grad_custom_post_pass=OrderTransfers(everyones)):
@@ -293,25 +291,3 @@ def test_what_the_options_name_comes_before_what_is_configured_for_everyone() ->
         for name in ("post_grad_custom_post_pass", "post-grad-custom-post-pass"):
             assert with_pass({name: named})["post_grad_custom_post_pass"].inner is named
         assert with_pass({"post_grad_custom_post_pass": None})["post_grad_custom_post_pass"].inner is None
-
-
-@pytest.mark.skipif(
-    not hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="this torch tells passes nothing"
-)
-def test_a_pass_of_the_user_that_asks_for_inference_is_told(plain: list[Tensor], offload: eo.Offload) -> None:
-    reported = list[bool]()
-
-    class Aware(_torch.CustomInferenceAwareGraphPass):
-        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-            reported.append(is_inference)
-
-        def uuid(self) -> object:
-            return None
-
-    one, theirs = model(), Count()
-    passes = {"post_grad_custom_post_pass": [Aware(), theirs]}
-    assert_equal(step(offload.compile(one, options=passes), list(one.parameters())), plain)
-    with torch.no_grad():
-        offload.compile(one, options=passes)(torch.randn(4, 16))
-    assert reported == [False, False, True]
-    assert theirs.calls == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,10 +21,10 @@ from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile import boundary_of, ops
 from eager_offload.compile.coding import codec_for, insert_pack, insert_unpack
 from tests.codecs.tensors import COPIES, Summed, coded
-from tests.compile.compiled import BOTH, Compile, compare, compiler, fresh_compiler, step_of
+from tests.compile.compiled import BOTH, compare, compiler, fresh_compiler, step_of
 from tests.compile.split import Split, assert_moves_exactly, config_of, split, with_transfers
 from tests.hazards.backends import assert_settled
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 from tests.proof.bits import same_bits
 from tests.threads import collect
 
@@ -37,9 +37,8 @@ def masked(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.sum(0), (hidden * hidden).mean(1)
 
 
-def factors(rows: int = 48, width: int = 40) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, generator=generator).requires_grad_() for size in ((rows, width), (width, width))]
+def factors() -> list[Tensor]:
+    return [leaf(48, 40), leaf(40, 40, seed=2)]
 
 
 @BOTH
@@ -57,55 +56,30 @@ def test_masks_travel_as_bits(backend: str) -> None:
     assert packed.offloaded_bytes == plain.offloaded_bytes
 
 
-@BOTH
-def test_sizes_that_are_known_at_run_time_only_travel_as_they_are(backend: str) -> None:
-    stats = compare(step_of(masked, *factors(), dynamic=True), backend, codec="lossless")
-    assert not stats.coded_bytes
+def test_sizes_that_are_known_at_run_time_only_travel_as_they_are() -> None:
+    assert not compare(step_of(masked, *factors(), dynamic=True), "aot_eager", codec="lossless").coded_bytes
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def positive(x: Tensor) -> Tensor:
-    return x > 0
-
-
-#: What may be saved of a mask.
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "whole": lambda mask: mask,
-    "turned": lambda mask: mask.t(),
-    "permuted": lambda mask: mask.view(4, 3, 7).permute(2, 0, 1).reshape(-1),
-    "expanded": lambda mask: mask[:1].expand(12, 7),
+#: What is computed of a mask of 12 by 7, and whether it is saved twice.
+MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "whole": (lambda mask, x: torch.where(mask, x * 2, 0.5), 1),
+    "turned": (lambda mask, x: torch.where(mask.t(), x.t() * 2, 0.5), 1),
+    "permuted": (lambda mask, x: torch.where(mask.view(4, 3, 7).permute(2, 0, 1).reshape(-1), x.view(-1) * 2, 0.5), 1),
+    "expanded": (lambda mask, x: torch.where(mask[:1].expand(12, 7), x * 2, 0.5), 1),
+    "halves": (lambda mask, x: torch.where(mask[:6], x[:6], 1) + torch.where(mask[6:], x[6:].exp(), x[:6]), 2),
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("partition", ["default", "min_cut"])
-def test_masks_of_any_strides_come_back(view: str, partition: str) -> None:
-    def program(x: Tensor) -> Tensor:
-        mask = VIEWS[view](positive(x.sin()))
-        return torch.where(mask, x.reshape(-1)[: mask.numel()].reshape(mask.shape) * 2, 0.5)
-
-    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    _, choice = assert_moves_exactly(program, x, config=config_of(codec="lossless"), partition=partition)
-    coded = {group.base.name: group for group in choice.groups if isinstance(group.codec, BitMask)}
-    assert coded
-    for group in coded.values():
-        assert group.nbytes == -(-group.base.meta["val"].numel() // 8)
-
-
-def test_views_of_one_mask_share_what_is_unpacked() -> None:
-    def program(x: Tensor) -> Tensor:
-        above, below = (x.sin() > 0.1).chunk(2)
-        first, second = x.chunk(2)
-        return torch.where(above, first, second) + torch.where(below, second.exp(), first)
-
-    _, choice = assert_moves_exactly(
-        program, torch.randn(8, 10, requires_grad=True), config=config_of(codec="lossless")
-    )
-    (group,) = [one for one in choice.groups if one.codec is not None]
-    assert len(group.members) == 2
-    assert group.nbytes == 10
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_of_any_strides_come_back_and_views_share_what_is_unpacked(case: str) -> None:
+    of, members = MASKS[case]
+    _, choice = assert_moves_exactly(lambda x: of(x.sin() > 0.1, x), leaf(12, 7), config=config_of(codec="lossless"))
+    (group,) = [one for one in choice.groups if isinstance(one.codec, BitMask)]
+    assert group.nbytes == -(-group.base.meta["val"].numel() // 8)
+    assert len(group.members) == members
 
 
 def test_what_is_gathered_is_counted_as_such() -> None:
@@ -125,7 +99,7 @@ def test_a_mask_is_unpacked_where_it_is_needed() -> None:
         first = F.dropout(x @ weight, 0.5)
         return F.dropout(first @ weight, 0.5) @ weight
 
-    one, _ = split(program, *factors(), change=lambda one: insert(one))
+    one, _ = split(program, *factors(), change=insert)
     nodes = list(one.backward.graph.nodes)
     reloads = [place for place, node in enumerate(nodes) if node.target is ops.reload and node.meta["val"].dim() == 1]
     products = [place for place, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
@@ -169,15 +143,13 @@ def test_a_joint_graph_packs_too() -> None:
         loss = (torch.where(hidden > 0, hidden, hidden.sin()) @ weight).square().mean()
         return (loss, *torch.autograd.grad(loss, (x, weight)))
 
-    config = config_of(codec="int8")  # such a graph does not say what requires grad
-    given = factors()
-    module = make_fx(step, tracing_mode="fake")(*given)
-    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config)
+    module = make_fx(step, tracing_mode="fake")(*factors())
+    # Such a graph does not say what requires grad.
+    moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config_of(codec="int8"))
     assert [group.codec for group in choice.groups if group.codec is not None] == [BitMask()]
-    expected = step(*given)
+    expected = step(*factors())
     with torch.no_grad():
-        found = moved(*given)
-    assert all(map(same_bits, found, expected))
+        assert all(map(same_bits, moved(*factors()), expected))
 
 
 # -- rounded ----------------------------------------------------------------------------------------------------------
@@ -217,11 +189,10 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", ROUNDING)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_backward_is_given_what_the_codec_makes_of_it(codec: str, backend: str) -> None:
+def test_backward_is_given_what_the_codec_makes_of_it(codec: str) -> None:
     inputs = (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2))
-    (_, exact), _ = compiled_gradients(times, *inputs, codec="identity", backend=backend)
-    (_, gradient), stats = compiled_gradients(times, *inputs, codec=codec, backend=backend)
+    (_, exact), _ = compiled_gradients(times, *inputs, codec="identity")
+    (_, gradient), stats = compiled_gradients(times, *inputs, codec=codec)
     assert torch.equal(gradient, coded(ROUNDING[codec], exact).back)
     assert not torch.equal(gradient, exact)
     layout = ROUNDING[codec].layout(TensorMeta.of(exact))
@@ -259,6 +230,14 @@ def test_views_of_any_strides_are_rounded() -> None:
 Program = Callable[[Tensor, Tensor], Tensor]
 
 
+def _inside(function: Program) -> Program:
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        with eo.codec("int8"):
+            return function(x, weight)
+
+    return program
+
+
 def _shared(x: Tensor, weight: Tensor) -> Tensor:
     hidden = x.cumsum(-1)
     with eo.codec("int8"):
@@ -273,16 +252,6 @@ def _again(x: Tensor, weight: Tensor) -> Tensor:
     return hidden * weight
 
 
-def _again_inside(x: Tensor, weight: Tensor) -> Tensor:
-    with eo.codec("int8"):
-        return (x.cumsum(-1) + 1).exp() * weight
-
-
-def _detached(x: Tensor, weight: Tensor) -> Tensor:
-    with eo.codec("int8"):
-        return x.cumsum(-1).detach() * weight
-
-
 def _under_no_grad(x: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         hidden = x.sin().cumsum(-1)
@@ -291,20 +260,9 @@ def _under_no_grad(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _nested(x: Tensor, weight: Tensor) -> Tensor:
-    with eo.codec("int8"):
-        y = x.cumsum(-1) * weight
-        with eo.codec("identity"):
-            return y + x.cumsum(0) * weight.sin()
-
-
-def _integers(x: Tensor, weight: Tensor) -> Tensor:
-    with eo.codec("int8"):
-        return weight[x.cumsum(-1)[:, 0].to(torch.int64).clamp(0, 5)] * 2
-
-
-def _part(x: Tensor, weight: Tensor) -> Tensor:
-    with eo.codec("int8"):
-        return x.cumsum(-1).view(2, -1)[0] * weight.view(2, -1)[1]
+    y = x.cumsum(-1) * weight
+    with eo.codec("identity"):
+        return y + x.cumsum(0) * weight.sin()
 
 
 def _stays(x: Tensor, weight: Tensor) -> Tensor:
@@ -313,10 +271,8 @@ def _stays(x: Tensor, weight: Tensor) -> Tensor:
     return y + x.cumsum(0).exp()
 
 
-def _drawn(x: Tensor, weight: Tensor) -> Tensor:
-    """Noise that is like what requires grad, and does not."""
-    with eo.codec("int8"):
-        return weight * torch.zeros_like(x.cumsum(-1)).cumsum(-1).cos()
+def _integers(x: Tensor, weight: Tensor) -> Tensor:
+    return weight[x.cumsum(-1)[:, 0].to(torch.int64).clamp(0, 5)] * 2
 
 
 def _in_a_function(x: Tensor, weight: Tensor) -> Tensor:
@@ -352,17 +308,17 @@ def _behind_a_function(x: Tensor, weight: Tensor) -> Tensor:
 REGIONS: dict[str, tuple[Program, bool]] = {
     "saved outside too": (_shared, False),
     "computed again for a reader outside": (_again, False),
-    "computed again for a reader inside": (_again_inside, True),
-    "detached": (_detached, False),
+    "computed again for a reader inside": (_inside(lambda x, weight: (x.cumsum(-1) + 1).exp() * weight), True),
+    "detached": (_inside(lambda x, weight: x.cumsum(-1).detach() * weight), False),
     "made under no_grad": (_under_no_grad, False),
-    "an exact region inside": (_nested, True),
-    "integers": (_integers, False),
-    "a part of a storage": (_part, False),
+    "an exact region inside": (_inside(_nested), True),
+    "integers": (_inside(_integers), False),
+    "a part of a storage": (_inside(lambda x, w: x.cumsum(-1).view(2, -1)[0] * w.view(2, -1)[1]), False),
     "what is not to move": (_stays, False),
-    "drawn": (_drawn, False),
     "made in a custom function": (_in_a_function, False),
     "computed again in a custom function": (_again_in_a_function, False),
     "made of what a custom function returns": (_behind_a_function, True),
+    "like what requires grad": (_inside(lambda x, w: w * torch.zeros_like(x.cumsum(-1)).cumsum(-1).cos()), False),
 }
 
 
@@ -392,15 +348,14 @@ def under_autocast(x: Tensor, batch: Tensor, *weights: Tensor) -> Tensor:
         return F.linear(F.linear(x.cumsum(-1), weights[0]), weights[1]) + F.linear(batch, weights[2])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("train", [True, False])
-def test_casts_of_weights_and_batches_are_exact(backend: str, train: bool) -> None:
+def test_casts_of_weights_and_batches_are_exact(train: bool) -> None:
     """The inputs of both products are rounded, which the gradients of their weights alone are computed of."""
     inputs = [leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2, grad=False)]
     weights = [leaf(WIDTH, WIDTH, seed=seed, grad=train or seed == 3) for seed in (3, 4, 5)]
     given = [*inputs, *weights]
     (exact, plain), (found, stats) = (
-        compiled_gradients(under_autocast, *given, codec=codec, backend=backend) for codec in ("identity", "int8")
+        compiled_gradients(under_autocast, *given, codec=codec) for codec in ("identity", "int8")
     )
     rounded = [not same_bits(*pair) for pair in zip(found, exact, strict=True)]
     assert rounded == [False, True, *[True, False][: 2 * train]]
@@ -455,28 +410,3 @@ def test_a_node_that_lost_its_notes_is_exact_where_modules_are_named(notes: bool
         assert stats.bytes_out > 0
         assert ("int8" in stats.coded_bytes) == (notes or "named" not in codec)
         offload.close()
-
-
-# -- hazards ----------------------------------------------------------------------------------------------------------
-
-
-def retained(compile: Compile, around: AbstractContextManager[object]) -> Sequence[Tensor | None]:
-    x, weight = factors()
-    run = compile(masked)
-    with around:
-        results = run(x, weight)
-    loss = sum(one.square().sum() for one in results)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [*results, x.grad, weight.grad]
-
-
-@BOTH
-def test_h12_a_retained_graph_is_unpacked_twice(backend: str) -> None:
-    assert compare(retained, backend, codec="lossless").coded_bytes
-
-
-@pytest.mark.parametrize("budget", [1, 4096])
-def test_h26_without_room_what_was_packed_stays(budget: int) -> None:
-    stats = compare(step_of(masked, *factors()), "aot_eager", moves=False, codec="lossless", disk_budget=budget)
-    assert stats.kept_bytes["budget"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,35 +29,43 @@ def nodes_of(function: object, *inputs: Tensor, mode: str = "fake") -> dict[str,
     return {str(node.target): node for node in graph.nodes}
 
 
-def test_a_product_counts_its_operations_and_everything_its_bytes() -> None:
-    nodes = nodes_of(lambda x, y: torch.mm(x, y).sin().t(), torch.ones(8, 16), torch.ones(16, 4))
-    product, sine, view = (nodes[f"aten.{name}.default"] for name in ("mm", "sin", "t"))
-    assert (flops_of(product), traffic_of(product)) == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4))
-    assert (flops_of(sine), traffic_of(sine)) == (0, 4 * 2 * 8 * 4)
-    assert (flops_of(view), traffic_of(view)) == (0, 0)
-    assert traffic_of(nodes["output"]) == 0
+def attention(is_causal: bool) -> Callable[[Tensor], Tensor]:
+    return lambda query: F.scaled_dot_product_attention(query, query + 1, query + 2, is_causal=is_causal)
+
+
+#: A function, its inputs, a part of the name of its operator, and the operations and bytes of that.
+CASES: dict[str, tuple[Callable[..., object], list[Tensor], str, int, int | None]] = {
+    "a product": (torch.mm, [torch.ones(8, 16), torch.ones(16, 4)], "mm", 2 * 8 * 16 * 4, 4 * (128 + 64 + 32)),
+    "a sine": (torch.sin, [torch.ones(8, 4)], "sin", 0, 4 * 2 * 8 * 4),
+    "a view": (torch.t, [torch.ones(8, 4)], "t.default", 0, 0),
+    "an output": (torch.sin, [torch.ones(8, 4)], "output", 0, 0),
+    "a convolution": (
+        *(torch.conv2d, [torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)], "convolution"),
+        *(2 * (4 * 4) * 3 * 2 * 3 * 3, None),
+    ),
+    "an attention": (attention(False), [torch.ones(2, 3, 16, 8)], "attention", 2 * (2 * 2 * 3 * 16 * 16 * 8), None),
+    "a causal one": (attention(True), [torch.ones(2, 3, 16, 8)], "attention", 2 * 2 * 3 * 16 * 16 * 8, None),
+    "memory that is not filled": (torch.empty_like, [torch.ones(64)], "empty", 0, 0),
+    "an offload": (lambda x: ops.reload(ops.offload(x), CPU), [torch.ones(64)], "offload.offload", 0, 0),
+    "a reload": (lambda x: ops.reload(ops.offload(x), CPU), [torch.ones(64)], "offload.reload", 0, 0),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs", "name", "flops", "traffic"), CASES.values(), ids=CASES.keys())
+def test_an_operator_counts_its_operations_and_its_bytes(
+    function: Callable[..., object], inputs: list[Tensor], name: str, flops: int, traffic: int | None
+) -> None:
+    (node,) = (node for target, node in nodes_of(function, *inputs).items() if name in target)
+    assert flops_of(node) == flops
+    assert traffic is None or traffic_of(node) == traffic
 
 
 def test_the_longer_of_operations_and_bytes_is_what_an_operator_takes() -> None:
-    nodes = nodes_of(lambda x, y: torch.mm(x, y), torch.ones(8, 16), torch.ones(16, 4))
-    product = nodes["aten.mm.default"]
+    product = nodes_of(torch.mm, torch.ones(8, 16), torch.ones(16, 4))["aten.mm.default"]
     assert roofline(Machine("test", flops=1e9, single_flops=1024.0, memory=1e9))(product) == 1.0
     assert roofline(Machine("test", flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
-
-
-def test_products_of_halves_go_at_their_own_rate() -> None:
-    nodes = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())
-    assert roofline(Machine("test", flops=2048.0, single_flops=1.0, memory=1e9))(nodes["aten.mm.default"]) == 0.5
-
-
-@pytest.mark.parametrize(("is_causal", "part"), [(False, 1), (True, 2)])
-def test_an_attention_counts_on_a_cpu_as_elsewhere_and_by_half_if_it_is_causal(is_causal: bool, part: int) -> None:
-    def attend(query: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, query + 1, query + 2, is_causal=is_causal)
-
-    nodes = nodes_of(attend, torch.ones(2, 3, 16, 8))
-    (attention,) = (node for name, node in nodes.items() if "attention" in name)
-    assert flops_of(attention) == 2 * (2 * 2 * 3 * 16 * 16 * 8) // part
+    halves = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())["aten.mm.default"]
+    assert roofline(Machine("test", flops=2048.0, single_flops=1.0, memory=1e9))(halves) == 0.5
 
 
 def test_flex_attention_takes_the_operations_of_an_attention() -> None:
@@ -71,20 +80,6 @@ def test_flex_attention_takes_the_operations_of_an_attention() -> None:
     product = 2 * 2 * 3 * 16 * 16 * 8
     assert (flops_of(forward), flops_of(backward)) == (2 * product, 5 * product)
     assert flops_of(OperatorCall(operators.cond, (rows,), {}, rows)) == 0
-
-
-def test_a_convolution_counts() -> None:
-    nodes = nodes_of(lambda x, w: torch.conv2d(x, w), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3))
-    assert flops_of(nodes["aten.convolution.default"]) == 2 * (4 * 4) * 3 * 2 * 3 * 3
-
-
-def test_transfers_and_memory_that_is_not_filled_take_no_time() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.reload(ops.offload(x), CPU), torch.empty_like(x)
-
-    nodes = nodes_of(program, torch.ones(64))
-    assert [traffic_of(node) for node in nodes.values()] == [0] * len(nodes)
-    assert "eager_offload.reload.default" in nodes
 
 
 def test_sizes_that_depend_on_the_inputs_are_those_of_the_trace_and_stay_free() -> None:
@@ -109,23 +104,13 @@ def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:
     offload.close()
 
 
-def test_the_bandwidth_of_a_disk_is_measured_once_and_counted_nowhere(tmp_path: Path) -> None:
-    offload = eo.Offload(tier="disk", disk_path=tmp_path)
-    with offload:
-        back = bandwidth_of(CPU, Direction.IN, offload.config_key)
-        assert back == bandwidth_of(CPU, Direction.IN, offload.config_key) > 1e4
-    assert offload.stats().disk_bytes_peak == 0
-    offload.close()
-
-
-def test_a_device_that_cannot_be_served_has_a_bandwidth_all_the_same() -> None:
-    assert bandwidth_of(torch.device("meta"), Direction.IN, "") > 0
-
-
-def test_a_disk_is_measured_while_a_compiler_traces(tmp_path: Path) -> None:
+def test_a_disk_is_measured_while_a_compiler_traces_and_counted_nowhere(tmp_path: Path) -> None:
     offload = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=5)
     with FakeTensorMode(), offload:
         assert bandwidth_of(CPU, Direction.OUT, offload.config_key) != UNKNOWN_BANDWIDTH
+        back = bandwidth_of(CPU, Direction.IN, offload.config_key)
+        assert back == bandwidth_of(CPU, Direction.IN, offload.config_key) > 1e4
+    assert offload.stats().disk_bytes_peak == 0
     offload.close()
 
 
@@ -141,4 +126,5 @@ def test_a_link_that_cannot_be_measured_has_a_bandwidth_all_the_same(
     offload = eo.Offload(runtime=runtime, tier="host", min_bytes=3)
     with offload:
         assert bandwidth_of(CPU, direction, offload.config_key) > 0
+        assert bandwidth_of(torch.device("meta"), direction, "") > 0, "nothing serves it"
     offload.close()

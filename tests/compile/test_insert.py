@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import eager_offload as eo
 import eager_offload.compile as passes
 from eager_offload.compile import insert_asynchronous, ops
 from eager_offload.stats import KeepReason
-from tests.compile.compiled import BOTH, INDUCTOR, compare, step_of
+from tests.compile.compiled import INDUCTOR, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly
 from tests.processes import printed_by
+from tests.programs import leaf
 from tests.releases import wrong_before
 
 
@@ -37,8 +36,8 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-def tokens(batch: int, length: int, width: int = 16) -> Tensor:
-    return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(length)).requires_grad_()
+def tokens(batch: int, length: int) -> Tensor:
+    return leaf(batch, length, 16, seed=length)
 
 
 def asynchronous(one: Split) -> None:
@@ -50,62 +49,27 @@ def calls(split: Split, *targets: object) -> list[int]:
     return [sum(node.target is target for graph in graphs for node in graph.nodes) for target in targets]
 
 
-@pytest.fixture
-def attention() -> Attention:
-    torch.manual_seed(0)
-    return Attention()
-
-
 @pytest.mark.parametrize("partition", PARTITIONERS)
 @pytest.mark.parametrize("waits", [True, False])
-def test_attention_is_exact(attention: Attention, partition: str, waits: bool) -> None:
+def test_attention_is_exact(partition: str, waits: bool) -> None:
     one, choice = assert_moves_exactly(
-        attention, tokens(2, 8), partition=partition, more=(lambda one: None) if waits else asynchronous
+        Attention(), tokens(2, 8), partition=partition, more=(lambda one: None) if waits else asynchronous
     )
     count = len(choice.groups)
     assert calls(one, ops.offload, ops.reload, ops.wait_tensor) == [count, count, 0 if waits else 2 * count]
 
 
 @pytest.mark.parametrize("partition", PARTITIONERS)
-@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.long), False])
-def test_attention_is_exact_when_shapes_change(attention: Attention, partition: str, waits: bool) -> None:
+def test_attention_is_exact_when_shapes_change(partition: str) -> None:
+    shapes = [(tokens(3, 5),), (tokens(4, 11),)]
     one, choice = assert_moves_exactly(
-        attention,
-        tokens(2, 8),
-        partition=partition,
-        dynamic=True,
-        more=(lambda one: None) if waits else asynchronous,
-        shapes=[(tokens(3, 5),), (tokens(4, 11),)],
+        Attention(), tokens(2, 8), partition=partition, dynamic=True, more=asynchronous, shapes=shapes
     )
     assert not [reason for reason in choice.kept.values() if reason == "layout"]
     fused = max(choice.groups, key=lambda group: len(group.members))
     assert len(fused.members) >= 3, "queries, keys and values travel as the projection that they are views of"
     numbers = [node for node in one.forward.graph.nodes if node.target in (ops.offload, ops.reload)]
     assert all(isinstance(argument, torch.fx.Node) for node in numbers for argument in node.args)
-
-
-@BOTH
-def test_attention_is_exact_when_shapes_change_in_a_context(attention: Attention, backend: str) -> None:
-    compare(step_of(attention, tokens(2, 5), dynamic=True, fullgraph=True), backend)
-
-
-@pytest.mark.long
-def test_changing_shapes_compile_as_often_as_without(attention: Attention) -> None:
-    def frames(around: AbstractContextManager[object]) -> int:
-        torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        run = torch.compile(attention, backend=counter, dynamic=True)
-        for length in (8, 5, 8):
-            with around:
-                loss = run(tokens(2, length)).sum()
-            loss.backward()
-        return counter.frame_count
-
-    without = frames(nullcontext())
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)  # beside that of what was compiled before
-    assert frames(offload) == without
-    assert offload.stats(synchronize=True).bytes_in > 0
-    offload.close()
 
 
 def test_a_gathered_value_comes_back_to_its_strides() -> None:
@@ -119,8 +83,7 @@ def test_a_gathered_value_comes_back_to_its_strides() -> None:
         (reload,) = [node for node in one.backward.graph.nodes if node.target is torch.ops.eager_offload.spread.default]
         seen.append(reload.meta["val"])
 
-    x = torch.randn(16, 64, requires_grad=True)
-    assert_moves_exactly(program, x, more=change)
+    assert_moves_exactly(program, leaf(16, 64), more=change)
     assert seen[0].stride() == (64, 8)
     compact = torch.arange(12.0).view(3, 4)
     spread = torch.ops.eager_offload.spread.default(compact, [40, 5], 7)
@@ -130,38 +93,10 @@ def test_a_gathered_value_comes_back_to_its_strides() -> None:
     torch.library.opcheck(torch.ops.eager_offload.spread.default, (compact, [40, 5], 7))
 
 
-def some_columns(x: Tensor) -> Tensor:
-    y = (x @ x)[:, ::8]
-    return y @ y.t()
-
-
-def a_few_rows(x: Tensor) -> Tensor:
-    y = (x @ x)[4:6]
-    return y @ y.t()
-
-
-def rows_behind_the_first(x: Tensor) -> Tensor:
-    y = (x @ x).view(-1)[3:131].view(8, 16)
-    return y @ y.t()
-
-
-def a_transpose_and_itself(x: Tensor) -> Tensor:
-    y = x @ x
-    return y.t() @ y @ y[:, 1:].t().contiguous().t()[:, :4]
-
-
 def counted(part: Tensor) -> Tensor:
     """Backward makes the view of a view again: of the storage from the fifth element on, wherever ``part`` began."""
     again = part.transpose(0, 1).as_strided(part.size(), part.stride(), 4)
     return again.sin().exp() * part.cos()
-
-
-def counted_rows(x: Tensor) -> Tensor:
-    return counted((x @ x.exp())[60:])
-
-
-def counted_columns(x: Tensor) -> Tensor:
-    return counted((x @ x.exp())[:, 8::8])
 
 
 def one_of_several_counted(x: Tensor) -> Tensor:
@@ -169,49 +104,30 @@ def one_of_several_counted(x: Tensor) -> Tensor:
     return counted(second) * first.cos()
 
 
-COUNTED = [counted_rows, counted_columns, one_of_several_counted]
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: counted((x @ x.exp())[60:]),
+    "columns": lambda x: counted((x @ x.exp())[:, 8::8]),
+    "one of several": one_of_several_counted,
+}
+WRONG = wrong_before((2, 12), "Inductor alone gives other gradients")
 
 
-def square(size: int) -> Tensor:
-    return torch.randn(size, size, generator=torch.Generator().manual_seed(size)).div_(size).requires_grad_()
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor", marks=[*INDUCTOR.marks, wrong_before((2, 12), "Inductor alone gives other gradients")]
-        ),
-    ],
-)
-@pytest.mark.parametrize("program", COUNTED)
-def test_compiled_code_may_count_from_the_beginning_of_a_storage(
-    program: Callable[[Tensor], Tensor], backend: str
-) -> None:
-    stats = compare(step_of(program, square(64), fullgraph=True), backend)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*INDUCTOR.marks, WRONG])])
+@pytest.mark.parametrize("case", COUNTED)
+def test_compiled_code_may_count_from_the_beginning_of_a_storage(case: str, backend: str) -> None:
+    given = leaf(64, 64).detach().div_(64).requires_grad_()
+    stats = compare(step_of(COUNTED[case], given, fullgraph=True), backend)
     assert stats.kept_bytes.get(KeepReason.LAYOUT, 0) == 0
     assert stats.bytes_out >= 2 * 64 * 64 * 4
 
 
-@BOTH
-@pytest.mark.parametrize("program", [some_columns, a_few_rows, rows_behind_the_first, a_transpose_and_itself])
-def test_parts_of_a_storage_are_exact(program: Callable[[Tensor], Tensor], backend: str) -> None:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    compare(step_of(program, x, fullgraph=True), backend)
-
-
 @pytest.mark.long
-def test_the_passes_have_docstrings_that_draw_and_import_nothing_before_they_are_asked_for() -> None:
+def test_the_passes_import_nothing_before_they_are_asked_for() -> None:
     program = (
         "import sys, eager_offload.compile as passes; before = set(sys.modules); passes.choose; "
         "print('torch.fx.experimental.symbolic_shapes' in before, 'eager_offload.compile.select' in before, "
         "all(getattr(passes, name) for name in passes.__all__), set(passes.__all__) <= set(dir(passes)))"
     )
     assert printed_by("-c", program).split() == ["False", "False", "True", "True"]
-    for name in passes.__all__:
-        one = getattr(passes, name)
-        if not isinstance(one, type):
-            assert any("    " in line.strip() for line in one.__doc__.splitlines()), f"{name} draws nothing"
     with pytest.raises(AttributeError, match="nothing"):
         passes.nothing  # noqa: B018

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import MustGrow, Slot
 from tests.hazards.backends import DiskBackend, assert_balanced, open_when_the_host_waits
-from tests.test_errors import Make
 from tests.threads import collect, on_a_thread
+from tests.tiers.files import Watched
 
 CPU = torch.device("cpu")
 NOTHING = Census(*[0] * len(Census._fields))
@@ -224,23 +224,18 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
     one.close()
 
 
-def test_a_wait_for_what_leaves_counts_as_the_windows() -> None:
-    with DiskBackend() as disk:
-        offload = disk.offload()
-        with offload:
-            source = torch.randn(64, 64)
-            ops.offload(source, config=offload.config_key)  # the file grows, which is a stall as well
-            offload.reset_stats()
-            with disk.gate() as gate:
-                gate_keeper = threading.Thread(target=open_when_the_host_waits, args=(gate, offload))
-                gate_keeper.start()
-                host = ops.offload(source, config=offload.config_key, region="")
-                gate_keeper.join()
-        stats = offload.stats(synchronize=True)
-        assert stats.bytes_out == source.nbytes
-        assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
-        del host
-        disk.assert_nothing_is_held()
+def test_a_wait_for_what_leaves_counts_as_the_windows(disk: DiskBackend) -> None:
+    offload, source = disk.offload(), torch.randn(64, 64)
+    with offload:
+        ops.offload(source, config=offload.config_key)  # the file grows, which is a stall as well
+        offload.reset_stats()
+        with disk.gate() as gate, ThreadPoolExecutor(1) as pool:
+            opened = pool.submit(open_when_the_host_waits, gate)
+            ops.offload(source, config=offload.config_key, region="")
+            opened.result()
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out == source.nbytes
+    assert stats.seconds > stats.window_stall_seconds == stats.stall_seconds > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its own size from /proc")
@@ -275,7 +270,9 @@ def at_most(nbytes: int) -> Iterator[None]:
 
 @WAITS
 @pytest.mark.parametrize(("budget", "reason"), [({"disk_budget": 1}, "budget"), ({}, "failed")])
-def test_bytes_that_cannot_leave_are_copied(budget: dict[str, int], reason: str, wait: bool, watched: Make) -> None:
+def test_bytes_that_cannot_leave_are_copied(
+    budget: dict[str, int], reason: str, wait: bool, watched: Callable[..., tuple[eo.Offload, Watched]]
+) -> None:
     one, file = watched(**budget)
     file.on_write = OSError(5, "on purpose")
     with one:

@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
 from tests.compile.compiled import BOTH, compare, step_of
+from tests.programs import leaf
 from tests.proof.bits import same_bits
 
 WIDTH = 64
+#: What a product makes.
+BYTES = 32 * WIDTH * 4
 MUST, PREFER = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
 PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+#: Of 4 products: their forward, and two each in backward.
+ONCE = 4 + 8
 
 
 class Count(TorchDispatchMode):
@@ -34,11 +38,11 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products(policy: CheckpointPolicy) -> Callable[..., Any]:
-    """Contexts in which matrix products have ``policy``."""
+def contexts(policy: CheckpointPolicy, operators: tuple[Any, ...] = PRODUCTS) -> Callable[..., Any]:
+    """Contexts in which what ``operators`` make has ``policy``; without any, everything has."""
 
     def decide(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return policy if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+        return policy if not operators or operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(create_selective_checkpoint_contexts, decide)
 
@@ -50,7 +54,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count)
         )
-        self.contexts = products(policy)
+        self.contexts = contexts(policy)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -60,11 +64,7 @@ class Blocks(nn.Module):
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-def results(model: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
+    return leaf(32, WIDTH)
 
 
 def step(model: nn.Module, x: Tensor, offload: eo.Offload | None) -> tuple[list[Tensor], int]:
@@ -75,13 +75,8 @@ def step(model: nn.Module, x: Tensor, offload: eo.Offload | None) -> tuple[list[
         else:
             with offload:
                 loss = model(x).square().sum()
-        found = results(model, x, loss)
+        found = [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
     return found, count.products
-
-
-#: Of 4 products: their forward, and two each in backward.
-ONCE, AGAIN = 4 + 8, 8 + 8
-BYTES = 32 * WIDTH * 4
 
 
 @pytest.mark.parametrize("policy", [MUST, PREFER])
@@ -89,8 +84,8 @@ def test_eager_values_travel_and_are_not_computed_again(
     policy: CheckpointPolicy, x: Tensor, offload: eo.Offload
 ) -> None:
     model = Blocks(policy)
-    expected, computed = step(model, x, None)
-    assert computed > ONCE, "without a context torch computes them again"
+    expected, again = step(model, x, None)
+    assert again > ONCE, "without a context torch computes them again"
     for _ in range(3):
         found, computed = step(model, x, offload)
         assert all(map(same_bits, found, expected))
@@ -98,34 +93,31 @@ def test_eager_values_travel_and_are_not_computed_again(
     stats = offload.stats(synchronize=True)
     assert stats.offloaded_bytes == 3 * 4 * BYTES
     assert stats.bytes_out >= 3 * 4 * BYTES
-
-
-def test_a_value_that_must_travel_does_though_it_is_small_or_new(x: Tensor) -> None:
-    for fields in ({"min_bytes": "1MiB"}, {"min_bytes": 0, "keep_last_bytes": "1MiB"}):
-        with eo.Offload(**{"tier": "disk", "keep_last_bytes": 0, **fields}) as offload:
-            loss = Blocks(MUST)(x).square().sum()
-        loss.backward()
-        assert offload.stats(synchronize=True).bytes_out >= 4 * BYTES
-        offload.close()
-
-
-def test_a_value_that_had_better_travel_stays_if_it_is_small(x: Tensor) -> None:
-    offload = eo.Offload(tier="disk", min_bytes="1MiB", keep_last_bytes=0)
-    found, computed = step(Blocks(PREFER), x, offload)
-    assert computed == ONCE, "it is kept, not computed again"
-    assert offload.stats(synchronize=True).bytes_out == 0
-    assert all(map(same_bits, found, step(Blocks(PREFER), x, None)[0]))
-    offload.close()
-
-
-def test_outside_of_a_context_nothing_changes(x: Tensor, offload: eo.Offload) -> None:
-    expected, before = step(Blocks(MUST), x, None)
-    step(Blocks(MUST), x, offload)
     offload.reset_stats()
-    found, after = step(Blocks(MUST), x, None)
-    assert after == before
+    found, computed = step(model, x, None)
+    assert computed == again, "outside of the context nothing has changed"
     assert all(map(same_bits, found, expected))
     assert offload.stats(synchronize=True).saved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "moved"),
+    [
+        (MUST, {"min_bytes": "1MiB"}, 4 * BYTES),
+        (MUST, {"min_bytes": 0, "keep_last_bytes": "1MiB"}, 4 * BYTES),
+        (PREFER, {"min_bytes": "1MiB"}, 0),
+    ],
+)
+def test_a_value_that_must_travel_does_though_it_is_small_or_new(
+    policy: CheckpointPolicy, fields: dict[str, Any], moved: int, x: Tensor
+) -> None:
+    offload = eo.Offload(**{"tier": "disk", "keep_last_bytes": 0, **fields})
+    found, computed = step(Blocks(policy), x, offload)
+    assert computed == ONCE, "what had better travel, and is too small for it, is kept and not computed again"
+    assert offload.stats(synchronize=True).bytes_out >= moved
+    assert moved or offload.stats().bytes_out == 0
+    assert all(map(same_bits, found, step(Blocks(policy), x, None)[0]))
+    offload.close()
 
 
 def test_a_value_that_is_changed_in_place_is_computed_again(x: Tensor, offload: eo.Offload) -> None:
@@ -134,17 +126,13 @@ def test_a_value_that_is_changed_in_place_is_computed_again(x: Tensor, offload: 
 
     (expected,) = torch.autograd.grad(program(x).sum(), [x])
     with offload:
-        loss = checkpoint(program, x, use_reentrant=False, context_fn=products(MUST)).sum()
+        loss = checkpoint(program, x, use_reentrant=False, context_fn=contexts(MUST)).sum()
     (found,) = torch.autograd.grad(loss, [x])
     assert same_bits(found, expected)
     assert offload.stats(synchronize=True).bytes_out > 0
 
 
 def test_views_have_no_bytes_of_their_own(x: Tensor, offload: eo.Offload) -> None:
-    def decide(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return MUST
-
-    contexts = partial(create_selective_checkpoint_contexts, decide)
     linear = nn.Linear(WIDTH, WIDTH)
 
     def program(x: Tensor) -> Tensor:
@@ -152,19 +140,20 @@ def test_views_have_no_bytes_of_their_own(x: Tensor, offload: eo.Offload) -> Non
 
     expected = torch.autograd.grad(program(x).sum(), [x, linear.weight])
     with offload:
-        loss = checkpoint(program, x, use_reentrant=False, context_fn=contexts).sum()
+        loss = checkpoint(program, x, use_reentrant=False, context_fn=contexts(MUST, ())).sum()
     found = torch.autograd.grad(loss, [x, linear.weight])
     assert all(map(same_bits, found, expected))
-    stats = offload.stats(synchronize=True)
-    assert stats.bytes_out <= 3 * BYTES, "the weight stays, and so do views"
-    assert stats.bytes_out >= 2 * BYTES
+    assert 2 * BYTES <= offload.stats(synchronize=True).bytes_out <= 3 * BYTES, "the weight stays, and so do views"
 
 
 @BOTH
 @pytest.mark.parametrize("policy", [MUST, PREFER])
 def test_compiled_values_travel(backend: str, policy: CheckpointPolicy) -> None:
-    model = Blocks(policy, count=1)
-    x = torch.randn(32, WIDTH, requires_grad=True)
-    stats = compare(step_of(model, x, fullgraph=True), backend, as_eager=False, keep_last_bytes="1MiB")
+    stats = compare(
+        step_of(Blocks(policy, count=1), leaf(32, WIDTH), fullgraph=True),
+        backend,
+        as_eager=False,
+        keep_last_bytes="1MiB",
+    )
     assert stats.bytes_out >= 2 * BYTES
     assert not stats.kept_bytes.get("alive")

@@ -1,8 +1,11 @@
-"""What a graph asks for, in the order of a device: on the host and on a simulated one."""
+"""What a graph asks for, in the order of a device: on the host and on a simulated one.
+
+Tensors move as in a compiled graph, whose compiler uses memory again as soon as it may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 
 import pytest
@@ -13,58 +16,52 @@ import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
-from tests.hazards.backends import Backend, CheckedBackend, SimulatedBackend, offloader_of
+from tests.compile.sanitizer import CHANGED, OTHER
+from tests.hazards.backends import Backend, CheckedBackend, DiskBackend, SimulatedBackend, offloader_of
 from tests.simulation.log import Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
 
 CPU = torch.device("cpu")
+LATE = pytest.mark.parametrize("late", [False, True], ids=["synchronous", "asynchronous"])
 
 
 @pytest.fixture
 def offload(backend: Backend) -> Iterator[eo.Offload]:
     """One that is active while the test runs."""
-    one = backend.offload()
-    with one:
+    with backend.offload() as one:
         yield one
     collect()
 
 
-class Program:
-    """Moves tensors as a compiled graph does, whose compiler uses memory again as soon as it may."""
-
-    def __init__(self, offload: eo.Offload) -> None:
-        self.text = offload.config_key
-        self.expected: dict[int, Tensor] = {}
-
-    def make(self, seed: int, rows: int = 24) -> Tensor:
-        """A tensor that an operator has just written."""
-        values = torch.arange(rows * 32, dtype=torch.float32).view(rows, 32) + seed
-        return values * 3
-
-    def leave(self, x: Tensor, *, late: bool) -> Tensor:
-        return ops.offload(x, config=self.text, wait=not late)
-
-    def come_back(self, host: Tensor, *, late: bool) -> Tensor:
-        return ops.reload(host, CPU, config=self.text, wait=not late)
+def make(seed: int) -> Tensor:
+    """A tensor that an operator has just written."""
+    return (torch.arange(24 * 32, dtype=torch.float32).view(24, 32) + seed) * 3
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["synchronous", "asynchronous"])
+def leave(offload: eo.Offload, x: Tensor, *, late: bool = True) -> Tensor:
+    return ops.offload(x, config=offload.config_key, wait=not late)
+
+
+def come_back(offload: eo.Offload, host: Tensor, *, late: bool = False) -> Tensor:
+    return ops.reload(host, CPU, config=offload.config_key, wait=not late)
+
+
+@LATE
 def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo.Offload) -> None:
-    program = Program(offload)
-    x = program.make(1)
-    host = program.leave(x, late=late)
-    program.make(2).sum()
+    x = make(1)
+    host = leave(offload, x, late=late)
+    make(2).sum()
     if late:
         ops.wait_tensor(host, x)
     x.zero_()  # the next owner of the memory
-    back = program.come_back(host, late=late)
-    program.make(3).sum()
+    back = come_back(offload, host, late=late)
+    make(3).sum()
     if late:
         ops.wait_tensor(back, host)
-    assert torch.equal(back * 1, program.make(1))
+    assert torch.equal(back * 1, make(1))
     back.fill_(7)  # it belongs to the caller
-    assert torch.equal(program.come_back(host, late=False), program.make(1))
+    assert torch.equal(come_back(offload, host), make(1))
     stats = offload.stats(synchronize=True)
     assert (stats.bytes_out, stats.bytes_in) == (x.nbytes, 2 * x.nbytes)
     assert stats.reloaded_bytes == x.nbytes, "counted once per save"
@@ -74,9 +71,8 @@ def test_memory_is_used_again_as_soon_as_the_waits_allow(late: bool, offload: eo
 def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
     refusals: int, backend: Backend, offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = Program(offload)
-    x, other = program.make(1), program.make(2)
-    host, leaving = program.leave(x, late=False), program.leave(other, late=True)
+    x, other = make(1), make(2)
+    host, leaving = leave(offload, x, late=False), leave(offload, other)
     allocate, refused = backend.runtime.allocate, list[int]()
 
     def full(layout: Layout, device: torch.device, stream: Stream) -> Tensor:
@@ -87,47 +83,42 @@ def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
 
     monkeypatch.setattr(backend.runtime, "allocate", full)
     with pytest.raises(torch.OutOfMemoryError) if refusals == 2 else nullcontext():
-        assert torch.equal(program.come_back(host, late=False), program.make(1))
+        assert torch.equal(come_back(offload, host), make(1))
     assert refused[1] == 0, "what was on its way out has left"
     ops.wait_tensor(leaving, other)
-    assert torch.equal(program.come_back(host, late=False), program.make(1)), "the next one finds room"
+    assert torch.equal(come_back(offload, host), make(1)), "the next one finds room"
     assert not offload.stats(synchronize=True).is_approximate
 
 
 def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) -> None:
-    program, count = Program(offload), 6
-    sources = [program.make(seed) for seed in range(count)]
-    hosts = [program.leave(x, late=True) for x in sources]
+    sources = [make(seed) for seed in range(6)]
+    hosts = [leave(offload, x) for x in sources]
     if isinstance(backend, CheckedBackend):  # real threads may be done with the first before the last begins
         assert offload.stats().inflight_bytes_peak == sum(x.nbytes for x in sources)
     for host, x in zip(hosts, sources, strict=True):
         ops.wait_tensor(host, x)
         x.zero_()
     assert offloader_of(offload).census().in_flight == 0
-    targets = [program.come_back(host, late=True) for host in reversed(hosts)]
-    for seed, host, target in zip(reversed(range(count)), reversed(hosts), targets, strict=True):
+    targets = [come_back(offload, host, late=True) for host in reversed(hosts)]
+    for seed, host, target in zip(reversed(range(6)), reversed(hosts), targets, strict=True):
         ops.wait_tensor(target, host)
-        assert torch.equal(target * 1, program.make(seed))
+        assert torch.equal(target * 1, make(seed))
     assert offloader_of(offload).resident_bytes == 0
 
 
 def test_a_slot_is_written_again_after_its_last_read() -> None:
     """Reading is so slow here that the next tensor comes to the slot while it is still being read."""
     simulated, recording = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
-    with simulated.checked(recording) as checker:
-        offload = eo.Offload(runtime=simulated, tier="host")
-        program = Program(offload)
-        offload.__enter__()
+    offload = eo.Offload(runtime=simulated, tier="host")
+    with simulated.checked(recording) as checker, closing(offload), offload:
         for seed in range(4):
-            x = program.make(seed)
-            host = program.leave(x, late=True)
+            x = make(seed)
+            host = leave(offload, x)
             ops.wait_tensor(host, x)
-            back = program.come_back(host, late=True)
+            back = come_back(offload, host, late=True)
             del host
             ops.wait_tensor(back)  # by a stream: the host does not know when that will be
-            assert torch.equal(back * 1, program.make(seed))
-        offload.__exit__(None, None, None)
-        offload.close()
+            assert torch.equal(back * 1, make(seed))
     checker.assert_clean()
     out, into = (simulated.transfer_stream(CPU, direction) for direction in (Direction.OUT, Direction.IN))
     reads = {entry.event for entry in recording.entries if isinstance(entry, Recorded) and entry.stream is into}
@@ -138,81 +129,101 @@ def test_a_slot_is_written_again_after_its_last_read() -> None:
 def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for() -> None:
     """Other devices have slots in the same memory, and streams of their own that know nothing of this one's order."""
     with closing(eo.Offload(runtime=SimulatedRuntime(out_bandwidth=1e4), tier="host")) as offload, offload:
-        program = Program(offload)
-        x = program.make(1)
-        host = program.leave(x, late=True)
+        x = make(1)
+        host = leave(offload, x)
         ops.wait_tensor(host, x)
         sent = bytes_of(host)
         assert sent is not None
         assert sent.slot is not None
         assert any(not fence.passed() for fence in sent.slot.fences)
-        assert torch.equal(program.come_back(host, late=False), program.make(1))
+        assert torch.equal(come_back(offload, host), make(1))
         del sent, host
     assert offload.stats(synchronize=True).bytes_out == x.nbytes
 
 
 def test_the_memory_of_a_target_belonged_to_another_before(offload: eo.Offload) -> None:
-    program = Program(offload)
     hosts = []
     for seed in range(4):
-        x = program.make(seed)
-        hosts.append(program.leave(x, late=True))
+        x = make(seed)
+        hosts.append(leave(offload, x))
         ops.wait_tensor(hosts[-1], x)
     del x
     for seed, host in enumerate(hosts):
-        scratch = program.make(50 + seed) + 1  # its kernel may still be queued when its memory is handed out again
+        scratch = make(50 + seed) + 1  # its kernel may still be queued when its memory is handed out again
         del scratch
-        target = program.come_back(host, late=True)
+        target = come_back(offload, host, late=True)
         ops.wait_tensor(target, host)
-        assert torch.equal(target * 1, program.make(seed))
+        assert torch.equal(target * 1, make(seed))
 
 
 @pytest.mark.parametrize("lost", ["offload", "reload"])
 def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
-    program = Program(offload)
-    x = program.make(1)
-    host = program.leave(x, late=lost == "offload")
+    x = make(1)
+    host, nbytes = leave(offload, x, late=lost == "offload"), x.nbytes
     if lost == "reload":
-        program.come_back(host, late=True)
-    nbytes = x.nbytes
+        come_back(offload, host, late=True)
     del x, host
     collect()
     if isinstance(backend, SimulatedBackend):  # where nothing is carried out before the host waits for it
-        assert offloader_of(offload).census().used_bytes == nbytes, (
-            "what is written or read is not free to be used again"
-        )
-    program.make(2).zero_()  # what is freed too early is written here
+        used = offloader_of(offload).census().used_bytes
+        assert used == nbytes, "what is written or read is not free to be used again"
+    make(2).zero_()  # what is freed too early is written here
     offload.stats(synchronize=True)
     assert offloader_of(offload).census().in_flight == 0
     collect()
     assert not any(offloader_of(offload).census())
 
 
-@pytest.fixture
-def checked() -> CheckedBackend:
-    """A backend whose violations a test looks at itself."""
-    return SimulatedBackend()
-
-
 @pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
-def test_a_wait_that_comes_too_late_is_reported(wrong: str, checked: CheckedBackend, violations: list[str]) -> None:
+def test_a_wait_that_comes_too_late_is_reported(wrong: str, violations: list[str]) -> None:
+    checked, source = SimulatedBackend(), wrong == "the source is written over"
     with pytest.raises(AssertionError), checked:
-        with_a_late_wait(checked.offload(), source=wrong == "the source is written over")
+        late_wait(checked.offload(), source=source)
     assert checked.checker.violations
-    assert len(violations) == (wrong == "the source is written over")
+    assert len(violations) == source
     violations.clear()
 
 
-def with_a_late_wait(offload: eo.Offload, *, source: bool) -> None:
-    program = Program(offload)
-    offload.__enter__()
-    x = program.make(1)
-    host = program.leave(x, late=source)
-    offload.__exit__(None, None, None)
+def late_wait(offload: eo.Offload, *, source: bool) -> None:
+    with offload:
+        x = make(1)
+        host = leave(offload, x, late=source)
     if source:
         x.zero_()
         ops.wait_tensor(host, x)
     else:
-        back = program.come_back(host, late=True)
+        back = come_back(offload, host, late=True)
         back.sum()
         ops.wait_tensor(back, host)
+
+
+# -- the sanitizer, which every test of compiled code runs under ------------------------------------------------------
+
+
+def written_over(x: Tensor) -> Tensor:
+    x[3] = 7
+    return x
+
+
+@pytest.mark.parametrize(("kept", "found"), [(written_over, CHANGED), (Tensor.clone, OTHER)])
+def test_h35_what_is_wrong_with_a_source_is_reported_at_its_wait(
+    kept: Callable[[Tensor], Tensor], found: str, disk: DiskBackend, violations: list[str]
+) -> None:
+    x = torch.arange(64.0)
+    with disk.offload() as offload:
+        host = leave(offload, x)
+        ops.wait_tensor(host, kept(x))
+    assert violations == [found]
+    violations.clear()
+
+
+def test_h35_a_source_may_be_written_over_after_its_wait(disk: DiskBackend, violations: list[str]) -> None:
+    x = torch.arange(64.0)
+    with disk.offload() as offload:
+        for part in (x, x.view(8, 8).t()[2:], x.reshape(8, 8)):
+            host = leave(offload, part)
+            ops.wait_tensor(host, part)
+            x.add_(1)
+            assert torch.equal(come_back(offload, leave(offload, part, late=False)), part)
+        del host
+    assert violations == []

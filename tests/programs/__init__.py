@@ -35,6 +35,10 @@ class Flag(Enum):
 
     EAGER = auto()
     """Its forward cannot be compiled as one function, or a compiler saves other tensors of it."""
+    COMPILED = auto()
+    """Only a compiler takes it, or eager code has nothing of the kind to show: it does not run uncompiled."""
+    NO_INDUCTOR = auto()
+    """Inductor does not compile it even without offload, or makes nothing else of it than ``aot_eager`` does."""
     NO_CHECKPOINT = auto()
     """Its forward may not run twice, or what it saves is the point."""
     HOST = auto()

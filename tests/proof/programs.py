@@ -26,13 +26,8 @@ MODIFIED = "a saved tensor was modified"
 
 #: More registers than this, and the oldest go: a program of many views would grow without end.
 _MOST_REGISTERS = 10
-
-
 #: Torch's own generator of random numbers is everybody's; a thread that seeds it takes this.
 _generator = threading.Lock()
-
-
-# -- programs ---------------------------------------------------------------------------------------------------------
 
 
 class Instruction:
@@ -55,9 +50,7 @@ class Leaf:
     def make(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(self.rows, self.columns, dtype=self.dtype, generator=generator)
-        if self.kind == "parameter":
-            return Parameter(values)
-        return values.requires_grad_(self.kind == "leaf")
+        return Parameter(values) if self.kind == "parameter" else values.requires_grad_(self.kind == "leaf")
 
 
 @dataclass(frozen=True)
@@ -78,17 +71,6 @@ class Program:
     blocks: tuple[Block, ...]
 
 
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Register:
-    """A tensor and what the listing calls it."""
-
-    name: str
-    tensor: Tensor
-
-
 class Stop(Exception):
     """Raised by a program on purpose, to leave a context in the middle."""
 
@@ -99,34 +81,32 @@ class Machine:
 
     offload: eo.Offload | None = None
     other: eo.Offload | None = None
-    registers: list[Register] = field(default_factory=list)
+    #: What instructions name by age.
+    registers: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     #: What was computed, in order: copies of tensors, and what was raised.
     trace: list[Tensor | str | None] = field(default_factory=list)
-    #: The program as it was run, in Python's words.
-    listing: list[str] = field(default_factory=list)
     _weights: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    _named: int = 0
+    #: How many values have been drawn.
+    _drawn: int = 0
     #: Whether something was saved without our hooks, so that autograd checks it itself.
     _autograd_may_raise: bool = True
 
     def run(self, program: Program) -> None:
-        """Runs all of it; then nothing of it is alive but the trace and the listing."""
+        """Runs all of it; then nothing of it is alive but the trace."""
         self._autograd_may_raise = self.offload is None or any(block.where == "bare" for block in program.blocks)
         # When a backward raises, torch's queue keeps the nodes that were ready to run until a later backward comes to a
         # node that is older than they are: this one.
         oldest = torch.ones((), requires_grad=True) * 1
-        for seed, leaf in enumerate(program.leaves):
-            self.put(leaf.make(seed), repr(leaf))
-            self.leaves.append(self.registers[-1].tensor)
+        self.leaves += [leaf.make(seed) for seed, leaf in enumerate(program.leaves)]
+        self.registers += self.leaves
         for block in program.blocks:
-            self.listing.append(f"in {block.where}:")
             try:
                 with self._around(block.where):
                     for instruction in block.instructions:
                         instruction.run(self)
             except Stop:
-                self.listing.append("left by an exception")
+                pass
         self._finish()
         for leaf in (*self.leaves, *self._weights.values()):
             self.note(leaf)
@@ -139,9 +119,8 @@ class Machine:
     def _finish(self) -> None:
         """What is left is looked at, and some of it differentiated after the rest has gone."""
         for register in self.registers:
-            self.note(register.tensor)
+            self.note(register)
         self.registers[:-3] = self.registers[:-3:4]
-        self.listing.append(f"only {', '.join(register.name for register in self.registers)} are left:")
         for age in range(len(self.registers)):
             Backward(age, retain=True, accumulate=True).run(self)
 
@@ -154,16 +133,11 @@ class Machine:
                 stack.enter_context(inner[where])
         return stack
 
-    # -- what instructions use --
-
-    def get(self, age: int) -> Register:
+    def get(self, age: int) -> Tensor:
         return self.registers[-1 - age % len(self.registers)]
 
-    def put(self, tensor: Tensor, text: str) -> None:
-        name = f"t{self._named}"
-        self._named += 1
-        self.registers.append(Register(name, tensor))
-        self.listing.append(f"    {name} = {text}")
+    def put(self, tensor: Tensor) -> None:
+        self.registers.append(tensor)
         if len(self.registers) > _MOST_REGISTERS:
             del self.registers[0]
 
@@ -171,14 +145,12 @@ class Machine:
         """Enters the values of a tensor into the trace."""
         self.trace.append(None if tensor is None else tensor.detach().clone())
 
-    def attempt(self, text: str, step: Callable[[], None]) -> None:
+    def attempt(self, step: Callable[[], object]) -> None:
         """Runs one step; what it raises goes into the trace."""
         try:
             step()
         except Exception as error:
-            message = self._described(error)
-            self.trace.append(message)
-            self.listing.append(f"    {text}  # {message}")
+            self.trace.append(self._described(error))
 
     def weight(self, *shape: int) -> Tensor:
         """A parameter, shared by all layers that want one of this shape."""
@@ -190,6 +162,11 @@ class Machine:
     def sources(self) -> list[Tensor]:
         """All that gradients are taken for."""
         return [t for t in (*self.leaves, *self._weights.values()) if t.requires_grad]
+
+    def seed(self) -> int:
+        """Another one each time, and the same ones in every run of a program."""
+        self._drawn += 1
+        return self._drawn
 
     def _described(self, error: Exception) -> str:
         if "modified by an inplace operation" in str(error):
@@ -214,24 +191,23 @@ class Call(Instruction):
 
     def run(self, machine: Machine) -> None:
         one, two = machine.get(self.of), machine.get(self.other)
-        text = f"{self.name}({one.name}, {two.name})" if self.name in BINARY else f"{self.name}({one.name})"
 
         def call() -> None:
             if self.name in RANDOM:
                 with _generator:
-                    torch.default_generator.manual_seed(_seed(text))
-                    result: object = RANDOM[self.name](one.tensor)
+                    torch.default_generator.manual_seed(machine.seed())
+                    result: object = RANDOM[self.name](one)
             elif self.name in BINARY:
-                result = BINARY[self.name](one.tensor, two.tensor)
+                result = BINARY[self.name](one, two)
             elif self.name in LAYERS:
-                result = LAYERS[self.name](one.tensor, machine)
+                result = LAYERS[self.name](one, machine)
             else:
-                result = (UNARY.get(self.name) or VIEWS[self.name])(one.tensor)
+                result = (UNARY.get(self.name) or VIEWS[self.name])(one)
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 assert isinstance(tensor, Tensor)
-                machine.put(tensor, text)
+                machine.put(tensor)
 
-        machine.attempt(text, call)
+        machine.attempt(call)
 
 
 @dataclass(frozen=True)
@@ -246,14 +222,8 @@ class Change(Instruction):
 
     def run(self, machine: Machine) -> None:
         one, two = machine.get(self.of), machine.get(self.other)
-        text = f"{self.name}({one.name}, {two.name})" + (" under no_grad" if self.without_grad else "")
-
-        def change() -> None:
-            with torch.no_grad() if self.without_grad else nullcontext():
-                CHANGES[self.name](one.tensor, two.tensor)
-            machine.listing.append(f"    {text}")
-
-        machine.attempt(text, change)
+        with torch.no_grad() if self.without_grad else nullcontext():
+            machine.attempt(lambda: CHANGES[self.name](one, two))
 
 
 @dataclass(frozen=True)
@@ -270,26 +240,23 @@ class Backward(Instruction):
     """``backward()``, which adds to ``.grad``, in place of ``grad()``, which returns."""
 
     def run(self, machine: Machine) -> None:
-        register = machine.get(self.of)
-        text = f"backward({register.name}, {self})"
+        result = machine.get(self.of)
         for _ in range(2 if self.again else 1):
-            machine.attempt(text, lambda: self._backward(machine, register.tensor, text))
+            machine.attempt(lambda: self._backward(machine, result))
 
-    def _backward(self, machine: Machine, result: Tensor, text: str) -> None:
-        generator = torch.Generator().manual_seed(_seed(text))
+    def _backward(self, machine: Machine, result: Tensor) -> None:
+        generator = torch.Generator().manual_seed(machine.seed())
         weight = torch.randn(result.shape, dtype=result.dtype, generator=generator)
-        flags = {"retain_graph": self.retain or self.create, "create_graph": self.create}
         if self.accumulate:
             # A graph in `.grad` would be a cycle through the leaf; torch itself warns of that.
             torch.autograd.backward(result, weight, retain_graph=self.retain)
-            machine.listing.append(f"    {text}")
             return
+        flags = {"retain_graph": self.retain or self.create, "create_graph": self.create}
         gradients = torch.autograd.grad(result, machine.sources(), weight, allow_unused=True, **flags)
-        machine.listing.append(f"    {text}")
         for gradient in gradients:
             machine.note(gradient)
         for gradient in [g for g in gradients if g is not None and g.requires_grad][:2]:
-            machine.put(gradient, f"a gradient of {text}")
+            machine.put(gradient)
 
 
 @dataclass(frozen=True)
@@ -300,17 +267,15 @@ class Abandon(Instruction):
 
     def run(self, machine: Machine) -> None:
         register = machine.get(self.of)
-        text = f"abandon({register.name})"
 
         def abandon() -> None:
-            other = (register.tensor.tanh() * register.tensor).sin()
-            branch = (register.tensor.sigmoid() * register.tensor).cos()
+            other = (register.tanh() * register).sin()
+            branch = (register.sigmoid() * register).cos()
             for gradient in torch.autograd.grad(branch.sum(), machine.sources(), retain_graph=True, allow_unused=True):
                 machine.note(gradient)
             del other
-            machine.listing.append(f"    {text}")
 
-        machine.attempt(text, abandon)
+        machine.attempt(abandon)
 
 
 @dataclass(frozen=True)
@@ -321,8 +286,7 @@ class Drop(Instruction):
 
     def run(self, machine: Machine) -> None:
         if len(machine.registers) > 1:
-            register = machine.registers.pop(-1 - self.of % len(machine.registers))
-            machine.listing.append(f"    del {register.name}")
+            del machine.registers[-1 - self.of % len(machine.registers)]
 
 
 @dataclass(frozen=True)
@@ -333,10 +297,8 @@ class Mark(Instruction):
     of: int = 0
 
     def run(self, machine: Machine) -> None:
-        register = machine.get(self.of)
-        machine.listing.append(f"    {'prefer_offload' if self.prefer else 'keep'}({register.name})")
         if machine.offload is not None:
-            (eo.prefer_offload if self.prefer else eo.keep)(register.tensor)
+            (eo.prefer_offload if self.prefer else eo.keep)(machine.get(self.of))
 
 
 @dataclass(frozen=True)
@@ -347,20 +309,17 @@ class Hook(Instruction):
     of: int = 0
 
     def run(self, machine: Machine) -> None:
-        register = machine.get(self.of)
-        text = f"hook({register.name}, {self})"
-
         def watch(gradient: Tensor) -> Tensor | None:
             machine.note(gradient)
             return gradient * 0.5 if self.halves else None
 
         def hook() -> None:
             # Of the register itself torch crashes in `register_hook`, where that is a view of one changed in place.
-            result = register.tensor * 1
+            result = machine.get(self.of) * 1
             result.register_hook(watch)
-            machine.put(result, text)
+            machine.put(result)
 
-        machine.attempt(text, hook)
+        machine.attempt(hook)
 
 
 @dataclass(frozen=True)
@@ -368,7 +327,6 @@ class Train(Instruction):
     """An optimizer's step: leaves and weights change in place, and their gradients go."""
 
     def run(self, machine: Machine) -> None:
-        machine.listing.append("    train")
         with torch.no_grad():
             for source in machine.sources():
                 if source.grad is not None:
@@ -381,17 +339,8 @@ class Quiesce(Instruction):
     """Waits until nothing is on its way."""
 
     def run(self, machine: Machine) -> None:
-        machine.listing.append("    quiesce")
         if machine.offload is not None:
             machine.offload.stats(synchronize=True)
-
-
-@dataclass(frozen=True)
-class Idle(Instruction):
-    """Nothing: what a failing program's other instructions are replaced with."""
-
-    def run(self, machine: Machine) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -400,10 +349,6 @@ class Fail(Instruction):
 
     def run(self, machine: Machine) -> None:
         raise Stop
-
-
-def _seed(text: str) -> int:
-    return sum(map(ord, text))
 
 
 # -- what can be called -----------------------------------------------------------------------------------------------
@@ -621,7 +566,7 @@ def instructions() -> st.SearchStrategy[Instruction]:
     loop = st.one_of(st.builds(Hook, st.booleans(), AGES), st.just(Train()))
     unary, binary = calls(UNARY | RANDOM), calls(BINARY)
     several = [unary, unary, binary, binary, calls(VIEWS), calls(LAYERS), backwards()]
-    return st.one_of(st.just(Idle()), *several, st.builds(Abandon, AGES), changes, some, loop)
+    return st.one_of(*several, st.builds(Abandon, AGES), changes, some, loop)
 
 
 def programs() -> st.SearchStrategy[Program]:

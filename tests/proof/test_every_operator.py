@@ -9,10 +9,9 @@ same error is expected. No operator is left out.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -30,9 +29,6 @@ from tests.sampling import spread
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 Operator = Callable[..., Any]
-#: Which of an operator's samples are tried.
-Choose = Callable[[Iterable[SampleInput]], Sequence[SampleInput]]
-
 OPERATORS = {op.full_name: op for op in op_db if op.supports_autograd}
 DTYPES = (torch.float32, torch.complex64)
 SEED = 20
@@ -145,17 +141,6 @@ class Bump:
     which: int
 
 
-@dataclass(frozen=True)
-class Forward:
-    """What forward leaves behind for backward; nothing else of it is alive."""
-
-    leaves: list[Tensor]
-    #: Copies of what was returned and can be differentiated.
-    results: list[Tensor]
-    #: The values of all that was returned.
-    outputs: list[Tensor]
-
-
 def run(
     operator: Operator,
     sample: SampleInput,
@@ -167,41 +152,39 @@ def run(
     """Calls ``operator`` and differentiates what it returns, and with ``twice`` the gradients too."""
     context: AbstractContextManager[Any] = nullcontext() if offload is None else offload
     try:
-        done = forward(operator, sample, context, bump)
-        if not done.results:
-            return Run(done.outputs)
+        leaves, results, outputs = forward(operator, sample, context, bump)
+        if not results:
+            return Run(outputs)
         all_left(offload)
         if not twice:
-            return Run(done.outputs, list(gradients_of(done.results, done.leaves)))
+            return Run(outputs, list(gradients_of(results, leaves)))
         with context:
-            first = gradients_of(done.results, done.leaves, create_graph=True)
-        done.results.clear()
+            first = gradients_of(results, leaves, create_graph=True)
+        results.clear()
         all_left(offload)
         again = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
-        return Run(done.outputs, [*first, *(gradients_of(again, done.leaves) if again else ())])
+        return Run(outputs, [*first, *(gradients_of(again, leaves) if again else ())])
     except Exception as error:
         return Run(error=described(error, under_offload=offload is not None))
 
 
 def forward(
     operator: Operator, sample: SampleInput, context: AbstractContextManager[Any], bump: Bump | None
-) -> Forward:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What is left for backward, and nothing else is alive: leaves, copies of what was returned and can be
+    differentiated, and the values of all that was returned."""
     torch.default_generator.manual_seed(SEED)
     arguments = Arguments.of(sample, as_leaves=bump is not None and bump.what == "leaf")
     with context:
         returned = sample.output_process_fn_grad(operator(*arguments.args, **arguments.kwargs))
     tensors = [value for value in tree_leaves(returned) if isinstance(value, Tensor)]
-    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-    done = Forward(
-        arguments.leaves if differentiable else [],
-        [tensor.clone() for tensor in differentiable],
-        [tensor.detach().clone() for tensor in tensors],
-    )
+    results = [tensor.clone() for tensor in tensors if tensor.requires_grad]
+    outputs = [tensor.detach().clone() for tensor in tensors]
     if bump is not None:
         changed = tensors if bump.what == "result" else arguments.tensors
         with torch.no_grad():
             changed[bump.which].add_(0)
-    return done
+    return arguments.leaves if results else [], results, outputs
 
 
 def all_left(offload: eo.Offload | None) -> None:
@@ -234,12 +217,12 @@ def described(error: Exception, *, under_offload: bool) -> str:
 # -- what is expected -------------------------------------------------------------------------------------------------
 
 
-def check_exact(op: OpInfo, offload: eo.Offload, choose: Choose, *, twice: bool = False) -> None:
+def check_exact(op: OpInfo, offload: eo.Offload, count: int, *, twice: bool = False) -> None:
     """The operator and its in-place variant give the same with and without ``offload``, for the samples chosen."""
     with unwritten_memory_filled(op):
-        for variant in variants(op):
+        for variant in filter(None, (op, op.inplace_variant)):
             for dtype in DTYPES:
-                for sample in samples_of(op, dtype, choose):
+                for sample in samples_of(op, dtype, count):
                     plain = run(variant, sample, twice=twice)
                     before = offload.stats(synchronize=True)
                     wrong = run(variant, sample, offload, twice=twice).differences(plain)
@@ -269,7 +252,7 @@ def check_moved(before: eo.OffloadStats, after: eo.OffloadStats, least: float = 
     assert after.bytes_in - before.bytes_in > 0 or reloaded == 0
 
 
-def check_modification_noticed(op: OpInfo, offload: eo.Offload, choose: Choose) -> int:
+def check_modification_noticed(op: OpInfo, offload: eo.Offload, count: int) -> int:
     """Each tensor in reach is changed in place in turn: an error comes where autograd has one, and nowhere else.
 
     Returns:
@@ -278,7 +261,7 @@ def check_modification_noticed(op: OpInfo, offload: eo.Offload, choose: Choose) 
     noticed = 0
     with unwritten_memory_filled(op):
         for dtype in DTYPES:
-            for sample in samples_of(op, dtype, choose):
+            for sample in samples_of(op, dtype, count):
                 for bump in bumps(op, sample):
                     plain = run(op, sample, bump=bump)
                     wrong = run(op, sample, offload, bump=bump).differences(plain)
@@ -300,27 +283,14 @@ def bumps(op: OpInfo, sample: SampleInput) -> list[Bump]:
     ]
 
 
-def variants(op: OpInfo) -> list[Operator]:
-    return [op] if op.inplace_variant is None else [op, op.inplace_variant]
-
-
-def first(count: int) -> Choose:
-    """The first so many samples, which are the same in every run."""
-    return lambda samples: list(islice(samples, count))
-
-
-def across(count: int) -> Choose:
-    """So many among all samples, others in each run; see ``tests/sampling.py``."""
-    return lambda samples: spread(count, list(samples))
-
-
-def samples_of(op: OpInfo, dtype: torch.dtype, choose: Choose) -> Sequence[SampleInput]:
+def samples_of(op: OpInfo, dtype: torch.dtype, count: int) -> Sequence[SampleInput]:
+    """So many among all of an operator's samples, the same distance apart."""
     if dtype not in op.supported_dtypes("cpu"):
         return []
     torch.default_generator.manual_seed(SEED)
     random.seed(SEED)
     # Not op.sample_inputs: to say which sample a test was at, it looks through the stack, for a fifth of a second.
-    return choose(op.sample_inputs_func(op, "cpu", dtype, requires_grad=True))
+    return spread(count, list(op.sample_inputs_func(op, "cpu", dtype, requires_grad=True)))
 
 
 def verdict(operator: Operator, sample: SampleInput, twice: bool, plain: Run) -> str:
@@ -361,22 +331,22 @@ def test_all_but_a_few_of_the_operators_run_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("name", ["exp", "mul", "softmax", "nn.functional.conv2d", "nn.functional.layer_norm"])
 def test_h01_autograd_does_notice_some(name: str, offload: eo.Offload) -> None:
-    assert check_modification_noticed(OPERATORS[name], offload, first(1)) > 0
+    assert check_modification_noticed(OPERATORS[name], offload, 1) > 0
 
 
 @pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_samples_of_all_kinds_are_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, across(2))
+    check_exact(OPERATORS[name], offload, 2)
 
 
 @pytest.mark.sampled(3, shift=1, quick=True)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h08_double_backward_is_exact(name: str, offload: eo.Offload) -> None:
-    check_exact(OPERATORS[name], offload, across(1), twice=True)
+    check_exact(OPERATORS[name], offload, 1, twice=True)
 
 
 @pytest.mark.sampled(3, shift=2, quick=True)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_h01_a_modified_tensor_is_noticed_where_autograd_notices_it(name: str, offload: eo.Offload) -> None:
-    check_modification_noticed(OPERATORS[name], offload, across(1))
+    check_modification_noticed(OPERATORS[name], offload, 1)

@@ -94,7 +94,7 @@ def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen
     plain = Machine()
     with Passing() if isinstance(backend, SimulatedBackend) else backend.watching():
         plain.run(program)
-    note("\n".join(plain.listing))
+    note(repr(program))
     with backend:
         offload, other = backend.offload(**fields), backend.offload(prefetch_bytes=4000)
         machines = [Machine(offload, other) for _ in range(threads)]
@@ -183,23 +183,18 @@ RARE_WAYS = ("small", "marked", "region", "budget")
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
-def test_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 60)
+FEW_OR_MANY = pytest.mark.parametrize(
+    "fixed", [pytest.param(60, marks=pytest.mark.short), pytest.param(200, marks=pytest.mark.long)]
+)
 
 
-@pytest.mark.short
-def test_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 60)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(1800)  # half a minute on a quiet machine
-def test_many_random_programs_are_exact_on_the_cpu_device() -> None:
-    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), 200)
+@FEW_OR_MANY
+def test_random_programs_are_exact_on_the_cpu_device(fixed: int) -> None:
+    explore(DiskBackend, ["disk", "disk", "host"], st.just({}), fixed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)  # half a minute on a quiet machine
-def test_many_random_programs_are_exact_and_in_order_on_simulated_streams() -> None:
-    explore(Simulated, ["host", "host", "disk"], RATES, 200)
+@FEW_OR_MANY
+def test_random_programs_are_exact_and_in_order_on_simulated_streams(fixed: int) -> None:
+    explore(Simulated, ["host", "host", "disk"], RATES, fixed)

@@ -19,7 +19,7 @@ _FIRST = {
     "=host": "host_runtime",
     "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
     "": "",
-    "compile": "compile/order compile/backend",
+    "compile": "compile/order compile/select compile/insert compile/hazards_compiled compile/backend",
     "codecs": "codecs/exact codecs/rounded codecs/names",
     "codecs/names": "codecs/names codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",

@@ -1,4 +1,4 @@
-"""The order that transfers have in the code that Inductor makes by its default settings, with and without pins."""
+"""What Inductor makes of graphs with transfers: their order, what it fuses, and whose memory it uses again."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import memory
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.compile import inductor, ops
 from eager_offload.compile.cost import counts_flops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.order import pin_in_place
-from tests.compile.compiled import fresh_compiler
+from tests.compile.compiled import compiler, fresh_compiler, results_of, step_of
 from tests.compile.happens_before import run
+from tests.hazards.backends import assert_settled
+from tests.programs import leaf
 
 ROWS, WIDTH, LAYERS = 512, 64, 5
 #: Of what each layer saves; what the last one saves is the network's output, which no graph may move.
@@ -44,15 +48,14 @@ class Compiled:
     stats: eo.OffloadStats | None = None
 
 
-def compiled_step(monkeypatch: pytest.MonkeyPatch, *, pinned: bool, prefetch_bytes: int) -> Compiled:
+def compiled_step(monkeypatch: pytest.MonkeyPatch, *, prefetch_bytes: int) -> Compiled:
     """A compiled step of a small network on a link so slow that reloads start as early as the cap allows."""
     record = Compiled()
 
     def pin(graph: Graph) -> None:
         kinds = [_KINDS.get(node.target, "product" if counts_flops(node) else "") for node in graph.nodes]
         record.decided.append([kind for kind in kinds if kind])
-        if pinned:
-            pin_in_place(graph)
+        pin_in_place(graph)
         record.graphs.append(copied(graph)[0])
         record.peaks.append([])
 
@@ -99,7 +102,7 @@ def inputs_like(graph: Graph) -> list[Tensor]:
 
 @pytest.mark.long
 def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = compiled_step(monkeypatch, pinned=True, prefetch_bytes=3 * NBYTES)
+    record = compiled_step(monkeypatch, prefetch_bytes=3 * NBYTES)
     forward, backward = record.found
     assert record.found == record.decided
     assert "".join(one[0] for one in forward).count("wo") == LAYERS - 3, "waits are where the window gets full"
@@ -118,7 +121,7 @@ def test_host_tensors_do_not_count_in_the_peak_up_to_which_a_compiler_keeps_buff
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of them at once would be the peak of both graphs, whatever is reused for whichever layer."""
-    record = compiled_step(monkeypatch, pinned=True, prefetch_bytes=NBYTES)
+    record = compiled_step(monkeypatch, prefetch_bytes=NBYTES)
     forward, backward = map(min, record.peaks)
     assert forward <= (2 + 2) * NBYTES, "the window, and what a layer is given and makes"
     assert backward < (1 + 4) * NBYTES, "what comes back ahead, and two gradients beside what they are made of"
@@ -168,3 +171,63 @@ def test_a_compiler_makes_about_as_many_kernels_as_without(offload: eo.Offload) 
     (forward, backward), (forward_with, backward_with) = kernels
     assert forward_with <= forward + 1, "an offload may stand in the midst of what is fused"
     assert backward_with <= backward + 1
+
+
+@pytest.mark.long
+def test_no_kernel_computes_into_what_an_offload_returned(offload: eo.Offload) -> None:
+    """In one graph that offloads and reloads, a host tensor is done with after its reload. Its memory is a slot's."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        host = ops.offload(x.sin(), config=offload.config_key)
+        product = x @ weight
+        again = ops.reload(host, x.device, config=offload.config_key)
+        result = (again.cos() @ product) @ weight
+        return (result.sin() @ weight) @ result
+
+    x, weight = leaf(16, 16).detach(), leaf(16, 16).detach()
+    with fresh_compiler(), offload, torch.no_grad():
+        result, (code,) = run_and_get_code(torch.compile(function), x, weight)
+    hosts = set(re.findall(r"wait_tensor\.default\(\w+, (\w+)", code)) & set(
+        re.findall(r"reload\.default\((\w+),", code)
+    )
+    (read,) = re.findall(r"offload\.default\((\w+), ", code)
+    assert hosts, "the reload keeps the host tensor alive"
+    assert not re.search(rf"= ({'|'.join(hosts)}); del", code), "its memory was handed on"
+    # What was read is what is kept alive: no copy of it, and not what was computed again for it.
+    assert re.search(rf"wait_tensor\.default\(\w+, {read}\b", code)
+    assert offload.stats(synchronize=True).bytes_in == x.nbytes
+    assert result.shape == x.shape
+
+
+def recomputed_attention(x: Tensor, weight: Tensor) -> Tensor:
+    def segment(x: Tensor, weight: Tensor) -> Tensor:
+        heads = (x @ weight).view(2, 8, 4, 8).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2)
+        return mixed.transpose(1, 2).reshape(16, 32).exp()
+
+    hidden = checkpoint(segment, (x @ weight).sin(), weight, use_reentrant=False)
+    return checkpoint(segment, hidden.cos(), weight, use_reentrant=False).sigmoid()
+
+
+@pytest.mark.long
+def test_h53_a_kernel_whose_loops_are_made_anew_still_reads_a_reload_after_its_wait(offload: eo.Offload) -> None:
+    """Inductor makes those that draw from seeds anew, to fuse them, and forgets what they come after."""
+    step = step_of(recomputed_attention, leaf(16, 32, seed=1), leaf(32, 32, seed=2))
+    with fresh_compiler():
+        _, (_, backward) = run_and_get_code(lambda: results_of(step, compiler("inductor"), offload))
+    lines = backward[backward.index("def call(") :].splitlines()
+    reloads = 0
+    for number, line in enumerate(lines):
+        started = re.match(r" *(\w+) = torch.ops.eager_offload.reload", line)
+        if started is None:
+            continue
+        # Some releases give what is returned a second name, and other lines may stand between.
+        renamed = re.search(rf"^ *(\w+) = {started[1]}$", "\n".join(lines[number + 1 :]), re.MULTILINE)
+        name = (renamed or started)[1]
+        named = re.compile(rf"\b{name}[,)]")
+        used = [one for one in lines[number + 1 :] if named.search(one) and "assert_" not in one]
+        first = next(one for one in used if f"after={name}" not in one)
+        assert f"wait_tensor.default({name}," in first, first
+        reloads += 1
+    assert reloads > 2
+    assert assert_settled(offload).bytes_in > 0
