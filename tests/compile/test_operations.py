@@ -230,7 +230,7 @@ def test_a_wait_for_what_leaves_counts_as_the_windows(disk: DiskBackend) -> None
         ops.offload(source, config=offload.config_key)  # the file grows, which is a stall as well
         offload.reset_stats()
         with disk.gate() as gate, ThreadPoolExecutor(1) as pool:
-            opened = pool.submit(open_when_the_host_waits, gate)
+            opened = pool.submit(open_when_the_host_waits, gate, offload)
             ops.offload(source, config=offload.config_key, region="")
             opened.result()
     stats = offload.stats(synchronize=True)
