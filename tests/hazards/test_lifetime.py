@@ -30,7 +30,7 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.functions import saving
 from tests.hazards.probes import Gone
-from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 from tests.hazards.wrappers import two
 from tests.threads import collect
 
