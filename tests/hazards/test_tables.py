@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload import Offload
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
-from tests.hazards.backends import Backend, assert_settled, offloader_of
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
+from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, noise
-from tests.programs import Run
+from tests.programs import Run, corpus
 from tests.programs.tables import FIRST, LAYERS, branches
 from tests.sampling import search
 
@@ -186,6 +189,58 @@ def test_h54_what_is_rounded_has_the_same_numbers_by_a_table(backend: Backend) -
     assert not torch.equal(found[1][0][0], step(nullcontext())[0])
 
 
+#: How many steps of a program follow, and what differs in the others. Of what is not here, that is nothing.
+FOLLOWED: dict[str, tuple[int, dict[str, int]]] = {
+    "a-step-of-another-size": (2, {"size": 1}),
+    "a-step-with-one-layer-more": (2, {"more": 1}),
+    "a-step-with-one-layer-less": (2, {"fewer": 1}),
+    "a-step-differentiated-in-another-order": (2, {"order": 1}),
+    "a-storage-that-is-shared-no-more": (2, {"share": 1}),
+    "a-tensor-that-needs-no-gradient-now": (2, {"requires_grad": 1}),
+    "a-layer-that-trains-after-it-was-frozen": (3, {"size": 1}),
+    "keep-in-one-step-of-some": (2, {"marks": 1}),
+    "prefer-in-one-step-of-some": (3, {}),
+    "prefer-in-all-steps-but-one": (3, {}),
+    "region-in-one-step-of-some": (2, {"marks": 1}),
+    "a-function-that-looks-twice": (2, {}),
+    "a-graph-of-gradients": (2, {}),
+    "backwards-1-1-2-1": (2, {"order": 1}),
+    "backwards-2-2-3-2": (2, {"order": 1}),
+    "half-a-storage-in-the-place-of-a-tensor": (2, {"size": 1}),
+    "a-part-of-a-larger-storage-in-the-place-of-a-tensor": (2, {"size": 1}),
+    "an-odd-address-in-the-place-of-a-tensor": (2, {"layout": 1}),
+    "zeros-that-are-nowhere-in-the-place-of-a-tensor": (2, {"layout": 1}),
+    "another-class-in-the-place-of-a-tensor": (2, {"layout": 1}),
+    "a-view-of-a-weight-in-the-place-of-a-tensor": (2, {"layout": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_h54_what_differs_is_counted_and_each_save_as_without(name: str, disk: Backend) -> None:
+    (program,) = (one for one in corpus() if one.name == f"H54-{name}")
+    found = []
+    for step_plans in (True, False):
+        offload = disk.offload(step_plans=step_plans)
+        program(Run(Settled(offload)))
+        stats = assert_settled(offload)
+        assert (stats.followed_forwards, stats.plan_misses) == (FOLLOWED[name] if step_plans else (0, {}))
+        kept = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes}
+        found.append([stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, kept, stats.bytes_out])
+    whole = "in-the-place-of" in name  # a part of a storage leaves, or shares, by how the steps before were
+    assert found[0][: None if whole else 1] == found[1][: None if whole else 1]
+
+
+def test_h54_a_step_on_another_stream_is_not_followed() -> None:
+    """What a table brings back is ordered for the stream of its forward."""
+    (program,) = (one for one in corpus() if one.name == "H14-steps-alike-but-for-the-stream")
+    with SimulatedBackend() as backend:
+        offload = backend.offload(step_plans=True)
+        program(Run(Settled(offload)))
+        stats = assert_settled(offload)
+        backend.assert_nothing_is_held()
+    assert (stats.followed_forwards, stats.plan_misses["stream"]) == (4, 1)
+
+
 # -- one that is wrong ------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +347,95 @@ def test_h54_h68_a_table_that_is_wrong_in_any_way_changes_no_bit(backend: Backen
     another = st.one_of(st.just([]), st.just([]), st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))
     edits = st.lists(st.tuples(st.sampled_from(EDITS), st.integers(0, 30)), max_size=3)
     search(check, taught, another, edits, st.integers(0, 3), st.sampled_from(REGIMES), fixed=40)
+
+
+class _Alias(torch.autograd.Function):
+    """The same bytes under another version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def unread(ctx: Any, gradient: Tensor) -> Tensor:
+    assert len(ctx.saved_tensors) == 1
+    return gradient
+
+
+def written_meanwhile(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    h = x * 2
+    y = h.sin().exp().cos()
+    arrive()
+    h.data.mul_(3)
+    return y + h.cos()
+
+
+def filled_later(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """The second operator may fill it yet, as ``rrelu`` does with its noise."""
+
+    def scale(ctx: Any, gradient: Tensor) -> Tensor:
+        return math.prod(ctx.saved_tensors, start=gradient)
+
+    mask = torch.full((SIDE, SIDE), 2.0)
+    return custom(custom(x * 2, scale, mask), scale, x * 3, mask)
+
+
+def of_another_version_counter(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """``hypot_`` saves what it reads, computes, and saves what is there then, in a version of the same number."""
+    h = (x * 2).add_(1)
+    y, alias = custom(x * 3, unread, h), _Alias.apply(h)
+    return y + alias.hypot_(noise(SIDE, SIDE))
+
+
+def of_a_later_version(x: Tensor, arrive: Callable[[], object]) -> Tensor:
+    """The same in two versions of one counter: the first save has a handle for as long, and nothing asks for it."""
+    h = (x * 2).add_(1)
+    y = custom(x * 3, unread, h)
+    result = h.hypot_(noise(SIDE, SIDE))
+    result.register_hook(lambda gradient: (gradient, y)[0])
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. the step plan that was given does not fit:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("program", "number", "recorded"),
+    [
+        (written_meanwhile, 3, written_meanwhile),
+        (filled_later, 2, filled_later),
+        (of_another_version_counter, 2, of_another_version_counter),
+        (of_a_later_version, 2, of_another_version_counter),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_h54_h68_a_storage_that_has_begun_to_leave_is_not_shared_whatever_a_table_says(
+    program: Any, number: int, recorded: Any, backend: Backend
+) -> None:
+    """Save ``number`` is of the storage that the first save has begun to copy; ``recorded`` has the same saves."""
+
+    def step(offload: Offload, program: Any) -> list[Tensor | None]:
+        x = leaf(SIDE, SIDE)
+        with Settled(offload):
+            loss = program(x, lambda: offload.stats(synchronize=True)).sum()
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    backend.sources_change = True
+    first, alone = backend.offload(step_plans=True), backend.offload(step_plans=False)
+    for _ in range(2):
+        step(first, recorded)
+    plan = first.step_plan()
+    assert plan is not None
+    saves = [*plan.saves]
+    shared_late(saves, number)
+    offload = backend.offload(plan=table_with(saves, [ask.save for ask in plan.asks]))
+    assert_identical(step(alone, program), step(offload, program))
+    stats = assert_settled(offload)
+    assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
+    assert_moved(stats)
 
 
 def test_h54_a_table_serves_another_process_and_one_of_another_model_is_told_of(
