@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 
@@ -37,3 +39,15 @@ def collect() -> None:
             gc.collect()
     finally:
         gc.callbacks.remove(note)
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the system start none of the library's threads."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("eager_offload"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)

@@ -19,7 +19,7 @@ from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, transfer_threads
 from tests.hazards.probes import meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf
-from tests.test_transfer_threads import refuse_threads
+from tests.threads import refuse_threads
 
 NBYTES = 64 * 64 * 4
 #: Of a tensor that is large enough for its pieces to be shared among threads, or for a slab of its own.

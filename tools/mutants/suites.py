@@ -10,7 +10,7 @@ from collections.abc import Iterator
 #: Of training steps; the cheap ones first: most sites are noticed there.
 _STEPS = (
     "hazards/streams hazards/copies hazards/sharing hazards/in_between hazards/versions "
-    "counts contract learned_steps hazards/out_of_memory prefetch_order hazards/interrupts hazards/lifetime "
+    "matrix counts contract learned_steps hazards/out_of_memory prefetch_order hazards/interrupts hazards/lifetime "
     "hazards/steady_state hazards/graphs proof/random_programs"
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
@@ -26,17 +26,17 @@ _FIRST = {
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": ("hazards/following hazards/following_guard followed_counts codecs/rounding hazards/out_of_memory"),
+    "eager/follow": "hazards/tables matrix followed_counts codecs/rounding hazards/out_of_memory",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/exposure": "exposure",
     "eager/hooks": "hazards/versions contract",
-    "eager/plans": "hazards/following",
+    "eager/plans": "hazards/tables",
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
     "eager/ownership": "hazards/gradients_that_are_saved",
     "eager/subclasses": "hazards/subclasses",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
-    "step_plan": "step_plans hazards/following",
+    "step_plan": "step_plans hazards/tables",
     "learning": "learning learned_steps",
     "machine": "machine",
     "observe/doctor": "observe/doctor",
