@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
-from zlib import crc32
 
 import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
-from eager_offload import Offload, OffloadConfig, OffloadStats
+from eager_offload import Offload, OffloadStats
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Direction, Runtime
@@ -29,17 +28,6 @@ from tests.threads import on_a_thread
 _ALL = 256 << 20
 
 
-def follows_plans() -> bool:
-    """Whether the test that runs is one of those whose second step follows a plan of the first.
-
-    Half of them do, by their names; ``TESTS_STEP_PLANS=1`` has all of them do so, ``=0`` none.
-    """
-    if text := os.environ.get("TESTS_STEP_PLANS"):
-        return text == "1"
-    name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    return crc32(name.encode()) % 2 == 0
-
-
 class Backend(abc.ABC):
     """A runtime with a tier, and the offloads that a test made on it."""
 
@@ -50,8 +38,6 @@ class Backend(abc.ABC):
         self.offloads: list[Offload] = []
         #: Threads for what compiled code of an earlier test moves, which end a while after it.
         self._others = threads_of_transfers()
-        #: What the test has made the first time, if it is run twice, in the order in which it asks for them.
-        self._again: list[Offload] = []
         #: Set by a test whose program writes over what it saved. The copy may be reading it then, and no event orders
         #: the two: harmless, since those bytes are never read again, or their unpack raises, or it serves the original.
         self.sources_change = False
@@ -64,25 +50,13 @@ class Backend(abc.ABC):
     def offload(self, **fields: Any) -> Offload:
         """An ``Offload`` that moves everything that can move, all at once, unless ``fields`` say otherwise.
 
-        ``TESTS_CODEC=lossless`` has it pack, too: then tests of how many bytes move, or of which steps follow a plan,
-        find other numbers.
+        ``TESTS_CODEC=lossless`` has it pack, too: then tests of how many bytes move find other numbers.
         """
-        plans, codec = True if follows_plans() else "auto", os.environ.get("TESTS_CODEC", "identity")
-        windows = {"max_inflight_bytes": _ALL, "prefetch_bytes": _ALL}
-        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "step_plans": plans, "codec": codec, **windows}
-        if self._again and self._again[0].config == OffloadConfig(**{**base, **fields}):
-            return self._again.pop(0)
+        codec, windows = os.environ.get("TESTS_CODEC", "identity"), {"max_inflight_bytes": _ALL, "prefetch_bytes": _ALL}
+        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "codec": codec, **windows}
         offload = self._make({**base, **fields})
         self.offloads.append(offload)
         return offload
-
-    def begin_again(self) -> None:
-        """The test is run a second time, with the offloads that it had the first time, which know its steps."""
-        self.sources_change = False
-        self._again = [offload for offload in self.offloads if offload.config.step_plans is True]
-        for offload in self._again:
-            assert_settled(offload)
-            offload.reset_stats()
 
     def in_thread(self, work: Callable[[], object]) -> None:
         """Runs ``work`` in a thread of its own and raises what it raised."""

@@ -4,9 +4,7 @@ Each trial raises at one line, once; then:
     - the hooks are gone, and the next step is exact, with its bytes moved;
     - once its graph is gone nothing is held: no record, no transfer, no slot, no byte (the graph of an interrupted
       backward stays with autograd itself until the thread's next backward);
-    - the stats balance, or say that they are approximate, and ``close`` works;
-    - steps follow a plan as before, where they did: the steps that are interrupted in the code of step plans are one
-      that is recorded, one that follows, and one that differs at an unpack.
+    - the stats balance, or say that they are approximate, and ``close`` works.
 
 What is left out, and what may stay of an interrupt there:
     - the way into ``Offload.__exit__``: nothing of it has run, so the hooks stay in that thread, as those of
@@ -25,11 +23,11 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import eager_offload
 from eager_offload import OffloadStats
@@ -46,8 +44,6 @@ FIELDS = {"max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES, "keep_
 
 _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE / "tiers" / "directories.py"}
 
-#: The code of step plans.
-_FOLLOWING = {PACKAGE / "eager" / name for name in ("followed.py", "following.py", "plans.py")}
 #: Modules with state of their own, for all objects of a process.
 _SHARED = {"active.py", "foreign.py", "marks.py", "ownership.py"}
 
@@ -215,49 +211,22 @@ class InterruptedAt(Walk):
                 raise KeyboardInterrupt
 
 
-def followed(around: Around, settle: Callable[[], object], order: bool = True) -> list[Tensor]:
-    """One step that may follow a plan: what leaves, shares, stays and is decided anew, more than the window holds.
-
-    Args:
-        order: which of two losses backward comes to first.
-    """
-    x, y, weight = leaf(16, 16), leaf(16, 16, seed=2), nn.Parameter(leaf(16, 16, seed=3).detach())
-    with around:
-        h = (x * 2.0) * weight
-        h = h.sin() + h.cos()
-        part = (y * 3.0)[:4].exp() * leaf(8, 16, seed=4, grad=False)[4:]
-        losses = [(h * h).exp().sum(), part.sum() + ((y * 2.0).exp() * weight).tanh().sum()]
-    del h, part
-    settle()
-    for loss in losses if order else losses[::-1]:
-        loss.backward()
-    return [x.grad, y.grad, weight.grad]
-
-
 class Trials:
     """Steps on one backend, each interrupted at one point."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.expected = self.step(nullcontext(), lambda: None)
+    def __init__(self, backend: Backend, *, step_plans: bool = False) -> None:
+        self.backend, self.step_plans = backend, step_plans
+        self.expected = gradient(nullcontext(), lambda: None)
         self.offload = self.make()
         self.harmful: list[str] = []
         # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
         self.taken_before = host_runtime().arena.used_bytes
 
     def make(self) -> eager_offload.Offload:
-        return self.backend.offload(**FIELDS)
-
-    def step(self, around: Around, settle: Callable[[], object]) -> object:
-        """A step, after which is known whether all is well."""
-        return gradient(around, settle)
+        return self.backend.offload(**FIELDS, step_plans=self.step_plans)
 
     def prepare(self) -> None:
         """What comes before."""
-
-    def interrupted(self) -> None:
-        """What is interrupted."""
-        gradient(self.offload, self.settle)
 
     def is_looked_at(self, point: Point) -> bool:
         return True
@@ -270,27 +239,26 @@ class Trials:
         found: Counter[Point] = Counter()
         for _ in range(2):
             self.prepare()
-            self.interrupted()
+            gradient(self.offload, self.settle)
         self.prepare()
         with Walk(lambda point: found.update([point])):
-            self.interrupted()
+            gradient(self.offload, self.settle)
         return Counter({point: times for point, times in found.items() if self.is_looked_at(point)})
 
     def run(self, point: Point, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
         self.prepare()
         with InterruptedAt(point, occurrence) as raised:
-            self.interrupted()
+            gradient(self.offload, self.settle)
         try:
             assert hooks_are_gone(), "the hooks are still there"
             moved = self.offload.stats(synchronize=True).bytes_out
-            assert_identical(self.expected, self.step(self.offload, self.settle), "the next step")
+            assert_identical(self.expected, gradient(self.offload, self.settle), "the next step")
             stats = assert_settled(self.offload)
             assert stats.bytes_out > moved, "the next step moved nothing"
             assert not stats.demotions, stats.demotions
             self.offload.reset_stats()
-            self.go_on()
-            assert_identical(self.expected, self.step(self.offload, self.settle), "a later step")
+            assert_identical(self.expected, gradient(self.offload, self.settle), "a later step")
             assert_most_moved(assert_settled(self.offload))
             assert host_runtime().arena.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
@@ -299,52 +267,6 @@ class Trials:
             self.backend.offloads.remove(self.offload)
             self.offload = self.make()
         return bool(raised)
-
-    def go_on(self) -> None:
-        """More steps before the later one."""
-
-
-class FollowedTrials(Trials):
-    """The same of steps of which the first is recorded, the second follows it, and the third differs from it."""
-
-    #: After so many steps one follows again, at most: after a miss the next ones are recorded.
-    MOST: ClassVar[int] = 10
-
-    def make(self) -> eager_offload.Offload:
-        return self.backend.offload(**FIELDS, step_plans=True)
-
-    def step(self, around: Around, settle: Callable[[], object]) -> object:
-        return followed(around, settle)
-
-    def prepare(self) -> None:
-        """Nothing is known of steps, and the first one is recorded."""
-        for saves in self.offload._hooks._saves.values():
-            saves.plans.forget_all()
-            saves.plans._unclear = 0
-
-    def interrupted(self) -> None:
-        followed(self.offload, self.synchronize)
-        followed(self.offload, self.synchronize)
-        followed(self.offload, self.settle, order=False)
-
-    def synchronize(self) -> None:
-        self.offload.stats(synchronize=True)
-
-    def is_looked_at(self, point: Point) -> bool:
-        return Path(point.code.co_filename) in _FOLLOWING
-
-    def points(self) -> Counter[Point]:
-        found = super().points()
-        stats = self.offload.stats()
-        assert (stats.followed_forwards, stats.plan_misses) == (2 * 3, {"order": 3}), stats
-        return found
-
-    def go_on(self) -> None:
-        for _ in range(self.MOST):
-            assert_identical(self.expected, self.step(self.offload, self.synchronize), "one of the next steps")
-            if self.offload.stats().followed_forwards:
-                return
-        raise AssertionError(f"none of {self.MOST} steps follows a plan")
 
 
 class GrowingTrials(Trials):
@@ -374,14 +296,8 @@ def assert_most_moved(stats: OffloadStats) -> None:
     assert stats.bytes_out > 0
 
 
-def run_all(make: Callable[[Backend], Trials], kind: type[Backend], stride: int) -> None:
+def run_all(trials: Trials, stride: int) -> None:
     """Interrupts one point in ``stride``, the first time and the last time that a step comes to it."""
-    with kind() as backend, no_finalizer_fails():
-        _run(make(backend), stride)
-        backend.assert_nothing_is_held()
-
-
-def _run(trials: Trials, stride: int) -> None:
     reached = tried = 0
     for point, times in one_in(stride, list(trials.points().items())):
         for occurrence in sorted({1, times}):
@@ -391,7 +307,7 @@ def _run(trials: Trials, stride: int) -> None:
     assert reached >= 0.7 * tried > 0, f"only {reached} of {tried} points were reached again"
     trials.offload.close()
     trials.offload.close()
-    assert_identical(trials.expected, trials.step(trials.offload, trials.settle), "after it was closed")
+    assert_identical(trials.expected, gradient(trials.offload, trials.settle), "after it was closed")
     assert_most_moved(trials.offload.stats())
 
 
@@ -407,27 +323,26 @@ def no_finalizer_fails() -> Iterator[None]:
     assert not failed, failed
 
 
-def strides(**of: list[tuple[type[Backend], int]]) -> pytest.MarkDecorator:
-    """The backends of the ``short`` tests and of the ``long`` ones, each with its stride."""
-    cases = [pytest.param(*case, marks=getattr(pytest.mark, length)) for length, cases in of.items() for case in cases]
-    return pytest.mark.parametrize(("kind", "stride"), cases)
+#: By how much the points are apart, and whether steps are looked up in a table.
+LONG, SHORT = pytest.mark.long, pytest.mark.short
 
 
-@strides(
-    short=[(DiskBackend, 40), (SimulatedBackend, 40)],
-    long=[(DiskBackend, 9), (SimulatedBackend, 9)],
+@pytest.mark.parametrize(
+    ("kind", "stride", "step_plans"),
+    [
+        pytest.param(DiskBackend, 40, False, marks=SHORT),
+        pytest.param(SimulatedBackend, 40, True, marks=SHORT),
+        pytest.param(DiskBackend, 9, True, marks=LONG),
+        pytest.param(SimulatedBackend, 9, False, marks=LONG),
+    ],
 )
-def test_h10_h39_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int) -> None:
-    run_all(Trials, kind, stride)
+def test_h10_h39_h54_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int, step_plans: bool) -> None:
+    with kind() as backend, no_finalizer_fails():
+        run_all(Trials(backend, step_plans=step_plans), stride)
+        backend.assert_nothing_is_held()
 
 
 def test_h10_h41_an_interrupt_in_a_step_for_which_a_tier_grows_is_harmless() -> None:
-    run_all(GrowingTrials, SimulatedBackend, stride=3)
-
-
-@strides(
-    short=[(DiskBackend, 20), (SimulatedBackend, 20)],
-    long=[(DiskBackend, 2), (SimulatedBackend, 7)],
-)
-def test_h10_h54_an_interrupt_in_a_step_that_follows_a_plan_is_harmless(kind: type[Backend], stride: int) -> None:
-    run_all(FollowedTrials, kind, stride)
+    with SimulatedBackend() as backend, no_finalizer_fails():
+        run_all(GrowingTrials(backend), stride=3)
+        backend.assert_nothing_is_held()

@@ -9,31 +9,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
-from tests.hazards.programs import Around, Settled, assert_moved, leaf, one_step, same_gradients
+from tests.hazards.programs import Settled, assert_moved, leaf
+from tests.programs import Run
+from tests.programs.repeated import ragged_step
 from tests.threads import collect
-
-
-@one_step
-def ragged_step(model: nn.Module, seed: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    rows, length = (int(torch.randint(1, 24, (), generator=generator)) for _ in range(2))
-    x = torch.randn(rows, length, 16, generator=generator)
-    h = model(x)
-    routed = h.view(-1, 16)[torch.randperm(rows * length, generator=generator)[: 1 + rows * length // 2]]
-    return ((routed.tanh() @ routed.t()).square().mean(),)
-
-
-def test_h21_shapes_that_change_every_step(backend: Backend) -> None:
-    def program(offload: Around) -> object:
-        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16))
-        losses = [ragged_step(offload, model, seed) for seed in range(12)]
-        return losses, [parameter.grad for parameter in model.parameters()]
-
-    same_gradients(program, backend)
 
 
 def test_h21_the_pools_stay_bounded_when_no_two_steps_are_alike(backend: Backend) -> None:
@@ -41,7 +24,7 @@ def test_h21_the_pools_stay_bounded_when_no_two_steps_are_alike(backend: Backend
     largest = 0
     for seed in range(100):
         before = offload.stats(synchronize=True).saved_bytes
-        ragged_step(Settled(offload), model, seed)
+        ragged_step(Run(Settled(offload)), model, seed)
         largest = max(largest, offload.stats(synchronize=True).saved_bytes - before)
         assert offloader_of(offload).census().used_bytes == 0
     stats = assert_settled(offload)

@@ -1,0 +1,136 @@
+"""Several graphs and several steps: in turn, at once, again, of other sizes, and some that nobody differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs import Flag, Run, leaf, program
+from tests.programs.streams import in_a_thread
+
+_SIDE = 64
+
+
+class _Layers(nn.Module):
+    """Each layer saves one tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale
+        for _ in range(6):
+            h = h.sin()
+        return h.sum()
+
+
+def _in_turn(model: _Layers, run: Run) -> None:
+    for rows in (_SIDE, _SIDE, _SIDE // 2, _SIDE):
+        with run.around:
+            loss = run.forward(model)(torch.ones(rows, _SIDE))
+        loss.backward()
+
+
+def _several_at_once(model: _Layers, run: Run) -> None:
+    with run.around:
+        losses = [run.forward(model)(torch.ones(_SIDE, _SIDE)) for _ in range(3)]
+    for loss in losses[1:]:
+        loss.backward()
+
+
+def _again(model: _Layers, run: Run) -> None:
+    with run.around:
+        loss = run.forward(model)(torch.ones(_SIDE, _SIDE))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _checkpointed(model: _Layers, run: Run) -> None:
+    for _ in range(3):
+        with run.around:
+            loss = checkpoint(model, leaf(_SIDE, _SIDE) * 2, use_reentrant=False)
+        loss.backward()
+
+
+def _in_threads(model: _Layers, run: Run) -> None:
+    for _ in range(2):
+        in_a_thread(lambda: _in_turn(model, run))
+
+
+def _add(name: str, train: Callable[[_Layers, Run], None], *flags: Flag, moved: float = 0.9) -> None:
+    @program(name, *flags, moved=moved)
+    def _(run: Run) -> object:
+        model = _Layers()
+        train(model, run)
+        return model.scale.grad
+
+
+_add("H69-steps-in-turn", _in_turn, Flag.EAGER)
+_add("H69-several-graphs-at-once", _several_at_once, Flag.EAGER)
+_add("H69-a-graph-again", _again, Flag.EAGER)
+_add("H69-checkpoints", _checkpointed, Flag.EAGER)
+_add("H69-steps-in-threads", _in_threads, Flag.EAGER, Flag.NO_SCRIPT)
+
+
+@program("H21-shapes-that-change-with-every-step", Flag.EAGER, Flag.DIFFERS)
+def _(run: Run) -> object:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16))
+    losses = [ragged_step(run, model, seed) for seed in range(8)]
+    return losses, [parameter.grad for parameter in model.parameters()]
+
+
+def ragged_step(run: Run, model: nn.Module, seed: int) -> Tensor:
+    """The loss of a batch of some rows of some length, half of whose tokens are routed; its backward has run."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = (int(torch.randint(1, 24, (), generator=generator, device="cpu")) for _ in range(2))
+    x = leaf(rows, length, 16, seed=seed, grad=False)
+    chosen = torch.randperm(rows * length, generator=generator, device="cpu")[: 1 + rows * length // 2]
+    with run.around:
+        routed = model(x).view(-1, 16)[chosen.to(x.device)]
+        loss = (routed.tanh() @ routed.t()).square().mean()
+    del routed
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+@program("H19-a-second-graph-takes-the-room-of-what-the-first-never-asked-for", Flag.EAGER, prefetch_bytes=1 << 13)
+def _(run: Run) -> object:
+    first, second = leaf(16, 16, seed=1), leaf(16, 16, seed=2)
+    with run.around:
+        abandoned = [((first * n).tanh().exp()).sum() for n in range(2, 10)]
+    with run.around:
+        used = torch.stack([((second * n).tanh().exp()).sum() for n in range(2, 30)]).sum()
+    abandoned[-1].backward()  # type: ignore[no-untyped-call]
+    used.backward()
+    return first.grad, second.grad, len(abandoned)
+
+
+@program("H09-a-branch-that-nobody-differentiates", Flag.EAGER)
+def _(run: Run) -> object:
+    x = leaf(_SIDE, _SIDE)
+    for _ in range(3):
+        with run.around:
+            trunk = x.tanh() * 2
+            used, unused = trunk.exp().sum(), (trunk.sin() @ trunk).cos().sum()
+        del trunk
+        used.backward()
+        assert unused.requires_grad
+    return x.grad
+
+
+@program("H09-experts-that-got-no-tokens", Flag.EAGER, moved=0.7)
+def _(run: Run) -> object:
+    experts = [leaf(16, 16, seed=number) for number in range(4)]
+    x = leaf(16, 16, seed=9)
+    for number in range(4):
+        with run.around:
+            routed = [((x[4 * i : 4 * i + 4] * 2) @ experts[i]).tanh() for i in range(4)]
+            loss = routed[number].square().sum()
+        del routed
+        loss.backward()
+    return [expert.grad for expert in experts]
