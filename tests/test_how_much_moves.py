@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import eager_offload as eo
 from tests.hazards.backends import assert_settled
@@ -317,19 +317,3 @@ def test_no_more_is_on_its_way_than_the_windows_hold() -> None:
         assert_settled(offload)
         offload.close()
     checker.assert_clean()
-
-
-def test_a_plan_has_the_windows_of_its_step_and_its_first_step_has_them() -> None:
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
-    x = torch.randn(256, 64)
-    plan = eo.plan(model, x, loss=lambda y: y.square().mean(), config={"min_bytes": 0, "tier": "disk"}, policy="max")
-    window = window_of(plan.movable_bytes // (256 * 64 * 4), 256 * 64 * 4)
-    assert (plan.config.max_inflight_bytes, plan.config.prefetch_bytes) == (window, window)
-    offload = eo.Offload({"max_inflight_bytes": "auto"}, plan=plan)
-    with offload:
-        loss = model(x).square().mean()
-    loss.backward()
-    assert windows_of(offload) == (window, window)
-    with pytest.raises(eo.ConfigError, match="max_inflight_bytes='7MiB' does not go with plan"):
-        eo.Offload(plan=plan, max_inflight_bytes="7MiB")
-    offload.close()
