@@ -193,11 +193,6 @@ def test_an_unknown_field_is_an_error_with_the_nearest_that_there_is_and_then_al
     assert str(raised.value) == f"unknown field {name!r}{question}{', '.join(TABLE)}"
 
 
-def test_a_machine_of_a_file_refuses_a_wrong_name_alike() -> None:
-    with pytest.raises(eo.ConfigError, match=r"unknown field 'names': did you mean name\?"):
-        eo.Machine(names=1)  # type: ignore[call-arg]  # which is to raise
-
-
 def test_a_size_is_repeated_as_it_was_given_and_counts_as_its_bytes() -> None:
     """Here the text is the only thing that tells two configs apart."""
     for number, name in enumerate(SIZES + SIZES_OR_AUTO, 1):
@@ -441,16 +436,3 @@ LINES: list[tuple[list[str], dict[str, Any]]] = [
 def test_tyro_parses_each_field_of_a_trainers_own_configuration(line: list[str], fields: dict[str, Any]) -> None:
     tyro = pytest.importorskip("tyro")
     assert tyro.cli(Trainer, args=line).offload == eo.OffloadConfig(**fields)
-
-
-def test_jsonargparse_takes_the_fields_from_a_command_line_and_a_file(tmp_path: Path) -> None:
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--offload", type=eo.OffloadConfig)
-    parser.add_argument("--file", action="config")
-    file = tmp_path / "offload.yaml"
-    file.write_text(yaml.safe_dump({"offload": {"disk_path": ["/a", "/b"], "skip": "lm_head", "min_bytes": "4MiB"}}))
-    given = parser.parse_args([f"--file={file}", "--offload.device_budget=20GiB", "--offload.codec=fp8"])
-    assert parser.instantiate(given).offload == eo.OffloadConfig(
-        disk_path=["/a", "/b"], skip="lm_head", min_bytes="4MiB", device_budget="20GiB", codec="fp8"
-    )

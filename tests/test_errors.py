@@ -130,19 +130,6 @@ def test_h31_transforms_that_torch_allows_are_exact(place: Callable[..., Any], n
     assert_identical(ALLOWED[name](function), place(ALLOWED[name], works_on))
 
 
-@pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("shapes do not match"), KeyboardInterrupt()])
-def test_h10_an_error_of_the_users_own_passes_as_it_is(error: BaseException, works_on: eo.Offload) -> None:
-    def fail() -> None:
-        with works_on:
-            chain(leaf(N))
-            raise error
-
-    with pytest.raises(type(error)) as raised:
-        fail()
-    assert raised.value is error
-    assert error.__cause__ is None
-
-
 # -- what is raised ---------------------------------------------------------------------------------------------------
 
 

@@ -318,23 +318,6 @@ def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
     assert not runtime.ran_inline(later)
 
 
-def test_a_thread_that_dozes_is_not_woken_by_work_but_by_a_thread_that_waits_for_it(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_threads, "_DOZE_SECONDS", 3600.0)
-    out, ran = stream(runtime), []
-    for number in range(20):
-        runtime.synchronize(out.submit(lambda number=number: ran.append(number)))
-        while not out._dozes:
-            pass
-        first = out.submit(lambda: ran.append(None))
-        assert out._bell.empty(), "it was not rung"
-        assert not runtime.query(first)
-        runtime.synchronize(first)
-        assert ran == [number, None]
-        ran.clear()
-
-
 def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

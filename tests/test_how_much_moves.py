@@ -1,4 +1,4 @@
-"""``policy``, ``max_slowdown`` and ``device_budget``: on the simulated runtime's clock, and on a CPU."""
+"""Windows, ``policy``, ``max_slowdown`` and ``device_budget``: on the simulated runtime's clock, and on a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import eager_offload as eo
+from tests.hazards.backends import assert_settled
+from tests.hazards.programs import assert_identical
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import on_threads
@@ -44,7 +46,7 @@ def weights() -> list[Tensor]:
     return [torch.randn(SIDE, SIDE, generator=generator).div(8).requires_grad_() for _ in range(LAYERS)]
 
 
-def simulate(link: float, steps: int = 50, **fields: Any) -> Trained:
+def simulate(link: float, steps: int = 80, **fields: Any) -> Trained:
     """Trains behind a link that moves so many of the bytes that compute touches."""
     runtime = SimulatedRuntime(
         compute_rate=COMPUTE, out_bandwidth=COMPUTE * link, in_bandwidth=COMPUTE * link, launch_seconds=1e-7
@@ -80,7 +82,7 @@ def assert_exact(trained: Trained, alone: Trained) -> None:
 
 def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(alone: Trained) -> None:
     asked: dict[str, dict[str, Any]] = {"max": {}, "half": {"max_slowdown": 0.5}, "free": {"policy": "free"}}
-    found = {name: simulate(0.04, **fields) for name, fields in asked.items()}
+    found = {name: simulate(0.04, 80 if fields else 10, **fields) for name, fields in asked.items()}
     for trained in found.values():
         assert_exact(trained, alone)
     moved = {name: trained.moved for name, trained in found.items()}
@@ -121,6 +123,7 @@ def offloads(tmp_path: Path) -> Iterator[Callable[..., eo.Offload]]:
 
     yield make
     for offload in made:
+        assert_settled(offload)
         offload.close()
 
 
@@ -232,3 +235,85 @@ def test_h55_on_a_cpu_it_is_the_memory_of_the_process(tmp_path: Path) -> None:
     assert moved > 0
     assert 130 * 0.75 <= max(peaks[4:]) <= 130 * 1.05, printed
     assert over <= 2, printed
+
+
+# -- windows, which are of the last step's bytes and in force where a step begins -------------------------------------
+
+KIB, MIB = 1 << 10, 1 << 20
+FIRST = 64 * MIB
+Make = Callable[..., eo.Offload]
+
+
+def window_of(saves: int, nbytes: int) -> int:
+    """Of a step that saves so many small tensors of so many bytes: four of them, an eighth, and at most a quarter."""
+    return min(max(4 * nbytes, saves * nbytes // 8), saves * nbytes // 4)
+
+
+def chain(saves: int, nbytes: int, around: AbstractContextManager[Any] = WITHOUT) -> object:
+    """A step that saves so many storages of so many bytes."""
+    x = torch.linspace(-1, 1, nbytes // 4).requires_grad_()
+    with around:
+        y = x * 1
+        for _ in range(saves):
+            y = y.sigmoid() * 2
+        loss = y.sum()
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+def windows_of(offload: eo.Offload) -> tuple[int, int]:
+    stats = offload.stats()
+    return stats.max_inflight_bytes, stats.prefetch_bytes
+
+
+@pytest.mark.parametrize("step_plans", [False, True])
+def test_each_step_has_the_windows_that_the_one_before_it_asks_for(offloads: Make, step_plans: bool) -> None:
+    offload, expected = offloads(step_plans=step_plans), FIRST
+    kinds = [(12, 64 * KIB)] * 5 + [(40, 4 * KIB), (12, 64 * KIB), (40, 4 * KIB), (6, 256 * KIB), (12, 64 * KIB)]
+    for kind in kinds:
+        assert_identical(chain(*kind), chain(*kind, offload))
+        assert windows_of(offload) == (expected, expected)
+        expected = window_of(*kind)
+    assert offload.stats(synchronize=True).bytes_out > 0
+    assert "\nwindows    192.0 KiB on the way out, 192.0 KiB brought back early\n" not in str(offload.stats())
+    chain(12, 64 * KIB, offload)
+    assert "\nwindows    192.0 KiB on the way out, 192.0 KiB brought back early\n" in str(offload.stats())
+
+
+def test_a_first_step_grows_with_the_largest_size_that_four_of_its_tensors_have(offloads: Make) -> None:
+    offload, seen = offloads(keep_last_bytes=0), []
+    y = torch.ones(8 * MIB // 4, requires_grad=True)
+    with offload:
+        for times in (1, 3, 1, 1, 1):  # of 8 MiB, then of 24
+            y = y.repeat(times).sigmoid()
+            seen.append(windows_of(offload))
+    y.sum().backward()
+    assert seen == [(FIRST, FIRST)] * 4 + [(96 * MIB, 96 * MIB)]
+    assert offload.stats(synchronize=True).bytes_out >= 32 * MIB
+
+
+def test_what_a_user_gives_stays_in_force(offloads: Make) -> None:
+    offload, given = offloads(max_inflight_bytes="1MiB"), offloads(max_inflight_bytes="3MiB", prefetch_bytes=0)
+    for window in (FIRST, window_of(12, 64 * KIB)):
+        for one in (offload, given):
+            chain(12, 64 * KIB, one)
+        assert windows_of(offload) == (MIB, window)
+        assert windows_of(given) == (3 * MIB, 0)
+    offload.reset_stats()
+    assert windows_of(offload) == (MIB, window)
+
+
+def test_no_more_is_on_its_way_than_the_windows_hold() -> None:
+    runtime = SimulatedRuntime(out_bandwidth=1e6, in_bandwidth=1e6)
+    with runtime.checked() as checker:
+        offload = eo.Offload(runtime=runtime, tier="host", min_bytes=0, step_plans=False)
+        chain(12, 64 * KIB, offload)
+        for _ in range(3):
+            offload.reset_stats()
+            chain(12, 64 * KIB, offload)
+            stats = offload.stats(synchronize=True)
+            assert 0 < stats.inflight_bytes_peak <= 192 * KIB
+            assert stats.resident_bytes_peak <= 3 * 192 * KIB, "what is newest, on its way out and brought back early"
+        assert_settled(offload)
+        offload.close()
+    checker.assert_clean()

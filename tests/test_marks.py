@@ -90,13 +90,6 @@ def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: An
 # -- marks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [3, None, [torch.ones(2)]], ids=str)
-def test_what_is_no_tensor_cannot_be_marked(what: Any) -> None:
-    for mark in (eo.keep, eo.prefer_offload):
-        with pytest.raises(eo.OffloadError, match="only a tensor can be marked"):
-            mark(what)
-
-
 def test_what_is_marked_stays_with_every_view_of_it(disk: DiskBackend) -> None:
     x, tool = leaf(), disk.offload()
     with tool:

@@ -339,25 +339,6 @@ MIB, GIB = 1 << 20, 1 << 30
 SIZES = st.integers(0, 1 << 45)
 
 
-@pytest.mark.parametrize(
-    ("movable", "largest", "device_bytes", "window"),
-    [
-        (96 * MIB, 4 * MIB, None, 16 * MIB),  # four tensors
-        (GIB, MIB, None, 128 * MIB),  # an eighth
-        (8 * GIB, 4 * MIB, 80 * GIB, 256 * MIB),
-        (8 * GIB, 100 * MIB, 80 * GIB, 400 * MIB),  # four tensors
-        (64 * GIB, 4 * MIB, 80 * GIB, GIB),  # a 64th
-        (48 * GIB, 512 * MIB, 16 * GIB, GIB),  # a 16th of the device
-        (12 * MIB, 4 * MIB, None, 3 * MIB),  # a quarter, which no tensor fits into: they travel alone
-        (0, 0, None, 1),
-    ],
-)
-def test_a_window_is_a_part_of_what_a_step_could_move_and_some_of_its_tensors(
-    movable: int, largest: int, device_bytes: int | None, window: int
-) -> None:
-    assert auto_window(movable, largest, device_bytes) == window
-
-
 @given(movable=SIZES, largest=SIZES, more=SIZES, device_bytes=st.none() | SIZES)
 def test_a_window_grows_with_a_step_and_keeps_to_its_bounds(
     movable: int, largest: int, more: int, device_bytes: int | None

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from eager_offload.codecs.base import compact
-from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes, reason_to_stay
-from eager_offload.stats import KeepReason
-
-MIB = 1 << 20
+from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes
 
 
 def leaf(*size: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
@@ -27,16 +24,6 @@ def leaf(*size: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> T
 def activation(*size: int) -> Tensor:
     """What an operator made of a leaf: the ordinary saved tensor."""
     return leaf(*size) * 2
-
-
-def test_a_preferred_tensor_moves_however_small_but_neither_as_a_parameter_nor_in_a_layout_that_cannot() -> None:
-    assert reason_to_stay(activation(1), MIB, preferred=True) is None
-    assert reason_to_stay(activation(1).expand(512, 512), MIB, preferred=True) is None
-    for preferred in (False, True):
-        assert reason_to_stay(activation(0), 0, preferred=preferred) is KeepReason.SMALL, "nothing is worth no move"
-    assert reason_to_stay(leaf(512, 512), MIB, preferred=True) is KeepReason.PARAMETER
-    assert reason_to_stay(nn.Parameter(torch.ones(1)), MIB, preferred=True) is KeepReason.PARAMETER
-    assert reason_to_stay(activation(8, 8).to_sparse(), 0, preferred=True) is KeepReason.LAYOUT
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

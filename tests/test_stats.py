@@ -65,12 +65,6 @@ def test_every_save_is_counted_once_whatever_becomes_of_it() -> None:
     assert (failed.saved_tensors, failed.saved_bytes) == (12, 110)
 
 
-def test_a_demotion_is_told_the_first_time_of_its_kind() -> None:
-    counters, kinds = Counters(), ("budget", "budget", "write_failed", "budget")
-    assert [counters.demote(kind) for kind in kinds] == [True, False, True, False]
-    assert counters.snapshot().demotions == {"budget": 3, "write_failed": 1}
-
-
 REPORT = """\
 peak saved-tensor memory 304 MiB (743 MiB without offload, -59 %); stalled 1.2 % of step time, copies 4.5 % of a core
                   a step        4 steps
