@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -138,8 +139,12 @@ def run(cell: Cell, backend: Backend) -> None:
     program, way = cell.program, cell.way
     backend.sources_change = Flag.SOURCES_CHANGE in program.flags
     match way:
-        case Way.EAGER | Way.TABLE:
-            _run_eager(program, backend, step_plans=way is Way.TABLE)
+        case Way.EAGER:
+            _run_eager(program, backend, step_plans=False)
+        case Way.TABLE:
+            # There, copies are late in all other ways.
+            with install().slow_compute(2e-4) if cell.place is Place.VIRTUAL else nullcontext():
+                _run_eager(program, backend, step_plans=True)
         case Way.AOT_EAGER | Way.INDUCTOR:
             _run_compiled(program, backend, "inductor" if way is Way.INDUCTOR else "aot_eager")
         case Way.CHECKPOINTED:

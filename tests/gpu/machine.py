@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from eager_offload.runtime.base import Event
 from tests.fake_cuda import LIBRARY
 from tests.hazards.programs import assert_identical
 from tests.programs import leaf
-from tests.threads import on_a_thread
 
 # Or cuBLAS may sum in another order on another stream; it looks when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -96,23 +95,14 @@ class Machine:
             self.doze()
         yield
 
-    def in_thread(self, work: Callable[[], object]) -> None:
-        """Runs ``work`` in a thread of its own and raises what it raised."""
-        on_a_thread(work)
-
     def meet(self, *streams: torch.Stream) -> None:
         """Each of ``streams`` waits for all of them, as in a program that changes streams."""
-        done = [self.runtime.record(stream) for stream in streams]
-        for stream, event in itertools.product(streams, done):
-            self.runtime.wait(stream, event)
+        for stream, event in itertools.product(streams, [stream.record_event() for stream in streams]):
+            stream.wait_event(event)
 
     @property
     def current(self) -> torch.Stream:
         return self.runtime.current_stream(self.device)
-
-    def computing_on(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        """The program computes on ``stream`` inside."""
-        return self.runtime.enter(stream)
 
     def require_graphs(self) -> None:
         if not self.runtime.captures:

@@ -140,7 +140,7 @@ def _mlp(seed: int) -> nn.Sequential:
 
 def _trained(run: Run, model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
     """The losses of three steps, and what is trained."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(3):
         with run.around:
             loss = forward().square().mean()

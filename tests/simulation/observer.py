@@ -10,6 +10,7 @@ Storages are named by identity. What died since is written before every operator
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from torch import Tensor
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
 from eager_offload.tiers.base import ByteRegion
-from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from tests.simulation.log import Allocated, Entry, Freed, Log, Operation
 
@@ -201,7 +201,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
         pool = self._pools.get(stream)
         if pool is None:
-            pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"), Extents())
+            pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"))
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
         region = ByteRegion(pool.space, start, start + nbytes)
@@ -260,27 +260,39 @@ class _Addresses:
         return self.name
 
 
-class _Pool(NamedTuple):
-    """The address space of one stream."""
+class _Pool:
+    """The address space of one stream: a range that was given back goes to the next request, best fit first."""
 
-    space: _Addresses
-    extents: Extents
+    def __init__(self, space: _Addresses) -> None:
+        self.space = space
+        #: What is free, in order, as the ends of ranges; no two of them meet.
+        self._free: list[tuple[int, int]] = []
+        self._end = 0
 
     def take(self, nbytes: int) -> int:
         """Where ``nbytes`` bytes begin; the range is taken until it is given back."""
         if nbytes == 0:
             return 0
-        rounded = _rounded(nbytes)
-        extent = self.extents.allocate(rounded)
-        if extent is None:
-            self.extents.grow(rounded)
-            extent = self.extents.allocate(rounded)
-        assert extent is not None
-        return extent.start
+        needed = _rounded(nbytes)
+        fits = [(stop - start, place) for place, (start, stop) in enumerate(self._free) if stop - start >= needed]
+        if not fits:
+            self._end += needed
+            return self._end - needed
+        place = min(fits)[1]
+        start, stop = self._free[place]
+        self._free[place : place + 1] = [(start + needed, stop)] if start + needed < stop else []
+        return start
 
     def give(self, start: int, nbytes: int) -> None:
-        if nbytes:
-            self.extents.release(Extent(start, _rounded(nbytes)))
+        if nbytes == 0:
+            return
+        stop, place = start + _rounded(nbytes), bisect_left(self._free, (start, start))
+        if place < len(self._free) and self._free[place][0] == stop:
+            stop = self._free.pop(place)[1]
+        if place and self._free[place - 1][1] == start:
+            place -= 1
+            start = self._free.pop(place)[0]
+        self._free.insert(place, (start, stop))
 
 
 def _rounded(nbytes: int) -> int:

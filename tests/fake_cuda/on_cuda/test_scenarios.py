@@ -9,7 +9,7 @@ from tests.gpu.scenarios import OF_DEVICES, SCENARIOS, Scenario
 from tests.gpu.test_scenarios import run_on_the_device
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)  # of which compilers take the most
 @pytest.mark.parametrize("scenario", [*SCENARIOS, *OF_DEVICES], ids=lambda one: one.__name__)
 def test_over_the_stand_in(scenario: Scenario) -> None:
     run_on_the_device(scenario)
