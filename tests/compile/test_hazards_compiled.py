@@ -36,6 +36,7 @@ from tests.compile.test_codecs_compiled import factors, masked
 from tests.hazards.backends import DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
 from tests.programs import leaf
+from tests.programs.compiled import NOTED, note
 from tests.threads import on_threads
 
 Around = AbstractContextManager[object]
@@ -392,6 +393,24 @@ def test_h43_an_error_under_hooks_of_others_forbids_nothing_afterwards(offload: 
 
 
 # -- whatever plain torch.compile takes -------------------------------------------------------------------------------
+
+
+@BOTH
+def test_h45_effects_happen_in_order_and_once(backend: str) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        hidden = (x @ w).sin().exp()
+        note(hidden.detach())
+        hidden = (hidden @ w).sigmoid()
+        note(hidden.detach())
+        return hidden.sin() @ hidden
+
+    NOTED.clear()
+    with torch._functorch.config.patch(unlift_effect_tokens=True):
+        compare(step_of(function), backend)
+    runs = 5 if backend == "aot_eager" else 4  # twice without and twice with an Offload, and in eager code
+    first, second = NOTED[0::2], NOTED[1::2]
+    assert (first, second) == ([first[0]] * runs, [second[0]] * runs), "once in each run"
+    assert first[0] != second[0]
 
 
 def test_h45_sparse_values_are_left_to_eager_code() -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload.compile import boundary_of, choose_joint
+from eager_offload.compile import aot_hooks, boundary_of, choose_joint
+from tests.compile.compiled import fresh_compiler
 from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
 from tests.compile.test_insert import Attention, tokens
+from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
 
 
@@ -129,3 +131,23 @@ def test_an_exported_joint_graph_is_exact() -> None:
     assert all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
     assert len(tree_leaves(ours)) == 1 + 7
     assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
+
+
+def test_a_joint_graph_that_is_exported_and_compiled_for_an_offload_is_served_by_it(offload: eo.Offload) -> None:
+    def run(around: AbstractContextManager[object]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model, x = Attention(), tokens(2, 8)
+        with ExitStack() as stack, around:
+            compiled = aot_compile_joint_with_descriptors(aot_export_joint_with_descriptors(stack, model, (x,)))
+        with offload:
+            (result,) = tree_leaves(compiled(*model.parameters(), x))
+        result.exp().sum().backward()
+        return [result.detach(), x.grad, *(weight.grad for weight in model.parameters())]
+
+    with fresh_compiler():
+        expected = run(nullcontext())
+        assert offload.stats().compiled_regions == 0
+        assert all(map(same_bits, run(aot_hooks.compiling_for(offload.config_key)), expected))
+    stats = assert_settled(offload)
+    assert stats.compiled_regions == 1
+    assert stats.bytes_in > 0

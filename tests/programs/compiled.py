@@ -183,9 +183,14 @@ def _fixed_addresses(run: Run) -> object:
 # -- control flow and effects -----------------------------------------------------------------------------------------
 
 
+#: What has been noted.
+NOTED: list[float] = []
+
+
 @torch.library.custom_op("eager_offload_programs::note", mutates_args=())
 def note(x: Tensor) -> None:
-    """Has an effect, and a place among the effects of the program."""
+    """Takes note of a sum, which is an effect and has a place among the effects of the program."""
+    NOTED.append(float(x.sum()))
 
 
 note.register_fake(lambda x: None)
@@ -425,8 +430,26 @@ def _cast_inside(x: Tensor, w: Tensor) -> Tensor:
     return hidden.float().sin() @ w
 
 
+def _of_every_type(x: Tensor, w: Tensor) -> Outputs:
+    found = []
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+        hidden = x.tanh().to(dtype) @ w.tanh().to(dtype) / 8
+        found.append((hidden.sin() @ hidden) * hidden.mean(1, keepdim=True).exp() @ hidden.cos())
+    return found
+
+
+_add("values-of-every-type", _of_every_type, Flag.HOST)
 _add("a-part-without-gradients", _no_gradient_inside, Flag.NO_INDUCTOR)
 _add("autocast-inside", _cast_inside, Flag.HOST, Flag.NO_INDUCTOR)
+
+
+@program("autocast-around", Flag.HOST)
+def _cast_around(run: Run) -> object:
+    layers = nn.Linear(_SIDE, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, _SIDE), nn.Sigmoid()
+    model, x = nn.Sequential(*layers), leaf(16, _SIDE)
+    with run.around, torch.autocast("cpu", torch.bfloat16):
+        outputs = run.forward(model)(x).square()
+    return differentiated(outputs, [x, model])
 
 
 @program("dropout-is-the-same")
