@@ -58,15 +58,6 @@ def assert_new(copied: eo.Offload, original: eo.Offload) -> None:
     assert original.stats(synchronize=True) == before
 
 
-@pytest.mark.parametrize("make", COPIES)
-def test_h48_a_copy_is_a_new_object_of_the_same_configuration(make: Callable[..., Any], backend: Backend) -> None:
-    offload = backend.offload(prefetch_bytes=1 << 12)
-    gradients(Layers(offload))
-    copied = make(offload)
-    backend.offloads.append(copied)
-    assert_new(copied, offload)
-
-
 @every_way
 def test_h48_one_that_is_entered_and_has_graphs_of_its_own(make: Callable[..., Any], disk: Backend) -> None:
     offload, x = disk.offload(), leaf(16, 16)

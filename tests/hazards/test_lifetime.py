@@ -32,6 +32,7 @@ from tests.hazards.functions import saving
 from tests.hazards.probes import Gone
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 from tests.hazards.wrappers import two
+from tests.programs import Run, corpus
 from tests.threads import collect
 
 #: Moves everything at once.
@@ -285,40 +286,21 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
 
 
-def loss_of(model: Callable[[Tensor], Tensor], rows: int = 64) -> Tensor:
-    return model(torch.ones(rows, 64)).square().sum()
+def loss_of(model: Callable[[Tensor], Tensor]) -> Tensor:
+    return model(torch.ones(64, 64)).square().sum()
 
 
-def steps(offload: Offload) -> None:
-    """Some that are unknown, some that are known, and one of another size."""
-    net = model()
-    for rows in (64, 64, 64, 64, 64, 32, 64):
-        with offload:
-            value = loss_of(net, rows)
-        value.backward()
+def corpus_program(name: str) -> Callable[[Offload], object]:
+    (program,) = (one for one in corpus() if one.name == name)
+    return lambda offload: program(Run(offload))
 
 
-def a_graph_that_is_dropped(offload: Offload) -> None:
-    for _ in range(5):
-        with offload:
-            loss_of(model())
+steps = corpus_program("H69-steps-in-turn")
 
 
 def a_graph_that_outlives_it(offload: Offload) -> Tensor:
     with offload:
         return loss_of(model())
-
-
-def an_exception(offload: Offload) -> None:
-    def fail() -> None:
-        with offload:
-            loss_of(model())
-            raise ValueError("of the user")
-
-    steps(offload)
-    with pytest.raises(ValueError, match="of the user"):
-        fail()
-    steps(offload)
 
 
 def an_interrupt(offload: Offload) -> None:
@@ -385,6 +367,22 @@ def all_that_is_read_of_it(offload: Offload) -> None:
     offload.step_plan()
 
 
+#: Of the corpus.
+CORPUS = [
+    "H09-a-branch-that-nobody-differentiates",
+    "H10-Fault-in-forward",
+    "H69-several-graphs-at-once",
+]
+SPECIAL: list[Callable[[Offload], object]] = [
+    a_graph_that_outlives_it,
+    an_interrupt,
+    a_trace,
+    a_disk_that_fails,
+    hidden_hooks,
+    compiled_code,
+    a_table_that_was_given,
+    all_that_is_read_of_it,
+]
 SETTINGS: list[dict[str, Any]] = [
     {"tier": "host"},
     {"step_plans": True},
@@ -394,19 +392,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"codec": "lossless"},
     {"codec": "bf16"},
 ]
-CASES: list[tuple[Callable[..., object], dict[str, Any]]] = [
-    *((steps, fields) for fields in SETTINGS),
-    (a_graph_that_is_dropped, {}),
-    (a_graph_that_outlives_it, {}),
-    (an_exception, {}),
-    (an_interrupt, {}),
-    (a_trace, {}),
-    (a_disk_that_fails, {}),
-    (hidden_hooks, {}),
-    (compiled_code, {}),
-    (a_table_that_was_given, {}),
-    (all_that_is_read_of_it, {}),
-]
+PROGRAMS: dict[str, Callable[[Offload], object]] = {
+    **{one.__name__: one for one in SPECIAL},
+    **{name: corpus_program(name) for name in CORPUS},
+}
 
 
 def parts_of(offload: Offload) -> list[weakref.ref[Any]]:
@@ -421,16 +410,14 @@ def assert_gone(parts: list[weakref.ref[Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "fields"), CASES, ids=[f"{case.__name__} {fields or ''}".strip() for case, fields in CASES]
+    ("name", "fields"), [*((name, {}) for name in PROGRAMS), *((CORPUS[-1], fields) for fields in SETTINGS)], ids=str
 )
-def test_h66_a_dropped_offload_goes_without_the_collector(
-    program: Callable[..., object], fields: dict[str, Any]
-) -> None:
+def test_h66_a_dropped_offload_goes_without_the_collector(name: str, fields: dict[str, Any]) -> None:
     with without_gc():
         offload = Offload(**{"tier": "disk", **ALL, **fields})
         descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-        graph = program(offload)
-        moves = program is not a_disk_that_fails and fields.get("keep_last_bytes") != "auto"
+        graph = PROGRAMS[name](offload)
+        moves = name != "a_disk_that_fails" and fields.get("keep_last_bytes") != "auto"
         assert offload.stats(synchronize=True).bytes_out > 0 or not moves
         parts = parts_of(offload)
         del offload, graph

@@ -147,7 +147,7 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
     """A single refusal is absorbed; the second one in a row reaches the user, whose retry is exact."""
     expected = {retried: retried_at(1, retried) for retried in (False, True)}
-    offload = backend.offload(**regime.fields)
+    offload = backend.offload(**regime.fields, step_plans=consecutive == 1)
     number, raised = 1, 0
     while True:
         trainer = Retrying()

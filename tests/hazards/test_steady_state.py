@@ -80,9 +80,11 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32))
 
 
-@pytest.mark.parametrize("window", [1, 1 << 15])
-def test_h25_a_hundred_steps_leave_the_state_as_the_first_ones_did(window: int, backend: Backend) -> None:
-    offload, model = backend.offload(max_inflight_bytes=window), small_model()
+@pytest.mark.parametrize(("window", "step_plans"), [(1, False), (1 << 15, True)])
+def test_h25_h54_a_hundred_steps_leave_the_state_as_the_first_ones_did(
+    window: int, step_plans: bool, backend: Backend
+) -> None:
+    offload, model = backend.offload(max_inflight_bytes=window, step_plans=step_plans), small_model()
     train(offload, model, 20)
     first = state_of(offload)
     train(offload, model, 100)
