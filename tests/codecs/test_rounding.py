@@ -257,7 +257,11 @@ def test_objects_that_have_gone_stay_around_no_module() -> None:
     assert depths[-1] < depths[0] + 10
 
 
-@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel, partial(torch.compile, backend="eager")], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.Sequential, nn.DataParallel, partial(torch.compile, backend="eager")],
+    ids=["in a row", "in parallel", "compiled"],
+)
 def test_an_attribute_may_be_called_as_those_of_wrappers_are(users_backend: Backend, wrap: Any) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
