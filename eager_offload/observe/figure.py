@@ -48,7 +48,7 @@ def needs_plotly() -> Any:
         OffloadError: plotly is not installed.
     """
     try:
-        import plotly.graph_objects as found  # type: ignore[import-untyped]
+        import plotly.graph_objects as found  # type: ignore[import-untyped]  # it declares no types
     except ImportError as error:
         raise OffloadError(
             f"a figure needs plotly, which cannot be imported ({error}): pip install 'eager_offload[report]'"

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 import eager_offload as eo
 from eager_offload._torch import module_call, top_pack_hook
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from eager_offload.runtime.host import host_runtime
 from tests.integrations.leftovers import spill_files
 from tests.integrations.moving import fields, moved
 from tests.integrations.tiny_transformers import (
@@ -351,6 +352,7 @@ def test_after_a_failed_training_files_go_with_whatever_ends_it(end: str, tmp_pa
         trainer.remove_callback(callback)
         del callback
         collect()
+        host_runtime().close()  # a write that is under way holds the file until it is over
     elif end == "again":
         trainer.train()
     else:

@@ -255,15 +255,6 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: TensorSpec((1,), torch.int8, align=12), "a power of two"),
         (lambda: TensorSpec((1,), torch.int8, align=2.0), "a power of two"),  # type: ignore[arg-type]
         (lambda: TensorSpec((1,), torch.int8, align=-2), "a power of two"),
-        (lambda: LaunchSpec((1, 1), (1, 1, 1)), "three whole numbers"),  # type: ignore[arg-type]
-        (lambda: LaunchSpec((True, 1, 1), (1, 1, 1)), "from 1 on"),
-        (lambda: LaunchSpec((1, 1, 1), (1.0, 1, 1)), r"block=\(1\.0, 1, 1\)"),  # type: ignore[arg-type]
-        (lambda: LaunchSpec((0, 1, 1), (1, 1, 1)), "from 1 on"),
-        (lambda: LaunchSpec((1, 1, 1), (32, 32, 2)), "2,048 threads"),
-        (lambda: LaunchSpec((1, 1, 1), (1, 1, 65)), "64 threads in its third dimension"),
-        (lambda: LaunchSpec((1 << 31, 1, 1), (1, 1, 1)), "2,147,483,647, 65,535 and 65,535 blocks"),
-        (lambda: LaunchSpec((1, 1 << 16, 1), (1, 1, 1)), r"grid=\(1, 65536, 1\)"),
-        (lambda: LaunchSpec((1, 1, 1 << 16), (1, 1, 1)), r"grid=\(1, 1, 65536\)"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, {}), "nothing"),
         (lambda: Kernel("k", Signature((), (FLOATS,)), SPEC, [scaled]), "impls=.* is a Mapping"),  # type: ignore[arg-type]
         (lambda: Kernel("k", Signature((), (FLOATS,)), None, {"torch": scaled}), "spec=None .* a LaunchSpec"),  # type: ignore[arg-type]
