@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Memory(Slot):
-    """A slot in plain memory, whose transfers a test can hold back or make fail."""
+    """A slot in plain memory, whose writes a test can hold back or make fail."""
 
     tier = "host"
 
@@ -44,7 +44,6 @@ class Memory(Slot):
         self.content.copy_(source)
 
     def read(self, target: Tensor) -> None:
-        self.before()
         target.copy_(self.content)
 
     def memory(self) -> memoryview:
@@ -105,9 +104,12 @@ def test_a_stream_that_waits_for_an_event_of_another_does_not_hold_the_host_up(r
     target = runtime.allocate(Layout(1000, 5), CPU, runtime.current_stream(CPU))
     runtime.wait(back, written)
     read = runtime.copy(target, slot, back)
-    assert not runtime.query(written)
-    assert not runtime.query(read)
+    back.hurry()
+    while not (out.waiters or runtime.query(read)):
+        pass
+    early = runtime.query(written), runtime.query(read)
     opened.set()
+    assert early == (False, False)
     runtime.wait(runtime.current_stream(CPU), read)
     assert runtime.query(written)
     assert torch.equal(target, source)
