@@ -108,7 +108,7 @@ def _(run: Run) -> object:
     return step.backward().result
 
 
-@program("H29-three-threads-train-on-streams-and-devices-of-their-own", *_FLAGS, Flag.DIFFERS)
+@program("H29-three-threads-train-on-streams-and-devices-of-their-own", *_FLAGS, Flag.DIFFERS, Flag.HELD)
 def _(run: Run) -> object:
     models = [_mlp(seed) for seed in range(3)]
     batches = [leaf(_SIDE, _SIDE, seed=seed, grad=False) for seed in range(3)]
@@ -125,7 +125,7 @@ def _(run: Run) -> object:
     return on_threads(3, train)
 
 
-@program("H30-a-model-on-two-devices", *_FLAGS)
+@program("H30-a-model-on-two-devices", *_FLAGS, Flag.HELD)
 def _(run: Run) -> object:
     there = torch.device(torch.accelerator.current_stream().device.type, torch.accelerator.device_count() - 1)
     first, second, x = _mlp(1), _mlp(2).to(there), leaf(_SIDE, _SIDE, grad=False)

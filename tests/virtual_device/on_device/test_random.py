@@ -49,11 +49,8 @@ def _heard_late(call: Callable[..., object], *arguments: object) -> bool:
     return False
 
 
-@pytest.mark.short
-def test_random_programs_are_exact() -> None:
-    explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 40, fits=fits)
-
-
-@pytest.mark.long
-def test_many_random_programs_are_exact() -> None:
-    explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), 200, 10, fits)
+@pytest.mark.parametrize(
+    "programs", [pytest.param(40, marks=pytest.mark.short), pytest.param(200, marks=pytest.mark.long)]
+)
+def test_random_programs_are_exact(programs: int) -> None:
+    explore(VirtualBackend, TIERS, st.sampled_from([*PACES.values()]), programs, fits=fits)
