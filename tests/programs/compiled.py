@@ -339,9 +339,14 @@ def _in_any_order(run: Run) -> object:
     return [*(one.detach() for one in losses), x.grad, w.grad]
 
 
-@program("H02-compiled-graphs-differentiated-again", Flag.COMPILED, Flag.NO_INDUCTOR)
+def _masked(x: Tensor, w: Tensor) -> Tensor:
+    """Whose masks travel as bits."""
+    return deep(F.dropout(F.relu(x @ w), 0.3), w)
+
+
+@program("H02-H12-graphs-with-masks-differentiated-again", Flag.COMPILED, Flag.NO_INDUCTOR, codec="lossless")
 def _again(run: Run) -> object:
-    (x, w), forward = _inputs([(_SIDE, _SIDE)] * 2), run.forward(deep)
+    (x, w), forward = _inputs([(_SIDE, _SIDE)] * 2), run.forward(_masked)
     # Inductor refuses a second backward of buffers that it may reuse, unless a program wants one.
     with torch._functorch.config.patch(donated_buffer=False):
         with run.around:
@@ -438,7 +443,7 @@ def _of_every_type(x: Tensor, w: Tensor) -> Outputs:
     return found
 
 
-_add("values-of-every-type", _of_every_type, Flag.HOST)
+_add("values-of-every-type", _of_every_type, Flag.HOST, Flag.NO_INDUCTOR)
 _add("a-part-without-gradients", _no_gradient_inside, Flag.NO_INDUCTOR)
 _add("autocast-inside", _cast_inside, Flag.HOST, Flag.NO_INDUCTOR)
 
