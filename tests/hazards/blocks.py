@@ -53,16 +53,3 @@ class Step:
     @property
     def result(self) -> object:
         return self.x.grad.clone(), self.w.grad.clone()
-
-
-class Trainer:
-    """A model of 16 columns, and what trains it."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    @property
-    def state(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]

@@ -15,17 +15,23 @@ from eager_offload import Offload
 from eager_offload._torch import TorchDispatchMode
 from eager_offload.codecs import Gather
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.blocks import Trainer
 from tests.hazards.probes import Allocations
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf, one_step
+from tests.programs.exceptions import Trainer
 
-ROWS, WIDTH = 8, 16
+ROWS, WIDTH = 8, 32
 
 
-class Retrying(Trainer):
+class Retrying:
     """Takes steps, and after an out-of-memory error the same step again with half of the batch, as users do."""
 
-    retries = 0
+    def __init__(self) -> None:
+        trainer = Trainer()
+        self.model, self.optimizer, self.retries = trainer.model, trainer.optimizer, 0
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def step(self, around: Around, seed: int, pressure: Around) -> None:
         try:

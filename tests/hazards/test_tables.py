@@ -92,37 +92,6 @@ def test_h54_the_newest_bytes_of_several_forwards_are_bounded_together(backend: 
     assert assert_settled(offload).bytes_out > 0
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host.")
-@pytest.mark.parametrize("keep", [0, 1 << 20], ids=["away", "waiting"])
-def test_h54_graphs_that_are_dropped_while_forward_goes_on_count_no_more(keep: int, disk: Backend) -> None:
-    def step(offload: Offload, *, drops: bool) -> int:
-        """Returns the bytes that the library holds on the device at the end of the forward."""
-        x, losses = leaf(SIDE, SIDE), []
-        with offload:
-            losses += [chain(x, nullcontext(), 2)]
-            for _ in range(5):
-                losses += [chain(x, nullcontext(), 3)]
-                offload.stats(synchronize=True)
-                del losses[1 if drops else 6 :]
-                offload.stats(synchronize=True)
-            resident = offloader_of(offload).census().resident_bytes
-        while losses:
-            losses.pop().backward()
-        return resident
-
-    found = []
-    for step_plans in (True, False):
-        offload = disk.offload(tier="host", keep_last_bytes=keep, step_plans=step_plans)
-        for _ in range(2):
-            step(offload, drops=False)
-        offload.reset_stats()
-        resident = step(offload, drops=True)
-        stats = assert_settled(offload)
-        found.append((stats.without_offload_bytes_peak, stats.released_bytes, resident))
-    assert found[0] == found[1]
-    assert found[0][0] == 5 * SIZE
-
-
 def test_h54_a_parameter_that_an_operator_has_changed_is_not_held_by_what_saves_it(backend: Backend) -> None:
     """It has a node then, which owns the handle: a cycle that no collector sees, and that only backward would break."""
     offload, storages = backend.offload(step_plans=True), list[Callable[[], object]]()
