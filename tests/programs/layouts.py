@@ -1,0 +1,193 @@
+"""Strides, and every kind of tensor that autograd may save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.common_dtype import all_types_complex_float8_and
+
+from tests.hazards.functions import saving, watching
+from tests.programs import Flag, Run, leaf, program, step
+
+_BASE = 32 * 32 * 16 * 4
+#: Views of a base of 32 by 32 by 16 float32 elements, and the most bytes that each may move.
+SHAPES: dict[str, dict[str, tuple[Callable[[Tensor], Tensor], int]]] = {
+    "dense": {
+        "contiguous": (lambda b: b, _BASE),
+        "permuted": (lambda b: b.permute(2, 0, 1), _BASE),
+        "channels last": (lambda b: b.view(4, 8, 32, 16).contiguous(memory_format=torch.channels_last), _BASE),
+        "in 3d": (lambda b: b.view(2, 8, 8, 8, 16).contiguous(memory_format=torch.channels_last_3d), _BASE),
+        "off by one element": (lambda b: b.reshape(-1)[1:], _BASE),
+    },
+    "broadcast": {
+        "from one element": (lambda b: b[:1, :1, :1].expand(32, 32, 16), 4),
+        "from a row": (lambda b: b[0, 0].expand(32, 32, 16), 64),
+        "in the middle": (lambda b: b[:, :1].expand(32, 32, 16), 32 * 16 * 4),
+        "beside gaps": (lambda b: b[::2, :1, ::4].expand(16, 32, 4), 16 * 4 * 4),
+    },
+    "parts": {
+        "a slice": (lambda b: b[-1], 32 * 16 * 4),
+        "a row": (lambda b: b[5, 7], 64),
+        "an element": (lambda b: b[5, 7, 3], 4),
+        "a column": (lambda b: b[:, 0, 0], 32 * 4),
+        "a corner": (lambda b: b[:8, :8, :8], 8 * 8 * 8 * 4),
+        "every eighth": (lambda b: b[::8, :, ::2], 4 * 32 * 8 * 4),
+        "a diagonal": (lambda b: b.diagonal(), 32 * 16 * 4),
+        "off by 101 elements": (lambda b: b.reshape(-1)[101:333], 232 * 4),
+    },
+    "windows": {
+        "of a part": (lambda b: b.reshape(-1)[:256].unfold(0, 16, 4), 256 * 4),
+        "of everything": (lambda b: b.reshape(-1).unfold(0, 16, 4), _BASE),
+        "a size of one with an odd stride": (lambda b: b.as_strided((1, 32, 4), (7, 16, 1)), 32 * 16 * 4),
+    },
+}
+
+
+def _add_shapes(name: str) -> None:
+    @program(f"H05-{name}", Flag.EAGER)
+    def _(run: Run) -> object:
+        x, seen = leaf(32, 32, 16, seed=3), list[list[object]]()
+        with run.around:
+            y = x[0].sum()
+            for factor, (of, _) in enumerate(SHAPES[name].values(), 1):
+                # Kernels that sum in the order of strides, and one that shows what it is given.
+                view = of(x * factor)
+                y = y + (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
+                y = saving(y, of(leaf(32, 32, 16, seed=factor, grad=False)), seen=seen)
+            del view
+        y.backward()
+        return seen, x.grad
+
+
+for _name in SHAPES:
+    _add_shapes(_name)
+
+
+def noise(*size: int) -> Tensor:
+    """The same values each time, which no gradient is asked for."""
+    return leaf(*size, seed=5, grad=False)
+
+
+def _complex(*size: int) -> Tensor:
+    return noise(*size).to(torch.complex64).mul(1 + 2j)
+
+
+_OTHERS = (torch.bool, torch.half, torch.bfloat16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu)
+_DTYPES = all_types_complex_float8_and(torch.complex32, *_OTHERS)
+#: What is saved, out of memory of its own, by why it stays: ``None`` for what moves.
+KINDS: dict[str, tuple[str | None, list[Callable[[], Tensor]]]] = {
+    "dtypes": (None, [lambda dtype=dtype: noise(16, 16).mul(40).to(dtype) for dtype in _DTYPES]),
+    "parts": (
+        None,
+        [
+            lambda: noise(16, 16).view(torch.float8_e5m2),
+            lambda: noise(64, 64).to(torch.float8_e4m3fn)[3],
+            lambda: (noise(64, 64) > 0)[:, 5],
+            lambda: noise(4).sum(),
+            lambda: noise(64, 64)[3, 5],
+            lambda: noise(1, 1, 1),
+            lambda: torch.tensor([float("nan"), float("inf"), -0.0, 0.0, 1e-45] * 8),
+            lambda: nn.Buffer(noise(16, 16)),
+        ],
+    ),
+    "conjugates": (
+        None,
+        [
+            lambda: _complex(16, 16).conj(),
+            lambda: _complex(64, 64)[7].conj(),
+            lambda: _complex(16, 32).mH,
+            lambda: _complex(16, 16).conj().imag,
+            lambda: _complex(64, 64)[5].conj().imag,
+            lambda: _complex(16, 16).real,
+        ],
+    ),
+    "odd-offsets": (
+        None,
+        [
+            lambda: torch.arange(255, dtype=torch.uint8)[1:],
+            lambda: noise(16, 16).to(torch.bfloat16).view(-1)[1:],
+            lambda: torch.empty(0).set_(noise(64).untyped_storage(), 3, (20,), (1,)),
+        ],
+    ),
+    "jagged": (None, [lambda: torch.nested.nested_tensor([noise(3), noise(5)], layout=torch.jagged)]),
+    # All of them have the address 0.
+    "empty": ("small", [lambda: noise(0), lambda: noise(4, 0, 3), lambda: noise(3, 0).t(), lambda: noise(16, 16)[3:3]]),
+    "sparse": (
+        "layout",
+        [
+            lambda: noise(8, 8).relu().to_sparse(),
+            lambda: noise(8, 8).relu().to_sparse_csr(),
+            lambda: noise(8, 8).relu().to_sparse_csc(),
+            lambda: noise(8, 8).relu().to_sparse_bsr((2, 2)),
+        ],
+    ),
+    "quantized": (
+        "layout",
+        [
+            lambda: torch.quantize_per_tensor(noise(16, 16), 0.1, 3, torch.quint8),
+            lambda: torch.quantize_per_channel(noise(4, 16), torch.full([4], 0.3), torch.zeros(4), 0, torch.qint8),
+        ],
+    ),
+    "meta": ("layout", [lambda: torch.empty(16, 16, device="meta")]),
+    "parameters": ("parameter", [lambda: nn.Parameter(noise(16, 16))]),
+}
+
+
+def _seen(tensor: Tensor) -> list[object]:
+    """Says what there is to say of any tensor, in strided ones."""
+    kind = [str(tensor.dtype), str(tensor.layout), str(tensor.device), tensor.is_conj(), tensor.is_neg()]
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        return [*kind, tensor.int_repr(), tensor.dequantize()]
+    if tensor.is_nested:
+        return [*kind, *(part.clone() for part in tensor.unbind())]
+    if tensor.layout is not torch.strided:
+        return [*kind, tensor.to_dense()]
+    return [*kind, *tensor.size(), *tensor.stride(), *([] if tensor.is_meta else [tensor.clone()])]
+
+
+def _add_kind(name: str, *flags: Flag) -> None:
+    @program(f"H12-{name}", Flag.EAGER, *flags)
+    def _(run: Run) -> object:
+        x, seen = leaf(32, 32), list[list[object]]()
+        with run.around:
+            y = (x * 3).tanh()  # moves, whatever else does
+            y = watching(y, lambda tensor: seen.append(_seen(tensor)), *(make() for make in KINDS[name][1])).sum()
+        y.backward()
+        return x.grad, seen
+
+
+for _name in KINDS:
+    _add_kind(_name, *([Flag.HOST] if _name in ("sparse", "quantized") else []))
+
+
+@step("H12-nested-tensors-in-the-operators-that-take-them", Flag.EAGER, Flag.HOST, Flag.NO_CHECKPOINT)
+def _() -> tuple[Callable[..., Any], list[Tensor]]:
+    def forward(x: Tensor) -> Tensor:
+        h = (x * 2).tanh()
+        nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
+        return torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0).square()
+
+    return forward, [leaf(8, 16)]
+
+
+@program("H12-inference-tensors", Flag.EAGER)
+def _(run: Run) -> object:
+    """Autograd refuses to save them; what it does not save stays out of the way."""
+    x, heard = leaf(16, 16), list[str]()
+    with torch.inference_mode():
+        constant = noise(16, 16) * 2
+    with run.around:
+        y = (x * 3).tanh().exp()
+        try:
+            y * constant
+        except RuntimeError as error:
+            heard.append(str(error))
+        z = y + constant
+    del y
+    z.sum().backward()
+    return x.grad, heard
