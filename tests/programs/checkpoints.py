@@ -129,7 +129,7 @@ for _kind in HOW:
     _add(_kind, inside=False)
     _add(_kind, inside=True)
     if _kind != "reentrant":
-        program(f"H23-{_kind}-around-the-context", Flag.EAGER)(partial(around_the_context, kind=_kind))
+        program(f"H23-around-the-context-{_kind}", Flag.EAGER)(partial(around_the_context, kind=_kind))
 
 
 @program("H62-a-checkpoint-computes-again-with-the-attributes-of-its-inputs", Flag.EAGER)

@@ -63,6 +63,10 @@ def _made(seed: int = 3) -> Tensor:
     return leaf(32, 32, seed=seed, grad=False)
 
 
+def _halve(weight: Tensor) -> None:
+    weight.grad.mul_(0.5)
+
+
 _SAVED: dict[str, Callable[[], Tensor]] = {
     "a-tensor": _made,
     "a-slice-that-travels-alone": lambda: leaf(8, 32, 32, seed=3, grad=False)[3],
@@ -90,7 +94,7 @@ def _add_returned(case: str, keeps: str) -> None:
         weights = [(_SAVED[case]().detach() * (1 + i)).requires_grad_() for i in range(2)]
         seen = []
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5) and None)
+            weight.register_post_accumulate_grad_hook(_halve)
         for backwards in (3, 1, 2):
             x = _SAVED[case]()
             with run.around:
