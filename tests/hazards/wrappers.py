@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -76,18 +75,6 @@ class Renewed(Scaled):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Rewrapped(torch.autograd.Function):
-    """Another wrapper of the same tensors, which counts versions of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        return TwoTensor(x.a, x.b)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 class Image(Tensor):
     """A subclass as libraries of images and series have them: attributes, which results are given too."""
 
@@ -146,7 +133,6 @@ def scaled(make: Callable[[int], Tensor]) -> Tensor:
 
 
 KINDS = [Kind("two tensors", two, 2), Kind("wrappers in a wrapper", nested_wrapper, 4), Kind("one of ours", scaled, 1)]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 def wrapped(kind: Kind, *size: int, seed: int = 0, grad: bool = True) -> Tensor:

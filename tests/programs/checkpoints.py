@@ -14,8 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.hazards.blocks import ROWS, WIDTH, blocks, gradients
 from tests.hazards.wrappers import parts_of, wrapped_pair
-from tests.programs import Flag, Run, leaf, program
-from tests.programs.in_place import everything_has_left
+from tests.programs import Flag, Run, leaf, program, step
 
 aten = torch.ops.aten
 
@@ -58,18 +57,6 @@ for _name, _mode, _outside in (("no-grad", torch.no_grad, True), ("inference-mod
                 losses.append(model(leaf(ROWS, WIDTH, seed=50)).mean().item())
             loss.backward()  # validation came between forward and backward
         return losses, gradients(model)
-
-
-@program("H22-what-was-made-in-inference-mode-is-used-in-training", Flag.EAGER)
-def _(run: Run) -> object:
-    with torch.inference_mode():
-        frozen = leaf(ROWS, WIDTH, grad=False) * 2
-    features, w = frozen.clone(), leaf(ROWS, WIDTH, seed=2)
-    with run.around:
-        y = (w * features).tanh() * features.sin()
-    del features, frozen
-    y.sum().backward()
-    return w.grad
 
 
 @program("H23-backward-inside-the-context", Flag.EAGER, Flag.NOTHING_BACK)
@@ -132,19 +119,17 @@ for _kind in HOW:
         program(f"H23-around-the-context-{_kind}", Flag.EAGER)(partial(around_the_context, kind=_kind))
 
 
-@program("H62-a-checkpoint-computes-again-with-the-attributes-of-its-inputs", Flag.EAGER)
-def _(run: Run) -> object:
-    layer, mask = nn.Linear(32, 32), leaf(32, 32, seed=2, grad=False) > 0
-
-    def block(x: Tensor, mask: Any) -> Tensor:
+@step("H62-a-checkpoint-computes-again-with-the-attributes-of-its-inputs", Flag.EAGER, Flag.NO_CHECKPOINT)
+def _() -> tuple[Callable[..., Tensor], list[Any]]:
+    def block(layer: nn.Module, x: Tensor, mask: Any) -> Tensor:
         return torch.where(mask, 0.0, layer(x) * mask.scale)
 
-    with run.around:
-        mask.scale = 2.0  # type: ignore[attr-defined]
-        y = checkpoint(block, torch.ones(32, 32), mask, use_reentrant=False).sum()
-    del mask
-    y.backward()
-    return y.detach(), gradients(layer)
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        mask: Any = leaf(32, 32, seed=2, grad=False) > 0
+        mask.scale = 2.0
+        return checkpoint(block, layer, x * 2, mask, use_reentrant=False)
+
+    return forward, [nn.Linear(32, 32), leaf(32, 32)]
 
 
 # -- what a policy saves ----------------------------------------------------------------------------------------------
@@ -171,22 +156,20 @@ for _policy in _POLICIES:
         return x.grad, gradients(model)
 
 
-@program("H73-everything-is-saved", Flag.EAGER)
-def _(run: Run) -> object:
-    """Operators that return several tensors, views, numbers and none."""
+def _attention(norm: nn.Module, x: Tensor) -> Tensor:
+    """Calls operators that return several tensors, views, numbers and none."""
+    q, k, v = norm(x).view(ROWS, 3, 4, -1).permute(1, 2, 0, 3)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    values, places = y.transpose(0, 1).flatten(1).topk(8)
+    return torch.cat([values.sin(), y.exp().flatten(1).t()[:4].t().reshape(ROWS, -1)], 1) * places.max()
 
-    def attention(norm: nn.Module, x: Tensor) -> Tensor:
-        q, k, v = norm(x).view(ROWS, 3, 4, -1).permute(1, 2, 0, 3)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        values, places = y.transpose(0, 1).flatten(1).topk(8)
-        return torch.cat([values.sin(), y.exp().flatten(1).t()[:4].t().reshape(ROWS, -1)], 1) * places.max()
 
-    norm, x = nn.LayerNorm(96), leaf(ROWS, 96)
-    with run.around:
-        y = selectively(saving(), attention, norm, x * 2)
-        y = selectively(saving(), torch.sin, y).sum()
-    y.backward()
-    return x.grad, gradients(norm)
+step("H73-everything-is-saved", Flag.EAGER, Flag.NO_CHECKPOINT)(
+    lambda: (
+        lambda norm, x: selectively(saving(), torch.sin, selectively(saving(), _attention, norm, x * 2)),
+        [nn.LayerNorm(96), leaf(ROWS, 96)],
+    )
+)
 
 
 @program("H73-H13-wrappers", Flag.EAGER)
@@ -226,31 +209,32 @@ for _both in (False, True):
     for _inside in (False, True):
         _add_nested(_both, _inside)
 
+def _changing(convolution: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
+    h = F.relu(convolution(x), inplace=True)
+    h = h.view(2, 8, -1).mul_(1.5)
+    h = linear(h.mean(-1))
+    return h.sin_().square() + h
+
+
+def _offloaded(operators: tuple[Any, ...], *inputs: Any) -> list[Tensor]:
+    policies = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
+    *models, x = inputs
+    calls = (selectively(saving(*operators, policy=policy), _changing, *models, x * 2) for policy in policies)
+    return [(y * 2).sigmoid() for y in calls]
+
+
 #: What is to be offloaded, of a block that changes it in place: then it is computed again.
-_OFFLOADED: dict[str, tuple[Any, ...]] = {
+for _name, _operators in {
     "everything": (),
     "what-is-changed-after-it": (aten.convolution.default,),
     "what-changes-it-too": (aten.convolution.default, aten.relu_.default),
     "what-changes-alone": (aten.relu_.default, aten.mul_.Tensor, aten.sin_.default),
     "a-view": (aten.view.default, aten.mul_.Tensor),
     "what-is-not-changed": (aten.mean.dim, aten.square.default),
-}
-for _which in _OFFLOADED:
-
-    @program(f"H46-{_which}-is-to-be-offloaded", Flag.EAGER, Flag.SOURCES_CHANGE, moved=0.5)
-    def _(run: Run, which: str = _which) -> object:
-        convolution, linear, x = nn.Conv2d(3, 8, 3), nn.Linear(8, 8), leaf(2, 3, 16, 16)
-
-        def block(x: Tensor) -> Tensor:
-            h = F.relu(convolution(x), inplace=True)
-            h = h.view(2, 8, -1).mul_(1.5)
-            h = linear(h.mean(-1))
-            return h.sin_().square() + h
-
-        for policy in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
-            with run.around:
-                y = selectively(saving(*_OFFLOADED[which], policy=policy), block, x * 2)
-                y = (y * 2).sigmoid()
-            everything_has_left(run.around)
-            y.sum().backward()
-        return x.grad, gradients(convolution), gradients(linear)
+}.items():
+    step(f"H46-{_name}-is-to-be-offloaded", Flag.EAGER, Flag.NO_CHECKPOINT, Flag.SOURCES_CHANGE, moved=0.5)(
+        lambda operators=_operators: (
+            partial(_offloaded, operators),
+            [nn.Conv2d(3, 8, 3), nn.Linear(8, 8), leaf(2, 3, 16, 16)],
+        )
+    )

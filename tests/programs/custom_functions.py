@@ -6,7 +6,8 @@ that, and no later backward may take it for a change of what was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,56 +16,40 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.hazards.functions import as_given, custom
 from tests.hazards.wrappers import Scaled, parts_of, two
-from tests.programs import Flag, Run, leaf, program
+from tests.programs import Flag, Run, leaf, program, step
 
 for _hold in (False, True):
 
-    @program(f"H08-read-three-times-in-one-backward-and-{'held' if _hold else 'dropped'}", Flag.EAGER)
-    def _(run: Run, hold: bool = _hold) -> object:
-        x, seen = leaf(32, 32), list[list[object]]()
+    @step(f"H08-read-three-times-in-one-backward-and-{'held' if _hold else 'dropped'}", Flag.EAGER)
+    def _(hold: bool = _hold) -> tuple[Callable[..., Tensor], list[Any]]:
+        def forward(x: Tensor, seen: list[object]) -> Tensor:
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                held = []
+                for _ in range(3):
+                    read = ctx.saved_tensors
+                    seen.extend(map(as_given, read))
+                    held += [read] if hold else []
+                return gradient
 
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            held = []
-            for _ in range(3):
-                read = ctx.saved_tensors
-                seen.extend(map(as_given, read))
-                held += [read] if hold else []
-            return gradient
+            return custom(x, backward, (x * 3).detach(), (x * 5).detach().t())
 
-        with run.around:
-            y = custom(x, backward, (x * 3).detach(), (x * 5).detach().t()).sum()
-        y.backward()
-        return x.grad, seen
-
-
-class _Scaling(torch.autograd.Function):
-    """The sum of ``w * x`` whose gradient is ``x`` itself, since that of a sum is 1."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, x: Tensor, change: Callable[[Tensor], object]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.change = change
-        values = [a * b for a, b in zip(parts_of(w.detach()), parts_of(x.detach()), strict=True)]
-        return torch.stack([value.sum() for value in values]).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        ctx.change(x)
-        return x, None, None
+        return forward, [leaf(32, 32), []]
 
 
 def scaled(w: Tensor, x: Tensor, change: Callable[[Tensor], object] = lambda x: None) -> Tensor:
-    """Returns the sum of ``w * x``; backward returns ``x`` once it has called ``change`` with it."""
-    return _Scaling.apply(w, x, change)
+    """Returns the sum of ``w * x``. Its gradient is ``x`` itself, once ``change`` was called with it."""
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        change(saved)
+        return saved
+
+    pairs = [*zip(parts_of(w.detach()), parts_of(x.detach()), strict=True)]
+    return custom(w, backward, x, forward=lambda w: torch.stack([(a * b).sum() for a, b in pairs]).sum())
 
 
 def _made(seed: int = 3) -> Tensor:
     return leaf(32, 32, seed=seed, grad=False)
-
-
-def _halve(weight: Tensor) -> None:
-    weight.grad.mul_(0.5)
 
 
 _SAVED: dict[str, Callable[[], Tensor]] = {
@@ -83,18 +68,20 @@ KEPT: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
-def _flags(keeps: str) -> list[Flag]:
+def _parts(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [part.clone() for one in tensors if one is not None for part in parts_of(one)]
+
+
+def _add(case: str, keeps: str) -> None:
     # The last one is a gradient that autograd has taken and the program does not ask for.
-    return [Flag.EAGER, *([] if keeps == "nothing" else [Flag.HELD, Flag.NOTHING_BACK]), Flag.SOURCES_CHANGE]
+    flags = [Flag.EAGER, Flag.SOURCES_CHANGE, *([] if keeps == "nothing" else [Flag.HELD, Flag.NOTHING_BACK])]
 
-
-def _add_returned(case: str, keeps: str) -> None:
-    @program(f"H34-{case}-is-the-gradient-and-{keeps}-is-kept", *_flags(keeps))
+    @program(f"H34-{case}-is-the-gradient-and-{keeps}-is-kept", *flags)
     def _(run: Run) -> object:
         weights = [(_SAVED[case]().detach() * (1 + i)).requires_grad_() for i in range(2)]
         seen = []
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(_halve)
+            weight.register_post_accumulate_grad_hook(lambda weight: [weight.grad.mul_(0.5)].clear())
         for backwards in (3, 1, 2):
             x = _SAVED[case]()
             with run.around:
@@ -103,62 +90,57 @@ def _add_returned(case: str, keeps: str) -> None:
             del x
             for left in reversed(range(backwards)):
                 loss.backward(retain_graph=left > 0)
-                seen += [part.clone() for weight in weights for part in parts_of(weight.grad)]
-                seen += [part.clone() for part in ([] if kept is None else parts_of(kept))]
+                seen += _parts([*(weight.grad for weight in weights), kept])
                 for weight in weights:
                     weight.grad.mul_(0.9)
                     weight.grad = None if left % 2 else weight.grad
         return seen
 
-
-#: Each returns the saved tensor from a hook.
-_HOOKS: dict[str, Callable[[Tensor, Tensor, Any], RemovableHandle]] = {
-    "the-leaf": lambda w, x, node: w.register_hook(lambda _: node._saved_other),
-    "what-passes-it-on": lambda w, x, node: x.register_hook(lambda _: node._saved_other),
-    "the-node-itself": lambda w, x, node: node.register_hook(lambda *_: (node._saved_other, None)),
-}
-
-
-def _add_hooks(keeps: str) -> None:
-    @program(f"H34-hooks-return-what-an-operator-has-saved-and-{keeps}-is-kept", *_flags(keeps))
-    def _(run: Run) -> object:
-        """Autograd clones it, since the node still has it."""
-        seen: list[Any] = []
-        for register in _HOOKS.values():
-            w, mask = leaf(32, 32), _made()
-            with run.around:
-                x = w + 0
-                product = x * mask
-                loss = (product * 1).sum()
-            handle, kept = register(w, x, product.grad_fn), KEPT[keeps](mask)
-            del mask
-            for _ in range(3):
-                loss.backward(retain_graph=True)
-                seen.append(w.grad.clone())
-                w.grad.mul_(0.5)
-                w.grad.data.mul_(0.5)  # which no version tells of
-            handle.remove()
-            seen.append(None if kept is None else kept.clone())
-            del x, product, loss, handle, kept
-        return seen
-
-    @program(f"H34-a-gradient-that-is-asked-for-and-{keeps}-is-kept", *_flags(keeps))
+    @program(f"H34-{case}-is-asked-for-and-{keeps}-is-kept", *flags)
     def _(run: Run) -> object:
         """``torch.autograd.grad`` hands out the saved tensor itself, where that lives."""
-        w, x = leaf(32, 32), _made()
+        x = _SAVED[case]()
+        w = (x * 2).requires_grad_()
         with run.around:
-            y = scaled(w, x) + (w * 2).sin().sum()
+            y = scaled(w, x)
         kept = KEPT[keeps](x)
         del x
-        (first,) = torch.autograd.grad(y, w, retain_graph=True)
-        (second,) = torch.autograd.grad(y, w)
-        return first, second, kept
+        return _parts([*torch.autograd.grad(y, w, retain_graph=True), *torch.autograd.grad(y, w), kept])
 
 
 for _keeps in KEPT:
-    _add_hooks(_keeps)
     for _case in _SAVED if _keeps == "nothing" else ("a-tensor", "a-wrapper"):
-        _add_returned(_case, _keeps)
+        _add(_case, _keeps)
+
+#: Each returns the saved tensor from a hook.
+_HOOKS: list[Callable[[Tensor, Tensor, Any], RemovableHandle]] = [
+    lambda w, x, node: w.register_hook(lambda _: node._saved_other),
+    lambda w, x, node: x.register_hook(lambda _: node._saved_other),
+    lambda w, x, node: node.register_hook(lambda *_: (node._saved_other, None)),
+]
+
+
+@program("H34-hooks-return-what-an-operator-has-saved", Flag.EAGER, Flag.HELD)
+def _(run: Run) -> object:
+    """Autograd clones it, since the node still has it."""
+    seen: list[Tensor] = []
+    # Those first that keep nothing: a step after one that does is expected to keep as much.
+    for keep, register in itertools.product(reversed(KEPT.values()), _HOOKS):
+        w, mask = leaf(32, 32), _made()
+        with run.around:
+            x = w + 0
+            product = x * mask
+            loss = (product * 1).sum()
+        handle, kept = register(w, x, product.grad_fn), keep(mask)
+        del mask
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            seen += _parts([w.grad, kept])
+            w.grad.mul_(0.5)
+            w.grad.data.mul_(0.5)  # which no version tells of
+        handle.remove()
+        del x, product, loss, handle, kept
+    return seen
 
 
 @program("H34-two-gradients-that-autograd-adds-up", Flag.EAGER)

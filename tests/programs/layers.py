@@ -15,79 +15,51 @@ from tests.hazards.programs import trained
 from tests.programs import Flag, Run, leaf, program, step
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
-        super().__init__()
-        self.rnn = kind(16, 16, num_layers=2, batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x)[0]
-
-
-class _Embedded(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 16, **options), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.table(x.detach().abs().mul(3).long() % 20) * 2).tanh())
-
-
-class _Decoder(nn.TransformerDecoderLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, x)
-
-
 #: Makes a layer; the size of its input.
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch-norm-1d": (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), (16, 16)),
-    "depthwise-convolution": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.GELU()), (2, 4, 8, 8)),
-    "multihead-attention": (lambda: _Decoder(16, 2, 32, batch_first=True), (2, 6, 16)),
-}
-#: Those that no compiler needs to be asked about, or that none compiles as one function.
-_FURTHER_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch-norm-3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4)), (2, 2, 6, 6, 6)),
     "instance-norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 8, 8)),
-    "rnn": (lambda: _Recurrent(nn.RNN), (4, 6, 16)),
-    "lstm-with-dropout-both-ways": (lambda: _Recurrent(nn.LSTM, bidirectional=True, dropout=0.2), (4, 6, 16)),
-    "gru": (lambda: _Recurrent(nn.GRU), (4, 6, 16)),
+    "rnn": (lambda: nn.RNN(16, 16, 2), (4, 6, 16)),
+    "lstm-with-dropout-both-ways": (lambda: nn.LSTM(16, 16, 2, bidirectional=True, dropout=0.2), (4, 6, 16)),
+    "gru": (lambda: nn.GRU(16, 16, 2), (4, 6, 16)),
     "convolutions": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3, stride=2)), (2, 4, 12)),
-    "embedding-with-a-norm": (lambda: _Embedded(max_norm=1.0, padding_idx=3), (4, 6)),
-    "sparse-embedding": (lambda: _Embedded(sparse=True), (4, 6)),
+    "depthwise-convolution": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.GELU()), (2, 4, 8, 8)),
+    "embedding-with-a-norm": (lambda: nn.Embedding(20, 16, max_norm=1.0, padding_idx=3), (4, 6)),
+    "sparse-embedding": (lambda: nn.Embedding(20, 16, sparse=True), (4, 6)),
     "alpha-dropout": (lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)), (8, 4, 4, 4)),
     "pooling": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Tanh()), (2, 4, 12, 12)),
+    "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), (2, 6, 16)),
     "upsampling": (lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)), (2, 4, 6, 6)),
 }
+_COMPILED = ("batch-norm-1d", "depthwise-convolution", "attention")
+#: A GRU writes to one third of a storage, of which another third is saved and the whole travels.
+_WRITING = ("batch-norm-1d", "batch-norm-3d", "instance-norm", "embedding-with-a-norm", "gru")
 
 
-def _add_layer(name: str, make: Callable[[], nn.Module], size: tuple[int, ...], *flags: Flag) -> None:
-    # A GRU writes to one third of a storage, of which another third is saved and the whole travels.
-    writes = [Flag.SOURCES_CHANGE] if "norm" in name or name == "gru" else []
-
-    @step(f"H31-{name}", *flags, *writes)
-    def _() -> tuple[Callable[..., Tensor], list[Any]]:
-        def forward(layer: nn.Module, x: Tensor) -> Tensor:
-            y = layer((x * 1.5).sin())
-            return y * y.sigmoid()
-
-        return forward, [make(), leaf(*size)]
+def _forward(layer: nn.Module, x: Tensor) -> Tensor:
+    h = (x * 1.5).sin()
+    if isinstance(layer, nn.Embedding):
+        h = h.detach().abs().mul(30).long() % 20
+    y = layer(h, h) if isinstance(layer, nn.TransformerDecoderLayer) else layer(h)
+    y = y[0] if isinstance(y, tuple) else y
+    return (y * 2).tanh() * y.sigmoid()
 
 
-for _name, _layer in _LAYERS.items():
-    _add_layer(_name, *_layer)
-for _name, _layer in _FURTHER_LAYERS.items():
-    _add_layer(_name, *_layer, Flag.EAGER)
+for _name, (_make, _size) in _LAYERS.items():
+    _flags = [Flag.SOURCES_CHANGE] if _name in _WRITING else []
+    _flags += [] if _name in _COMPILED else [Flag.EAGER]
+    step(f"H31-{_name}", *_flags)(lambda make=_make, size=_size: (_forward, [make(), leaf(*size)]))
 
 
 @program("H31-three-steps-of-layers-that-write-to-what-the-step-before-has-saved", Flag.EAGER, Flag.SOURCES_CHANGE)
 def _(run: Run) -> object:
-    names = ("batch-norm-1d", "batch-norm-3d", "instance-norm", "embedding-with-a-norm")
     results = []
-    for make, size in ({**_LAYERS, **_FURTHER_LAYERS}[name] for name in names):
-        model, x = make(), leaf(*size)
-        parameters = [x, *model.parameters()]
-        results += trained(parameters, run.around, lambda _: model((x * 1.5).sin()).square().mean())  # noqa: B023
-        results += model.buffers()
+    for make, size in (_LAYERS[name] for name in _WRITING):
+        layer, x = make(), leaf(*size)
+        forward = partial(_forward, layer, x)
+        results += trained([x, *layer.parameters()], run.around, lambda _, run=forward: run().square().mean())
+        results += layer.buffers()
     return results
 
 
@@ -106,10 +78,10 @@ def _() -> tuple[Callable[..., Tensor], list[Tensor]]:
     return forward, [leaf(32, 32)]
 
 
-@step("H33-rrelu-as-the-last-operator-of-the-context", Flag.EAGER, Flag.NO_CHECKPOINT)
-def _() -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """No later pack tells that it has run: the end of the context does."""
-    return lambda x: F.rrelu(x * 2, training=True), [leaf(32, 32)]
+# No later pack tells that it has run: the end of the context does.
+step("H33-rrelu-as-the-last-operator-of-the-context", Flag.EAGER, Flag.NO_CHECKPOINT)(
+    lambda: (lambda x: F.rrelu(x * 2, training=True), [leaf(32, 32)])
+)
 
 
 @step("H33-many-packs-of-one-operator", Flag.EAGER, Flag.SOURCES_CHANGE)

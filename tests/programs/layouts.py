@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,24 +44,20 @@ SHAPES: dict[str, list[Callable[[Tensor], Tensor]]] = {
 }
 
 
-def _add_shapes(name: str) -> None:
-    @program(f"H05-{name}", Flag.EAGER)
-    def _(run: Run) -> object:
-        x, seen = leaf(32, 32, 16, seed=3), list[list[object]]()
-        with run.around:
-            y = x[0].sum()
-            for factor, of in enumerate(SHAPES[name], 1):
-                # Kernels that sum in the order of strides, and one that shows what it is given.
-                view = of(x * factor)
-                y = y + (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
-                y = saving(y, of(leaf(32, 32, 16, seed=factor, grad=False)), seen=seen)
-            del view
-        y.backward()
-        return seen, x.grad
+def _of_shapes(views: list[Callable[[Tensor], Tensor]], x: Tensor, seen: list[object]) -> Tensor:
+    """Kernels that sum in the order of strides, and functions that show what they are given."""
+    y = x[0].sum()
+    for factor, of in enumerate(views, 1):
+        view = of(x * factor)
+        y = y + (view.sin() * view).sum() + view.double().norm() + view.softmax(-1).norm()
+        y = saving(y, of(leaf(32, 32, 16, seed=factor, grad=False)), seen=seen)
+    return y
 
 
-for _name in SHAPES:
-    _add_shapes(_name)
+for _name, _views in SHAPES.items():
+    step(f"H05-{_name}", Flag.EAGER)(
+        lambda views=_views: (partial(_of_shapes, views), [leaf(32, 32, 16, seed=3), []])
+    )
 
 
 def noise(*size: int) -> Tensor:
@@ -78,14 +74,22 @@ _DTYPES = all_types_complex_float8_and(torch.complex32, *_OTHERS)
 #: What is saved, out of memory of its own, by why it stays: ``None`` for what moves.
 KINDS: dict[str, tuple[str | None, list[Callable[[], Tensor]]]] = {
     "dtypes": (None, [lambda dtype=dtype: noise(16, 16).mul(40).to(dtype) for dtype in _DTYPES]),
-    "parts": (
+    "views": (
         None,
         [
             lambda: noise(16, 16).view(torch.float8_e5m2),
             lambda: noise(64, 64).to(torch.float8_e4m3fn)[3],
             lambda: (noise(64, 64) > 0)[:, 5],
-            lambda: noise(4).sum(),
             lambda: noise(64, 64)[3, 5],
+            lambda: torch.arange(255, dtype=torch.uint8)[1:],
+            lambda: noise(16, 16).to(torch.bfloat16).view(-1)[1:],
+            lambda: torch.empty(0).set_(noise(64).untyped_storage(), 3, (20,), (1,)),
+        ],
+    ),
+    "values": (
+        None,
+        [
+            lambda: noise(4).sum(),
             lambda: noise(1, 1, 1),
             lambda: torch.tensor([float("nan"), float("inf"), -0.0, 0.0, 1e-45] * 8),
             lambda: nn.Buffer(noise(16, 16)),
@@ -94,20 +98,11 @@ KINDS: dict[str, tuple[str | None, list[Callable[[], Tensor]]]] = {
     "conjugates": (
         None,
         [
-            lambda: _complex(16, 16).conj(),
             lambda: _complex(64, 64)[7].conj(),
             lambda: _complex(16, 32).mH,
             lambda: _complex(16, 16).conj().imag,
             lambda: _complex(64, 64)[5].conj().imag,
             lambda: _complex(16, 16).real,
-        ],
-    ),
-    "odd-offsets": (
-        None,
-        [
-            lambda: torch.arange(255, dtype=torch.uint8)[1:],
-            lambda: noise(16, 16).to(torch.bfloat16).view(-1)[1:],
-            lambda: torch.empty(0).set_(noise(64).untyped_storage(), 3, (20,), (1,)),
         ],
     ),
     "jagged": (None, [lambda: torch.nested.nested_tensor([noise(3), noise(5)], layout=torch.jagged)]),
@@ -134,57 +129,54 @@ KINDS: dict[str, tuple[str | None, list[Callable[[], Tensor]]]] = {
 }
 
 
-def _seen(tensor: Tensor) -> list[object]:
-    """Says what there is to say of any tensor, in strided ones."""
-    kind = [str(tensor.dtype), str(tensor.layout), str(tensor.device), tensor.is_conj(), tensor.is_neg()]
+def _see(seen: list[object], tensor: Tensor) -> None:
+    """Notes what there is to say of any tensor, in strided ones."""
+    seen.append([str(tensor.dtype), str(tensor.layout), str(tensor.device), tensor.is_conj(), tensor.is_neg()])
     tensor = tensor.detach()
     if tensor.is_quantized:
-        return [*kind, tensor.int_repr(), tensor.dequantize()]
-    if tensor.is_nested:
-        return [*kind, *(part.clone() for part in tensor.unbind())]
-    if tensor.layout is not torch.strided:
-        return [*kind, tensor.to_dense()]
-    return [*kind, *tensor.size(), *tensor.stride(), *([] if tensor.is_meta else [tensor.clone()])]
+        seen.append([tensor.int_repr(), tensor.dequantize()])
+    elif tensor.is_nested:
+        seen.append([part.clone() for part in tensor.unbind()])
+    elif tensor.layout is not torch.strided:
+        seen.append(tensor.to_dense())
+    else:
+        seen.append([*tensor.size(), *tensor.stride(), None if tensor.is_meta else tensor.clone()])
 
 
-def _add_kind(name: str, *flags: Flag) -> None:
-    @program(f"H12-{name}", Flag.EAGER, *flags)
-    def _(run: Run) -> object:
-        x, seen = leaf(32, 32), list[list[object]]()
-        with run.around:
-            y = (x * 3).tanh()  # moves, whatever else does
-            y = watching(y, lambda tensor: seen.append(_seen(tensor)), *(make() for make in KINDS[name][1])).sum()
-        y.backward()
-        return x.grad, seen
+def _of_kinds(makes: list[Callable[[], Tensor]], x: Tensor, seen: list[object]) -> Tensor:
+    y = (x * 3).tanh()  # moves, whatever else does
+    return watching(y, partial(_see, seen), *(make() for make in makes))
 
 
-for _name in KINDS:
-    _add_kind(_name, *([Flag.HOST] if _name in ("sparse", "quantized") else []))
+for _name, (_, _makes) in KINDS.items():
+    step(f"H12-{_name}", Flag.EAGER, *([Flag.HOST] if _name in ("sparse", "quantized") else []))(
+        lambda makes=_makes: (partial(_of_kinds, makes), [leaf(32, 32), []])
+    )
 
 
-@step("H12-nested-tensors-in-the-operators-that-take-them", Flag.EAGER, Flag.HOST, Flag.NO_CHECKPOINT)
-def _() -> tuple[Callable[..., Any], list[Tensor]]:
-    def forward(x: Tensor) -> Tensor:
-        h = (x * 2).tanh()
-        nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
-        return torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0).square()
-
-    return forward, [leaf(8, 16)]
+def _of_nested_tensors(x: Tensor) -> Tensor:
+    h = (x * 2).tanh()
+    nested = torch.nested.as_nested_tensor([h[:3] * 2, h[3:] * 3])
+    return torch.nested.to_padded_tensor(F.gelu(nested.sin() * nested).relu().softmax(-1), 0.0).square()
 
 
-@program("H12-inference-tensors", Flag.EAGER)
+step("H12-nested-tensors", Flag.EAGER, Flag.HOST, Flag.NO_CHECKPOINT)(lambda: (_of_nested_tensors, [leaf(8, 16)]))
+
+
+@program("H12-H22-inference-tensors", Flag.EAGER)
 def _(run: Run) -> object:
-    """Autograd refuses to save them; what it does not save stays out of the way."""
+    """Autograd refuses to save them; what it does not save stays out of the way, and so does a clone."""
     x, heard = leaf(16, 16), list[str]()
     with torch.inference_mode():
         constant = noise(16, 16) * 2
+    features = constant.clone()
     with run.around:
         y = (x * 3).tanh().exp()
         try:
             y * constant
         except RuntimeError as error:
             heard.append(str(error))
-        z = y + constant
-    del y
+        z = (y + constant) * features.sin()
+    del y, features
     z.sum().backward()
     return x.grad, heard

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,62 +14,33 @@ from torch.nn.utils import parametrize
 from tests.hazards.functions import watching
 from tests.programs import Flag, Run, leaf, program, step
 
-_Step = tuple[Callable[..., Any], Sequence[Any]]
+def _sliced_split_reshaped_and_expanded(fused: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    q, k, v = fused.chunk(3)
+    h = F.linear(x * 2, q) * scale
+    h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
+    return (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin() + (h @ fused[5:37].T).view(16, 4, 8)
 
 
-@step("H06-a-linear-layer-saves-a-transpose-of-its-weight")
-def _() -> _Step:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
-    return lambda model, x: model(x * 2), [model, leaf(16, 32)]
+def _flattened_into_views(flat: Tensor, x: Tensor) -> Tensor:
+    first, second = flat[: 32 * 64].view(32, 64), flat[32 * 64 :].view(64, 32)
+    return ((x @ first).tanh() @ second).sin()
 
 
-@step("H06-weights-that-are-sliced-split-reshaped-and-expanded", Flag.EAGER)
-def _() -> _Step:
-    def forward(fused: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-        q, k, v = fused.chunk(3)
-        h = F.linear(x * 2, q) * scale
-        h = h @ k.reshape(32, 32).t() + (h * scale.expand(16, 32)).tanh()
-        y = (h.view(16, 4, 8) * v.view(4, 8, 32).permute(2, 0, 1)[:16]).sin()
-        return y + (h @ fused[5:37].T).view(16, 4, 8)
-
-    weights = nn.Parameter(leaf(96, 32).detach()), nn.Parameter(leaf(32, seed=2).detach())
-    return forward, [*weights, leaf(16, 32, seed=3)]
-
-
-@step("H06-a-leaf-that-is-flattened-into-views", Flag.EAGER)
-def _() -> _Step:
-    """It is no ``Parameter``, but trained."""
-
-    def forward(flat: Tensor, x: Tensor) -> Tensor:
-        first, second = flat[: 32 * 64].view(32, 64), flat[32 * 64 :].view(64, 32)
-        return ((x @ first).tanh() @ second).sin()
-
-    return forward, [leaf(32 * 64 + 64 * 32), leaf(16, 32, seed=2, grad=False)]
-
-
-@step("H06-tied-weights", Flag.EAGER)
-def _() -> _Step:
-    model = nn.ModuleList([nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)])
-    model[1].weight = model[0].weight
-    return lambda model, index: F.cross_entropy(model[1](model[0](index).tanh()), index), [model, torch.arange(48) % 64]
-
-
-@step("H06-a-frozen-weight", Flag.EAGER)
-def _() -> _Step:
-    model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Tanh(), nn.Linear(32, 32))
-    return lambda model, x: model(x * 2).sin(), [model, leaf(16, 32)]
-
-
-@step("H06-H08-double-backward-saves-the-weights-again", Flag.EAGER, Flag.NO_CHECKPOINT)
-def _() -> _Step:
+def _saved_again_by_double_backward(model: nn.Module, x: Tensor) -> Tensor:
     """What backward was given for a weight is no view of it any more, and is saved for a backward of its own."""
+    y = model(x * 2).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + slope.square().sum()
 
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        y = model(x * 2).square().sum()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        return y + slope.square().sum()
 
-    return forward, [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), leaf(16, 32)]
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(index).tanh()), index)
 
 
 class _Squared(nn.Module):
@@ -76,22 +48,51 @@ class _Squared(nn.Module):
         return weight.square()
 
 
-@step("H06-what-is-computed-from-a-weight-moves", Flag.EAGER)
-def _() -> _Step:
+def _cast_by_autocast(dtype: torch.dtype, model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype):
+        return model(x * 2).float()
+
+
+def _two_layers() -> list[Any]:
+    return [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)), leaf(16, 32)]
+
+
+def _frozen() -> list[Any]:
+    return [nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Tanh(), nn.Linear(32, 32)), leaf(16, 32)]
+
+
+def _computed_from() -> list[Any]:
     layer = nn.Linear(64, 64)
     parametrize.register_parametrization(layer, "weight", _Squared())
-    return lambda layer, x: layer(x * 2).tanh(), [layer, leaf(16, 64)]
+    return [layer, leaf(16, 64)]
 
 
-for _dtype in (torch.bfloat16, torch.float16):
+def _doubled(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x * 2)
 
-    @step(f"H06-the-cast-to-{str(_dtype)[6:]}-that-autocast-caches", Flag.EAGER)
-    def _(dtype: torch.dtype = _dtype) -> _Step:
-        def forward(model: nn.Module, x: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, dtype):
-                return model(x * 2).float()
 
-        return forward, [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), leaf(16, 32)]
+#: A forward, and its inputs.
+_STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Any]]]] = {
+    "H06-a-linear-layer-saves-a-transpose-of-its-weight": (_doubled, _two_layers),
+    "H06-a-frozen-weight": (_doubled, _frozen),
+    "H06-what-is-computed-from-a-weight-moves": (_doubled, _computed_from),
+    "H06-tied": (lambda model, index: model(index), lambda: [_Tied(), torch.arange(48) % 64]),
+    "H06-sliced-split-reshaped-and-expanded": (
+        _sliced_split_reshaped_and_expanded,
+        lambda: [nn.Parameter(leaf(96, 32).detach()), nn.Parameter(leaf(32, seed=2).detach()), leaf(16, 32, seed=3)],
+    ),
+    "H06-a-leaf-that-is-flattened-into-views": (
+        _flattened_into_views,
+        lambda: [leaf(32 * 64 + 64 * 32), leaf(16, 32, seed=2, grad=False)],
+    ),
+    "H06-H08-saved-again-by-double-backward": (_saved_again_by_double_backward, _two_layers),
+    "H06-the-cast-to-bfloat16-that-autocast-caches": (partial(_cast_by_autocast, torch.bfloat16), _two_layers),
+    "H06-the-cast-to-float16-that-autocast-caches": (partial(_cast_by_autocast, torch.float16), _two_layers),
+}
+for _name, (_forward, _inputs) in _STEPS.items():
+    _flags = [Flag.NO_CHECKPOINT] if "double-backward" in _name else []
+    _flags += [] if "transpose" in _name else [Flag.EAGER]
+    step(_name, *_flags)(lambda forward=_forward, inputs=_inputs: (forward, inputs()))
 
 
 # -- without a storage ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,89 +14,72 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.hazards.functions import as_given, watching
 from tests.hazards.programs import trained
-from tests.hazards.wrappers import KINDS, Dissolving, Image, Kind, Scaled, parts_of, with_unit, wrapped
+from tests.hazards.wrappers import KINDS, Dissolving, Image, Scaled, parts_of, with_unit, wrapped
 from tests.programs import Flag, Run, leaf, program
 from tests.programs.layouts import noise
 
 
-def _add(kind: Kind) -> None:
-    name = kind.name.replace(" ", "-")
+def _in_operators(x: Tensor, w: Tensor) -> Tensor:
+    h = ((x * 2).tanh() @ w).relu()
+    return h.view(4, 4, 16).transpose(1, 2).softmax(-1) * (h @ w.t()).view(4, 16, 4).sin()
 
-    @program(f"H13-{name}-in-operators", Flag.EAGER)
+
+def _look(seen: list[object], tensor: Tensor) -> None:
+    inside = parts_of(tensor)
+    seen.extend([type(tensor).__name__, *tensor.size(), *tensor.stride(), tensor.requires_grad, inside])
+    seen.extend((*part.stride(), part.data_ptr() % 64) for part in inside)
+    seen.append(tensor.unit if isinstance(tensor, Scaled) else "")
+
+
+def _saved_by_a_function(x: Tensor, wrapper: Tensor, seen: list[object]) -> Tensor:
+    h = wrapper * 3
+    return watching(x, partial(_look, seen), h, h.t(), h.detach(), h[2:, ::2])
+
+
+def _saved_by_five_consumers(x: Tensor, *weights: Tensor) -> Tensor:
+    h = x * 2
+    return sum((F.linear(h, w) * 1.0 for w in weights), start=h.sum())
+
+
+def _program(name: str, forward: Callable[..., Tensor], inputs: Callable[[], list[Any]], *flags: Flag) -> None:
+    @program(name, Flag.EAGER, *flags)
     def _(run: Run) -> object:
-        x, w = wrapped(kind, 16, 16), nn.Parameter(wrapped(kind, 16, 16, seed=1))
+        given = inputs()
         with run.around:
-            h = ((x * 2).tanh() @ w).relu()
-            y = h.view(4, 4, 16).transpose(1, 2).softmax(-1) * (h @ w.t()).view(4, 16, 4).sin()
-        del h
+            y = forward(*given)
+        shown = y.detach()
         y.sum().backward()
-        return x.grad, w.grad, y.detach()
-
-    @program(f"H13-{name}-is-given-as-saved", Flag.EAGER)
-    def _(run: Run) -> object:
-        seen = list[object]()
-
-        def look(tensor: Tensor) -> None:
-            inside = parts_of(tensor)
-            seen.extend([type(tensor).__name__, *tensor.size(), *tensor.stride(), tensor.requires_grad, inside])
-            seen.extend((*part.stride(), part.data_ptr() % 64) for part in inside)
-            seen.append(tensor.unit if isinstance(tensor, Scaled) else "")
-
-        x = leaf(16, 16)
-        with run.around:
-            h = wrapped(kind, 16, 24) * 3
-            y = watching(x, look, h, h.t(), h.detach(), h[2:7, ::2]).sum()
-            del h
-        y.backward()
-        return x.grad, seen
-
-    @program(f"H13-{name}-saved-by-five-consumers", Flag.EAGER)
-    def _(run: Run) -> object:
-        x, weights = wrapped(kind, 4, 8, 16), [nn.Parameter(wrapped(kind, 16, 16, seed=seed)) for seed in range(5)]
-        with run.around:
-            h = x * 2
-            y = sum((F.linear(h, w) * 1.0 for w in weights), start=h.sum())
-            del h
-        y.sum().backward()
-        return x.grad, [w.grad for w in weights]
+        return shown, [one.grad if isinstance(one, Tensor) and one.requires_grad else one for one in given]
 
 
 for _kind in KINDS:
-    _add(_kind)
-
-
-@program("H13-a-wrapper-that-detach-does-not-make-again", Flag.EAGER)
-def _(run: Run) -> object:
-    x, w = leaf(16, 16), Dissolving(leaf(16, 16, grad=False), torch.ones(1), "")
-    with run.around:
-        y = (w * (x * 2).tanh()).exp().sum()
-    y.backward()
-    return x.grad
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
-        self.qkv = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (part(h).unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(x)))
+    _name, _of = f"H13-{_kind.name.replace(' ', '-')}", partial(wrapped, _kind, 16, 16)
+    _program(f"{_name}-in-operators", _in_operators, lambda of=_of: [of(), nn.Parameter(of(seed=1))])
+    _program(f"{_name}-is-given-as-saved", _saved_by_a_function, lambda of=_of: [leaf(16, 16), of(), []])
+    _program(
+        f"{_name}-saved-by-five-consumers",
+        _saved_by_five_consumers,
+        lambda of=_of: [of(), *(nn.Parameter(of(seed=seed)) for seed in range(5))],
+    )
+_program(
+    "H13-a-wrapper-that-detach-does-not-make-again",
+    lambda x, w: (w * (x * 2).tanh()).exp(),
+    lambda: [leaf(16, 16), Dissolving(leaf(16, 16, grad=False), torch.ones(1), "")],
+)
 
 
 @program("H13-H21-a-transformer-of-ragged-batches", Flag.EAGER, Flag.HOST, Flag.DIFFERS)
 def _(run: Run) -> object:
     """They are wrappers of their values and offsets."""
-    model = _Block()
+    model = nn.ModuleList([nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)])
 
-    def loss(step: int) -> Tensor:
-        lengths = ((3, 9, 5), (7, 2), (4, 4, 8, 1))[step]
-        parts = [leaf(length, 16, seed=10 * step + length, grad=False) for length in lengths]
-        return model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().square().mean()
+    def loss(number: int) -> Tensor:
+        lengths = ((3, 9, 5), (7, 2), (4, 4, 8, 1))[number]
+        parts = [leaf(length, 16, seed=10 * number + length, grad=False) for length in lengths]
+        x = model[0](torch.nested.nested_tensor(parts, layout=torch.jagged))
+        heads = model[1](x).unflatten(-1, (2, -1)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+        return model[3](F.gelu(model[2](x))).values().square().mean()
 
     return trained(model.parameters(), run.around, loss, torch.optim.AdamW)
 
@@ -132,43 +116,30 @@ _TOLD: dict[str, list[Callable[[], Any]]] = {
 }
 
 
-def _told(tensor: Any) -> list[object]:
+def _tell(seen: list[object], tensor: Any) -> None:
     """Says what is Python's about a tensor, and what autograd knows of it."""
-    inside = [] if type(tensor) in (Image, _Slotted) else parts_of(tensor)
     own = {name: value for name, value in sorted(vars(tensor).items()) if not isinstance(value, Tensor)}
-    return [type(tensor).__name__, str(own), str(getattr(tensor, "unit", "")), tensor.is_leaf, *inside]
+    seen.append([type(tensor).__name__, str(own), str(getattr(tensor, "unit", "")), tensor.is_leaf])
+    if is_traceable_wrapper_subclass(tensor):
+        seen.append(parts_of(tensor))
+    else:
+        seen.append(as_given(tensor)[1:])
+        tensor.looked_at = len(seen)  # which the next one sees
 
 
-def _add_told(name: str) -> None:
-    @program(f"H62-{name}-with-attributes", Flag.EAGER)
-    def _(run: Run) -> object:
-        x, seen = leaf(16, 16), list[object]()
+for _name, _makes in _TOLD.items():
 
-        def look(tensor: Any) -> None:
-            seen.append(_told(tensor))
-            if not is_traceable_wrapper_subclass(tensor):
-                seen.append(as_given(tensor)[1:])
-                tensor.looked_at = len(seen)  # which the next one sees
+    def _with_attributes(x: Tensor, seen: list[object], makes: Any = tuple(_makes)) -> Tensor:
+        y = (x * 3).tanh()
+        for make in makes:
+            saved = make()
+            y = watching(y, partial(_tell, seen), saved, noise(16, 16), saved)
+            saved.set_later = [1]
+        return y
 
-        with run.around:
-            y = (x * 3).tanh()
-            for make in _TOLD[name]:
-                saved = make()
-                y = watching(y, look, saved, noise(16, 16), saved)
-                saved.set_later = [1]
-            del saved
-        y.sum().backward()
-        return y.detach(), x.grad, seen
+    def _used(x: Tensor, make: Any = _makes[0]) -> Tensor:
+        saved = make()
+        return ((saved * x).sin() * saved).exp().as_subclass(Tensor)
 
-    @program(f"H62-{name}-in-operators", Flag.EAGER)
-    def _(run: Run) -> object:
-        x, saved = leaf(16, 16), _TOLD[name][0]()
-        with run.around:
-            y = ((saved * x).sin() * saved).exp()
-        del saved
-        y.sum().backward()
-        return parts_of(y.detach().as_subclass(Tensor)), x.grad
-
-
-for _name in _TOLD:
-    _add_told(_name)
+    _program(f"H62-{_name}-with-attributes", _with_attributes, lambda: [leaf(16, 16), []])
+    _program(f"H62-{_name}-in-operators", _used, lambda: [leaf(16, 16)])
