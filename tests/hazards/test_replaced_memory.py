@@ -110,16 +110,7 @@ def grow(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes())
 
 
-def grow_and_shrink(tensor: Tensor) -> None:
-    storage, nbytes = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
-    before, taken = storage.data_ptr(), []
-    while storage.data_ptr() == before:  # it must not come back to where it was
-        storage.resize_(3 * nbytes)
-        taken.append(torch.empty(nbytes, dtype=torch.uint8))
-        storage.resize_(nbytes)
-
-
-@pytest.mark.parametrize("replace", [share, grow, grow_and_shrink], ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize("replace", [share, grow], ids=lambda replace: replace.__name__)
 @pytest.mark.parametrize("when", ["before it is copied", "on its way", "when it has arrived"])
 def test_h36_whenever_memory_is_replaced_backward_is_exact(
     when: str, replace: Callable[[Tensor], None], backend: Backend
@@ -130,8 +121,7 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
             h = x * 2
             swapped = h.detach()
             if when == "before it is copied":
-                with torch.no_grad():
-                    replace(swapped)
+                torch.no_grad()(replace)(swapped)
             loss = (h.sin() * h).sum() + (h.exp() @ h).sum()
         if when == "when it has arrived":
             arrive()

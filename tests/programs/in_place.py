@@ -137,6 +137,7 @@ for _name, _body in {
     "what-every-layer-saves": _after(_in_every_layer),
     "between-two-backwards": _after(_product, lambda x, y: x.mul_(2), "between"),
     "H34-by-its-own-backward": _after(lambda w, x: custom(w, _changing, x + 1), when="between"),
+    "H34-by-its-own-backward-while-it-is-kept": _after(lambda w, x: custom(w, _changing, x), when="between"),
 }.items():
     _raises(f"H01-{_name}", _body)
 _sparse = _after(lambda w, x: torch.sparse.mm(x, w.exp()), lambda x, y: x.mul_(2), x=lambda: torch.eye(64).to_sparse())

@@ -29,10 +29,10 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sparse-embedding": (lambda: nn.Embedding(20, 16, sparse=True), (4, 6)),
     "alpha-dropout": (lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)), (8, 4, 4, 4)),
     "pooling": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Tanh()), (2, 4, 12, 12)),
-    "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), (2, 6, 16)),
+    "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True), (2, 6, 16)),
     "upsampling": (lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)), (2, 4, 6, 6)),
 }
-_COMPILED = ("batch-norm-1d", "depthwise-convolution", "attention")
+_COMPILED = ("batch-norm-1d", "depthwise-convolution")
 #: A GRU writes to one third of a storage, of which another third is saved and the whole travels.
 _WRITING = ("batch-norm-1d", "batch-norm-3d", "instance-norm", "embedding-with-a-norm", "gru")
 
@@ -49,6 +49,7 @@ def _forward(layer: nn.Module, x: Tensor) -> Tensor:
 for _name, (_make, _size) in _LAYERS.items():
     _flags = [Flag.SOURCES_CHANGE] if _name in _WRITING else []
     _flags += [] if _name in _COMPILED else [Flag.EAGER]
+    _flags += [Flag.HOST] if _name == "sparse-embedding" else []
     step(f"H31-{_name}", *_flags)(lambda make=_make, size=_size: (_forward, [make(), leaf(*size)]))
 
 

@@ -149,7 +149,9 @@ def _of_kinds(makes: list[Callable[[], Tensor]], x: Tensor, seen: list[object]) 
 
 
 for _name, (_, _makes) in KINDS.items():
-    step(f"H12-{_name}", Flag.EAGER, *([Flag.HOST] if _name in ("sparse", "quantized") else []))(
+    # A jagged size has another name each time.
+    _flags = [Flag.HOST] if _name in ("sparse", "quantized") else [Flag.NO_CHECKPOINT] if _name == "jagged" else []
+    step(f"H12-{_name}", Flag.EAGER, *_flags)(
         lambda makes=_makes: (partial(_of_kinds, makes), [leaf(32, 32), []])
     )
 
