@@ -9,8 +9,6 @@ from tests.hazards.backends import Backend, follows_plans
 #: Modules whose tests are run twice where steps are to follow a plan: each makes one step, of which nothing is known
 #: the first time, and which is the next one like it the second time. What others count is that of an unknown step.
 _AGAIN = {
-    "test_allowed_changes",
-    "test_gradients_that_are_saved",
     "test_overlapping",
     "test_replaced_memory",
     "test_streams",

@@ -170,7 +170,7 @@ def test_h36_what_backward_was_given_may_be_replaced_there(replace: Callable[[Te
             h = x * 2
             y = h
             for _ in range(2):
-                y = custom(x, backward, h, forward=lambda x: x * h.detach()) + y * 1
+                y = custom(x, backward, h, forward=lambda x, h=h: x * h.detach()) + y
             loss = (y * h.sin()).sum()
         del h, y
         loss.backward(retain_graph=True)

@@ -62,7 +62,7 @@ CHECKS: dict[str, Callable[[OffloadStats], bool]] = {
     "H07-three-consumers": partial(leaves_once, tensors=1, shared=1.5),
     "H07-attention": partial(leaves_once, tensors=5, shared=1.5),
     "H06": lambda stats: stats.kept_bytes["parameter"] > 0,
-    # Both casts stay. The input of each layer travels in two bytes, and what goes into GELU: the casts would double that.
+    # Both casts stay. Both inputs travel in two bytes, and what goes into tanh: the casts would double that.
     "H06-the-cast": lambda stats: (
         stats.kept_bytes["parameter"] >= 2 * 2 * 32 * 64
         and stats.bytes_out <= 2 * (16 * 32 + 16 * 64 + 16 * 64) + 4 * 16 * 32

@@ -209,6 +209,7 @@ for _both in (False, True):
     for _inside in (False, True):
         _add_nested(_both, _inside)
 
+
 def _changing(convolution: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
     h = F.relu(convolution(x), inplace=True)
     h = h.view(2, 8, -1).mul_(1.5)

@@ -65,7 +65,6 @@ def _(run: Run) -> object:
 
 
 for _inside in (False, True):
-
     # What is saved last before a backward in the context stays.
     @program(f"H08-double-backward{'-inside' * _inside}", Flag.EAGER, moved=0.7 if _inside else 0.9)
     def _(run: Run, inside: bool = _inside) -> object:

@@ -28,9 +28,8 @@ def _raises(name: str, body: _Body, *flags: Flag, moved: float = 0.9) -> None:
         try:
             body(run)
         except RuntimeError as error:
-            expected = RuntimeError if isinstance(run.around, nullcontext) else SavedTensorModifiedError
-            assert type(error) is expected, error
-            said = str(error)
+            kind, said = type(error), str(error)
+        assert kind is (RuntimeError if isinstance(run.around, nullcontext) else SavedTensorModifiedError)
         assert "modified by an inplace operation" in said
         w = leaf(64, 64)
         with run.around:
@@ -143,9 +142,7 @@ for _name, _body in {
 _sparse = _after(lambda w, x: torch.sparse.mm(x, w.exp()), lambda x, y: x.mul_(2), x=lambda: torch.eye(64).to_sparse())
 _raises("H01-a-sparse-tensor", _sparse, Flag.HOST)
 for _kind in KINDS:
-    _wrapper = _after(
-        lambda w, h: h.exp() * h, lambda h, y: h.mul_(10), x=lambda kind=_kind: wrapped(kind, 16, 16) * 2
-    )
+    _wrapper = _after(lambda w, h: h.exp() * h, lambda h, y: h.mul_(10), x=lambda kind=_kind: wrapped(kind, 16, 16) * 2)
     _raises(f"H13-{_kind.name.replace(' ', '-')}", _wrapper, moved=0.0)
 _renewed = _after(
     lambda w, x: watching((w * 2).tanh(), lambda tensor: None, x).exp(),
@@ -155,7 +152,9 @@ _renewed = _after(
 _raises("H13-versions-are-autograds-own-whatever-detach-does", _renewed, moved=0.0)
 
 _stays("H01-a-clone-of-what-is-saved", _after(_product, lambda x, y: x.clone().mul_(10), "inside"))
-_stays("H01-an-optimizer-whose-parameter-is-not-read", _after(lambda w, x: (w * 2).sin() + x, _takes_a_step, x=_parameter))
+_stays(
+    "H01-an-optimizer-whose-parameter-is-not-read", _after(lambda w, x: (w * 2).sin() + x, _takes_a_step, x=_parameter)
+)
 _other_data = _after(lambda w, x: (w * 2) @ x, lambda x, y: setattr(x, "data", x.data * 2), x=_parameter)
 _stays("H01-a-leaf-that-gets-other-data", _other_data)
 

@@ -14,7 +14,6 @@ from tests.hazards.functions import custom
 from tests.hazards.programs import trained
 from tests.programs import Flag, Run, leaf, program, step
 
-
 #: Makes a layer; the size of its input.
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch-norm-1d": (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), (16, 16)),

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from tests.hazards.functions import watching
 from tests.programs import Flag, Run, leaf, program, step
 
+
 def _sliced_split_reshaped_and_expanded(fused: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     q, k, v = fused.chunk(3)
     h = F.linear(x * 2, q) * scale
@@ -109,7 +110,7 @@ for _kept in ("parameter", "layout"):
 
     @program(f"H67-a-weight-of-any-layout-kept-as-{_kept}", Flag.EAGER, Flag.HOST)
     def _(run: Run, kept: str = _kept) -> object:
-        """It has neither a storage nor, in some layouts, a size in bytes: steps that are alike but for it are others."""
+        """Without a storage and, in some layouts, a size in bytes: steps that are alike but for it are others."""
         gradients, seen = list[Tensor | None](), list[object]()
         for layout in _LAYOUTS:
             for is_sparse in (False, True, True):

@@ -18,11 +18,9 @@ HERE = "tests/virtual_device/on_device"
 HAZARDS = (
     "streams",
     "copies",
-    "sharing",
     "versions",
     "replaced_memory",
-    "unseen_writes",
-    "kinds",
+    "what_is_counted",
     "neighbours",
     "reentry",
 )
