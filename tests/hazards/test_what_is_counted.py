@@ -48,7 +48,7 @@ def inputs_leave(stats: OffloadStats, inside: bool, most: int) -> bool:
 
 
 def shared_in_wrappers(stats: OffloadStats, inside: int) -> bool:
-    nbytes = inside * 4 * 8 * 16 * 4
+    nbytes = inside * 16 * 16 * 4
     counts = stats.bytes_out, stats.offloaded_tensors, stats.shared_bytes
     return counts == (nbytes, inside, 4 * nbytes) and "alive" not in stats.kept_bytes
 
@@ -232,6 +232,24 @@ def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph
         assert not any(moved.storage() is not None for moved in transfers.back)
     (gradient,) = torch.autograd.grad(first.sum(), w)
     assert torch.equal(gradient, x.detach() + 1.0)
+
+
+def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backend: Backend) -> None:
+    offload = backend.offload()
+    with offload:
+        y = torch.arange(1024.0).requires_grad_() + 1.0
+        source, values, pack = weakref.ref(y.untyped_storage()), y.detach().clone(), offload._hooks.pack
+        first, again, other = pack(y), y.view(32, 32), y * 1.0
+        third = pack(other)  # sets the copy of `y` off, whose operator has run
+        offload.stats(synchronize=True)
+        second = pack(again)
+        assert offload.stats().shared_bytes == 4096, "saved by the operator that set the copy off"
+        del y, again, other
+    offload.stats(synchronize=True)
+    assert source() is None
+    assert torch.equal(second.unpack(), values.view(32, 32))
+    assert torch.equal(first.unpack(), values)
+    assert torch.equal(third.unpack(), values)
 
 
 def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:

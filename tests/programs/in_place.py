@@ -25,6 +25,7 @@ def _raises(name: str, body: _Body, *flags: Flag, moved: float = 0.9) -> None:
 
     @program(name, Flag.EAGER, Flag.SOURCES_CHANGE, Flag.HELD, *flags, moved=moved)
     def _(run: Run) -> object:
+        kind, said = None, ""
         try:
             body(run)
         except RuntimeError as error:

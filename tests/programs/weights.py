@@ -93,7 +93,10 @@ _STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Any]]]] = {
 for _name, (_forward, _inputs) in _STEPS.items():
     _flags = [Flag.NO_CHECKPOINT] if "double-backward" in _name else []
     _flags += [] if "transpose" in _name else [Flag.EAGER]
-    step(_name, *_flags)(lambda forward=_forward, inputs=_inputs: (forward, inputs()))
+    # What is saved last before a backward in the context stays.
+    step(_name, *_flags, moved=0.7 if "double-backward" in _name else 0.9)(
+        lambda forward=_forward, inputs=_inputs: (forward, inputs())
+    )
 
 
 # -- without a storage ------------------------------------------------------------------------------------------------
