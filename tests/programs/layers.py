@@ -31,7 +31,6 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True), (2, 6, 16)),
     "upsampling": (lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PReLU(4)), (2, 4, 6, 6)),
 }
-_COMPILED = ("batch-norm-1d", "depthwise-convolution")
 #: A GRU writes to one third of a storage, of which another third is saved and the whole travels.
 _WRITING = ("batch-norm-1d", "batch-norm-3d", "instance-norm", "embedding-with-a-norm", "gru")
 
@@ -47,9 +46,8 @@ def _forward(layer: nn.Module, x: Tensor) -> Tensor:
 
 for _name, (_make, _size) in _LAYERS.items():
     _flags = [Flag.SOURCES_CHANGE] if _name in _WRITING else []
-    _flags += [] if _name in _COMPILED else [Flag.EAGER]
     _flags += [Flag.HOST] if _name == "sparse-embedding" else []
-    step(f"H31-{_name}", *_flags)(lambda make=_make, size=_size: (_forward, [make(), leaf(*size)]))
+    step(f"H31-{_name}", Flag.EAGER, *_flags)(lambda make=_make, size=_size: (_forward, [make(), leaf(*size)]))
 
 
 @program("H31-three-steps-of-layers-that-write-to-what-the-step-before-has-saved", Flag.EAGER, Flag.SOURCES_CHANGE)
