@@ -38,16 +38,16 @@ class Memory:
         self.tensor = torch.frombuffer(self._pages, dtype=torch.float32, offset=phase, count=COUNT // 4)
         self.tensor.copy_(leaf(COUNT // 4, grad=False))
 
-    def give_to_another(self) -> None:
-        """The source has given them up: they are written by their next owner."""
-        self._pages[:] = b"\x07" * (COUNT + PAGE)
+    def replace(self, by: str) -> None:
+        """The source gives them up: they are written by their next owner, or no tensor has them."""
+        self.tensor.share_memory_()
+        if by == "another":
+            self._pages[:] = b"\x07" * (COUNT + PAGE)
+        else:
+            self._pages = None
 
-    def give_to_the_system(self) -> None:
-        """The source has given them up: no tensor has them."""
-        self._pages = None
 
-
-def square(x: Tensor, around: Around, meanwhile: Callable[[], None]) -> Tensor | None:
+def square(x: Tensor, around: Around, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
     w = leaf(COUNT // 4, seed=2)
     with around:
         loss = (w * x).sum()
@@ -57,15 +57,14 @@ def square(x: Tensor, around: Around, meanwhile: Callable[[], None]) -> Tensor |
     return w.grad
 
 
-@pytest.mark.parametrize("after", ["another", "the_system"])
 @pytest.mark.parametrize(
-    ("owner", "name", "phase", "fields"),
+    ("owner", "name", "phase", "fields", "by"),
     [
-        pytest.param(SpillFile, "write", 0, {}, id="in place"),
-        pytest.param(SpillFile, "_write_through_bounce", 4, {}, id="through a buffer"),
-        pytest.param(disk, "move_if_there", 0, {"verify": True}, id="checksummed"),
-        pytest.param(SpillFile, "write", 0, {"disk_path": ["a", "b"]}, id="in stripes"),
-        pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, id="to the host tier"),
+        pytest.param(SpillFile, "write", 0, {}, "the system", id="in place"),
+        pytest.param(SpillFile, "_write_through_bounce", 4, {}, "another", id="through a buffer"),
+        pytest.param(disk, "move_if_there", 0, {"verify": True}, "the system", id="checksummed"),
+        pytest.param(SpillFile, "write", 0, {"disk_path": ["a", "b"]}, "another", id="in stripes"),
+        pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, "the system", id="to the host tier"),
     ],
 )
 def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memory(
@@ -73,7 +72,7 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     name: str,
     phase: int,
     fields: dict[str, Any],
-    after: str,
+    by: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,13 +81,12 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     for directory in fields.get("disk_path", ()):
         Path(directory).mkdir()
     source = Memory(phase)
-    expected = square(source.tensor.clone(), nullcontext(), lambda: None)
+    expected = square(source.tensor.clone(), nullcontext())
     offload = Offload(**{"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0, **fields})
 
     def swap() -> None:
         gate.wait_until_reached()
-        source.tensor.share_memory_()
-        getattr(source, f"give_to_{after}")()
+        source.replace(by)
         gate.open()
         with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
             offload.stats(synchronize=True)
@@ -96,15 +94,11 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     with gate_before(owner, name) as gate:  # where its address has been taken, and is about to be read
         assert_identical(expected, square(source.tensor, offload, swap))
     stats = assert_settled(offload)
-    assert stats.demotions == {"write_failed": 1}
-    assert stats.kept_bytes["failed"] == COUNT
-    (tier,) = offload._offloaders.tiers()
-    assert not (tier.name == "disk" and any(file.failing for file in tier._space.files))
+    assert (stats.demotions, stats.kept_bytes["failed"]) == ({"write_failed": 1}, COUNT)
     again = leaf(COUNT // 4, seed=3, grad=False)
-    assert_identical(square(again, nullcontext(), lambda: None), square(again, Settled(offload), lambda: None))
+    assert_identical(square(again, nullcontext()), square(again, Settled(offload)))
     stats = assert_settled(offload)
-    assert stats.bytes_out == COUNT, "the tier works as before"
-    assert stats.demotions == {"write_failed": 1}
+    assert (stats.demotions, stats.bytes_out) == ({"write_failed": 1}, COUNT), "the tier works as before"
     offload.close()
 
 
@@ -116,16 +110,7 @@ def grow(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes())
 
 
-def grow_and_shrink(tensor: Tensor) -> None:
-    storage, nbytes = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
-    before, taken = storage.data_ptr(), []
-    while storage.data_ptr() == before:  # it must not come back to where it was
-        storage.resize_(3 * nbytes)
-        taken.append(torch.empty(nbytes, dtype=torch.uint8))
-        storage.resize_(nbytes)
-
-
-@pytest.mark.parametrize("replace", [share, grow, grow_and_shrink], ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize("replace", [share, grow], ids=lambda replace: replace.__name__)
 @pytest.mark.parametrize("when", ["before it is copied", "on its way", "when it has arrived"])
 def test_h36_whenever_memory_is_replaced_backward_is_exact(
     when: str, replace: Callable[[Tensor], None], backend: Backend
@@ -136,8 +121,7 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
             h = x * 2
             swapped = h.detach()
             if when == "before it is copied":
-                with torch.no_grad():
-                    replace(swapped)
+                torch.no_grad()(replace)(swapped)
             loss = (h.sin() * h).sum() + (h.exp() @ h).sum()
         if when == "when it has arrived":
             arrive()
@@ -165,18 +149,6 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
     assert stats.demotions in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
 
 
-def replacing(x: Tensor, h: Tensor, replace: Callable[[Tensor], None]) -> Tensor:
-    """Multiplies, and does something to the memory of what it saved once backward has read it."""
-
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (h,) = ctx.saved_tensors
-        result = gradient * h
-        replace(h.detach())
-        return result
-
-    return custom(x, backward, h, forward=lambda x: x * h.detach())
-
-
 def let_go(tensor: Tensor) -> None:
     if tensor.untyped_storage().resizable():
         tensor.untyped_storage().resize_(0)
@@ -187,10 +159,18 @@ def test_h36_what_backward_was_given_may_be_replaced_there(replace: Callable[[Te
     """All saves share one copy, and each of them is given the same memory for as long as that lives."""
 
     def program(around: Around, replace: Callable[[Tensor], None]) -> object:
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (h,) = ctx.saved_tensors
+            result = gradient * h
+            replace(h.detach())
+            return result
+
         x = leaf(64, 64)
         with around:
             h = x * 2
-            y = replacing(replacing(x, h, replace), h, replace)
+            y = h
+            for _ in range(2):
+                y = custom(x, backward, h, forward=lambda x, h=h: x * h.detach()) + y
             loss = (y * h.sin()).sum()
         del h, y
         loss.backward(retain_graph=True)
@@ -211,8 +191,7 @@ def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_
     with gate_before(SpillFile, "write") as gate, offload:
         host = ops.offload(source.tensor, config=offload.config_key, wait=False)
         gate.wait_until_reached()
-        source.tensor.share_memory_()
-        source.give_to_another()
+        source.replace("another")
         gate.open()
         with pytest.warns(RuntimeWarning, match="replaced while it was copied"):
             ops.wait_tensor(host, source.tensor)

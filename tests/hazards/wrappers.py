@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -63,9 +62,46 @@ class Dissolving(Scaled):
         return func(*args, **kwargs)
 
 
+class Renewed(Scaled):
+    """Has a ``detach`` of its own, which starts to count versions anew."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.detach:
+            (wrapper,) = args
+            return Renewed(wrapper.values.detach(), wrapper.scale, wrapper.unit)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Image(Tensor):
+    """A subclass as libraries of images and series have them: attributes, which results are given too."""
+
+    unit: str = "none"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Image):
+            result.__dict__.update(next((vars(one) for one in args if isinstance(one, Image)), {}))
+        return result
+
+
+def with_unit(tensor: Any, unit: str = "metres") -> Any:
+    """Returns ``tensor`` with an attribute."""
+    tensor.unit = unit
+    return tensor
+
+
 def two(make: Callable[[int], Tensor]) -> Tensor:
     """A wrapper of two tensors that differ."""
     return TwoTensor(make(1), make(2))
+
+
+def wrapped_pair(*size: int, seed: int = 0) -> Tensor:
+    """A leaf that wraps two tensors."""
+    return two(lambda number: leaf(*size, seed=seed + number, grad=False)).requires_grad_()
 
 
 def nested_wrapper(make: Callable[[int], Tensor]) -> Tensor:
@@ -97,7 +133,6 @@ def scaled(make: Callable[[int], Tensor]) -> Tensor:
 
 
 KINDS = [Kind("two tensors", two, 2), Kind("wrappers in a wrapper", nested_wrapper, 4), Kind("one of ours", scaled, 1)]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 def wrapped(kind: Kind, *size: int, seed: int = 0, grad: bool = True) -> Tensor:

@@ -129,8 +129,8 @@ def program(
 def step(name: str, *flags: Flag, moved: float = 0.9, **fields: Any) -> Callable[[Step], None]:
     """Adds a program of one forward and one backward to the corpus: a function that returns both it and its inputs.
 
-    What is differentiated is the sum of what forward returns. Compared are that, the inputs afterwards, and the
-    gradients of inputs and of the parameters of models among them.
+    What is differentiated is the sum of what forward returns. Compared are that, the inputs afterwards, lists of what
+    backward has seen among them, and the gradients of inputs and of the parameters of models among them.
     """
 
     def added(make: Step) -> None:
@@ -158,6 +158,7 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
         shown,
         [one.detach() for one in (*trained, *buffers) if isinstance(one, Tensor)],
         [one.grad for one in trained if isinstance(one, Tensor) and one.is_leaf and one.requires_grad],
+        [one for one in inputs if isinstance(one, list)],
     ]
 
 

@@ -14,7 +14,7 @@ _device = install()  # before tests are collected, which ask whether there is an
 
 #: Hazards that are not run on the device, by what their names match, and why.
 _LEFT_OUT = {
-    r"sparse|quantized|h12_nested_tensors|h54_.*nested|ragged": "torch has this layout on devices of its own only",
+    r"sparse|quantized|H67|h12_nested_tensors|h54_.*nested|ragged": "torch has this layout on devices of its own only",
     r"h01_a_change_raises.*-an_input": "autograd has another name for the type of a tensor than torch.Tensor.type",
     r"h44_zeros_that_are_nowhere_stay.*(dual|forward_over)": "torch has these zeros on devices of its own only",
     r"h54_.*zeros_that_are_nowhere": "torch has these zeros on devices of its own only",

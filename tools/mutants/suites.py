@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 #: Of training steps; the cheap ones first: most sites are noticed there.
 _STEPS = (
-    "hazards/streams hazards/copies hazards/sharing hazards/in_between hazards/versions "
+    "hazards/streams hazards/copies hazards/what_is_counted hazards/in_between hazards/versions "
     "matrix counts contract like_steps hazards/out_of_memory hazards/interrupts hazards/lifetime "
-    "hazards/steady_state hazards/graphs proof/random_programs"
+    "hazards/steady_state proof/random_programs"
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
@@ -35,7 +35,7 @@ _FIRST = {
     "eager/hooks": "hazards/versions contract",
     "eager/plans": "hazards/tables",
     "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
-    "eager/ownership": "hazards/gradients_that_are_saved",
+    "eager/ownership": "hazards/versions matrix",
     "eager/subclasses": "hazards/subclasses",
     "graphs": "",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
