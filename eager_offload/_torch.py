@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -1167,6 +1167,11 @@ def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]
             return kind.codegen(one, *args, **named)
 
     lowered.codegen = codegen
+
+
+def lay_out_as_result(node: Node) -> None:
+    """Has Inductor lay ``node`` out for all its readers as it lays out what a graph returns: in its own strides."""
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def inductor_options() -> frozenset[str]:

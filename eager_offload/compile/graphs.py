@@ -24,6 +24,7 @@ from eager_offload._torch import (
 
 P = ParamSpec("P")
 
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 #: Whose operators compilers know by name, those among them that hand back what they are given too.
 _KNOWN_TO_COMPILERS = frozenset(("aten", "prims", "_c10d_functional"))
 

@@ -12,10 +12,11 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from eager_offload._torch import fake_mode_of, hint
+from eager_offload._torch import fake_mode_of, hint, lay_out_as_result
 from eager_offload.compile import ops
 from eager_offload.compile.coding import insert_pack, insert_unpack
 from eager_offload.compile.graphs import (
+    CONVOLUTIONS,
     copied,
     first_use,
     is_static,
@@ -91,6 +92,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
     for number, group in enumerate(choice.groups):
         host = insert_offload(forward, group, text, choice.windows.inflight, None if number else region_of(choice))
         became.update((member, []) for member in group.members)
+        _keep_layouts(forward, group)
         first = group.members[0]
         became[first].append(host)
         arrived = _input_for(backward, host, inputs[first.name])
@@ -150,6 +152,19 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
 
 
 insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
+
+
+def _keep_layouts(forward: Graph, group: Group) -> None:
+    """What leaves is no result of ``forward`` any more, but its readers have to find the strides of a result.
+
+    Inductor lays results out anew for all their readers. Were a transposed one left as it is, a product would read it
+    in other strides than without an offload, sum in another order, and return other bits. Beside a convolution it
+    gives what has four dimensions the strides that convolutions prefer, as it does without being asked.
+    """
+    has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
+    for member in group.members:
+        if not has_convolutions or member.meta["val"].dim() != 4:
+            lay_out_as_result(member)
 
 
 # -- pieces of both ---------------------------------------------------------------------------------------------------

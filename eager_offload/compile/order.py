@@ -16,16 +16,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from typing import Any, cast
 
-import torch
 from torch.fx import Graph, Node
 
 from eager_offload._torch import OpOverload, preserve_node_ordering
 from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
-from eager_offload.compile.graphs import nbytes_of, on_a_copy, storage_of, tensor_of, written_by
-
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
+from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
 
 # -- out --------------------------------------------------------------------------------------------------------------
 
@@ -326,7 +322,7 @@ def pin_in_place(graph: Graph) -> None:
             previous = node
         elif node.op == "call_function":
             if counts_flops(node):
-                if node.target not in _CONVOLUTIONS:
+                if node.target not in CONVOLUTIONS:
                     if beyond := [one for one in pending if one not in node.all_input_nodes]:
                         dependencies[node] = list(dict.fromkeys((*_made_before(node), *beyond)))
                     pending = []

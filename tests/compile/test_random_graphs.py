@@ -24,9 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What torch cannot compile in one graph, or would raise in one way plain and in another compiled.
 _LEFT_OUT = {"spoil", "twice", "checkpoint_reentrant", "checkpoint", "sorted"}
-#: Changes of what autograd does not see, after which Inductor without an ``Offload`` differs from eager code. And of a
-#: transposed value: what leaves is no result of the graph any more, for which Inductor lays such a value out anew.
-_DIFFERS_ON_INDUCTOR = {name for name in CHANGES if name.startswith(("detached", "transposed"))}
+#: Changes of what autograd does not see, after which Inductor without an ``Offload`` differs from eager code.
+_DIFFERS_ON_INDUCTOR = {name for name in CHANGES if name.startswith("detached")}
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: run for name, run in (UNARY | VIEWS).items() if name not in _LEFT_OUT},
     **BINARY,

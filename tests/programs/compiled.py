@@ -97,6 +97,13 @@ def _parts(x: Tensor, w: Tensor) -> Outputs:
     return columns @ columns.t(), rows @ rows.t(), behind @ behind.t(), turned
 
 
+def _changed_transpose(x: Tensor, w: Tensor) -> Outputs:
+    """Inductor computes the transpose, and lays what a graph returns of it out anew, for who sums it inside too."""
+    hidden = (x @ w).sin()
+    hidden.mT.mul_(1.5)
+    return hidden.cumprod(1) @ hidden + hidden.softmax(0)
+
+
 def _laid_out_anew(x: Tensor, w: Tensor, other: Tensor) -> Outputs:
     """Convolutions like their channels last, and a view is told by strides."""
     hidden = F.conv2d(x, w, padding=1)
@@ -132,6 +139,7 @@ _add("outputs-that-are-views-of-a-base-that-is-not-returned", _views_of_a_base)
 _add("outputs-that-are-each-other", _each_other)
 _add("strided-and-expanded-values", _strided)
 _add("parts-of-a-storage", _parts)
+_add("a-transpose-that-is-changed-and-summed", _changed_transpose)
 _add("empty-values-share-nothing", lambda x, w: torch.cat([(x @ w).exp(), (x[:0] @ w).exp() * (x[:0] @ w).sin()]).sin())
 _add("convolutions-whose-outputs-are-laid-out-anew", _laid_out_anew, sizes=[(2, 4, 6, 6), (8, 4, 3, 3), (8, 8, 3, 3)])
 _add("a-function-that-saves-what-it-returns", _of_ones_own)
