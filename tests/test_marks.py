@@ -74,14 +74,14 @@ def test_a_region_is_of_the_thread_that_entered_it(disk: DiskBackend) -> None:
         eo.no_offload().__exit__(None, None, None)
 
 
-def generator() -> Iterator[int]:
+def iter_of() -> Iterator[int]:
     yield 1
 
 
 async def coroutine() -> None: ...
 
 
-@pytest.mark.parametrize("function", [generator, coroutine, torch.nn.Linear], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("function", [iter_of, coroutine, torch.nn.Linear], ids=lambda one: one.__name__)
 def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: Any) -> None:
     with pytest.raises(eo.OffloadError, match=rf"{function.__name__} is none: write `with"):
         eo.no_offload()(function)
