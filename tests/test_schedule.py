@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
 import pytest
@@ -294,21 +293,6 @@ def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_a
     following = newest - patience - 1
     assert order.unpacked(following) == Prefetch(drop=[2, 1], bring=[following + 89, following + 88])
     assert order.promised_bytes == 2
-
-
-@pytest.mark.parametrize("limit", [1, 6, 30, 60, 100])
-@pytest.mark.parametrize("seed", range(4))
-def test_h50_an_unknown_order_brings_hardly_anything_twice(limit: int, seed: int) -> None:
-    order, saves, resident, brought = PrefetchOrder(limit), 120, set[int](), 0
-    packed(order, [(storage, 1) for storage in range(1, saves + 1)])
-    for position in random.Random(seed).sample(range(1, saves + 1), saves):
-        brought += position not in resident
-        plan = order.unpacked(position)
-        order.remove(position)
-        resident = (resident - {position, *plan.drop}) | set(plan.bring)
-        brought += len(plan.bring)
-    assert brought <= 1.1 * saves
-    assert is_empty(order)
 
 
 def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
