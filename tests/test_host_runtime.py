@@ -20,7 +20,7 @@ from eager_offload.runtime.host import HostRuntime, TransferThread
 from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
 from tests.processes import python
-from tests.threads import on_a_thread, refuse_threads
+from tests.threads import on_a_thread
 
 CPU = torch.device("cpu")
 
@@ -263,28 +263,6 @@ def test_h40_a_poll_waits_for_no_thread_that_is_inside() -> None:
     del loss
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.close()
-
-
-def test_h47_without_threads_the_one_that_enqueues_carries_it_out_in_order(
-    runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, ran = stream(runtime), []
-    with monkeypatch.context() as patched:
-        refuse_threads(patched)
-        first = out.submit(lambda: ran.append(threading.current_thread()))
-        assert first.done
-        failed = out.submit(raising(OSError(5, "broken")))
-        with pytest.raises(OSError, match="broken"):
-            runtime.synchronize(failed)
-        with pytest.raises(KeyboardInterrupt):
-            out.submit(raising(KeyboardInterrupt()))
-        assert out.record().done
-        assert runtime.ran_inline(first)
-    assert ran == [threading.current_thread()]
-    later = out.submit(lambda: ran.append(threading.current_thread()))
-    runtime.synchronize(later)
-    assert ran[-1].name == "eager_offload-out", "a thread is tried again"
-    assert not runtime.ran_inline(later)
 
 
 def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
