@@ -120,39 +120,19 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
 
 def test_what_is_never_asked_for_is_released(disk: DiskBackend) -> None:
     offload, x = disk.offload(), leaf(N)
-    with offload:
-        dropped, kept = chain(x, DEPTH), chain(x, DEPTH)
-    assert offload.stats(synchronize=True).released_bytes == 0
-    del dropped
-    stats = offload.stats()
-    assert (stats.released_bytes, stats.bytes_in) == (ALL, 0)
-    kept.backward()
-    del kept
-    assert offload.stats().reloaded_bytes == ALL
-    with disk.gate() as gate:
-        with offload:
-            dropped = chain(x, DEPTH)
-        del dropped  # before it has arrived
-        assert offload.stats().released_bytes == ALL
-        gate.open()
-        stats = offload.stats(synchronize=True)
-    assert stats.released_bytes == 2 * ALL
-    assert_settled(offload)
-
-
-def test_a_retained_graph_is_counted_once_and_moves_twice(disk: DiskBackend) -> None:
-    offload, x = disk.offload(), leaf(N)
-    with offload:
-        loss = chain(x, DEPTH)
-    offload.stats(synchronize=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    del loss
-    stats = offload.stats(synchronize=True)
-    assert torch.equal(x.grad, 2 * gradient(x, DEPTH))
-    assert stats.bytes_out == stats.offloaded_bytes == stats.reloaded_bytes == ALL
-    assert stats.bytes_in == 2 * ALL
-    assert_settled(offload)
+    for arrived in (True, False):
+        with disk.gate() as gate:
+            with offload:
+                dropped = chain(x, DEPTH)
+            if arrived:
+                gate.open()
+                assert offload.stats(synchronize=True).released_bytes == 0
+            del dropped
+            assert offload.stats().released_bytes == ALL, "what is still on its way is not counted yet"
+            gate.open()
+    assert offload.stats(synchronize=True).released_bytes == 2 * ALL
+    stats = assert_settled(offload)
+    assert (stats.bytes_out, stats.bytes_in) == (2 * ALL, 0)
 
 
 def test_bytes_are_of_tensors_as_saved_and_the_link_carries_a_storage_once(disk: DiskBackend) -> None:
@@ -196,6 +176,26 @@ def test_counting_anew_in_mid_step_leaves_no_debts(disk: DiskBackend) -> None:
     assert stats.kept_bytes == {"newest": 2 * NBYTES}
     assert stats.bytes_out == ALL, "the newest of the first forward had to make way for the second's"
     assert_settled(offload)
+
+
+def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph_shares_it(disk: DiskBackend) -> None:
+    offload, (x, w, v) = disk.offload(keep_last_bytes=NBYTES), (leaf(N, seed=seed) for seed in range(3))
+    y = x + 1.0
+    with offload:
+        first = y * w
+    with offload:  # `y` is still there as the newest, and one copy serves both
+        product = y * v
+        second = product.sin()
+    del y
+    stats = offload.stats(synchronize=True)
+    assert (stats.bytes_out, stats.shared_bytes, stats.bytes_in) == (NBYTES, NBYTES, 0)
+    torch.autograd.grad(second.sum(), product)  # asks for one save, and has the one before it brought back
+    assert offload.stats(synchronize=True).bytes_in == NBYTES
+    del product, second
+    offload.reset_stats()
+    assert offload.stats().resident_bytes_peak == 0
+    assert torch.equal(torch.autograd.grad(first.sum(), w)[0], x.detach() + 1.0)
+    assert offload.stats(synchronize=True).bytes_in == NBYTES, "it comes back again"
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------------

@@ -233,46 +233,27 @@ def named_in(table: dict[str, tuple[str, ...]]) -> set[str]:
 
 
 LISTED = named_in(PRIVATE_NAMES) | named_in(PUBLIC_NAMES)
-#: Attributes that torch's objects have under such a name; of what every subclass has, those that it may set alone.
-OF_OBJECTS = {
-    last: name
-    for name in LISTED
-    for owner, _, last in [name.rpartition(".")]
-    if owner.removeprefix("torch.")
-    in (
-        *("Tensor", "UntypedStorage", "nn.Module", "fx.Node", "fx.Graph", "autograd.graph.Node"),
-        *("ops.aten.relu.default", "compile()"),
-    )
-    and private(last)
-}
-#: Those of them that no class of the library has of its own.
-NOT_OURS = {last for last, name in OF_OBJECTS.items() if name.startswith(("torch.nn.Module.", "torch.compile()."))}
+#: Under what private names torch's modules and objects have what is listed.
+NAMES_OF_TORCH = {last for name in LISTED if private(last := name.rpartition(".")[2])}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
-    """What a file imports from, or reaches into, torch under a name that begins with an underscore."""
+    """What a file imports from, or reaches into, torch under a name that begins with an underscore.
+
+    Of objects that is known by the names that are listed; the library has no such names for its own.
+    """
     for module, names in imports_of(source):
         if module.partition(".")[0] == "torch":
-            yield from (f"{module}.{name}" for name in names if private(f"{module}.{name}"))
-            if not names and private(module):
-                yield module
-    inner: set[ast.AST] = set()
+            yield from (name for name in (module, *(f"{module}.{name}" for name in names)) if private(name))
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
-            if node.attr in OF_OBJECTS and dotted != f"self.{node.attr}":
-                yield OF_OBJECTS[node.attr]
-            elif node not in inner and dotted.startswith("torch.") and private(dotted):
+            of_an_object = node.attr in NAMES_OF_TORCH and ast.unparse(node.value) != "self"
+            if private(dotted) and (dotted.startswith("torch.") or of_an_object):
                 yield dotted
-            inner.update(ast.walk(node))
-        elif isinstance(node, ast.ClassDef):
-            stored = {name.id for one in node.body for name in ast.walk(one) if isinstance(name, ast.Name)}
-            yield from (OF_OBJECTS[name] for name in stored & NOT_OURS)
-        elif isinstance(node, ast.Call):
-            texts = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
-            yield from (OF_OBJECTS[text] for text in texts if text in OF_OBJECTS)
-            if ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0]).startswith("torch"):
-                yield from (f"{ast.unparse(node.args[0])}.{text}" for text in texts if private(text))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            yield from (text for text in texts if text in NAMES_OF_TORCH)
 
 
 def assigned_in_torch(source: Path) -> Iterator[str]:

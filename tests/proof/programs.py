@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -260,95 +261,85 @@ class Backward(Instruction):
 
 
 @dataclass(frozen=True)
-class Abandon(Instruction):
+class Act(Instruction):
+    """Does something with a register besides computing with it."""
+
+    name: str
+    of: int = 0
+
+    def run(self, machine: Machine) -> None:
+        ACTS[self.name](machine, machine.get(self.of))
+
+
+def _abandon(machine: Machine, register: Tensor) -> None:
     """One of two branches is differentiated; the other, of which backward may have brought something back, goes."""
 
-    of: int = 0
-
-    def run(self, machine: Machine) -> None:
-        register = machine.get(self.of)
-
-        def abandon() -> None:
-            other = (register.tanh() * register).sin()
-            branch = (register.sigmoid() * register).cos()
-            for gradient in torch.autograd.grad(branch.sum(), machine.sources(), retain_graph=True, allow_unused=True):
-                machine.note(gradient)
-            del other
-
-        machine.attempt(abandon)
-
-
-@dataclass(frozen=True)
-class Drop(Instruction):
-    """Forgets a register."""
-
-    of: int = 0
-
-    def run(self, machine: Machine) -> None:
-        if len(machine.registers) > 1:
-            del machine.registers[-1 - self.of % len(machine.registers)]
-
-
-@dataclass(frozen=True)
-class Mark(Instruction):
-    """``keep`` or ``prefer_offload`` of a register."""
-
-    prefer: bool
-    of: int = 0
-
-    def run(self, machine: Machine) -> None:
-        if machine.offload is not None:
-            (eo.prefer_offload if self.prefer else eo.keep)(machine.get(self.of))
-
-
-@dataclass(frozen=True)
-class Hook(Instruction):
-    """Has a gradient looked at, or halved, on its way."""
-
-    halves: bool
-    of: int = 0
-
-    def run(self, machine: Machine) -> None:
-        def watch(gradient: Tensor) -> Tensor | None:
+    def abandon() -> None:
+        other = (register.tanh() * register).sin()
+        branch = (register.sigmoid() * register).cos()
+        for gradient in torch.autograd.grad(branch.sum(), machine.sources(), retain_graph=True, allow_unused=True):
             machine.note(gradient)
-            return gradient * 0.5 if self.halves else None
+        del other
 
-        def hook() -> None:
-            # Of the register itself torch crashes in `register_hook`, where that is a view of one changed in place.
-            result = machine.get(self.of) * 1
-            result.register_hook(watch)
-            machine.put(result)
-
-        machine.attempt(hook)
+    machine.attempt(abandon)
 
 
-@dataclass(frozen=True)
-class Train(Instruction):
+def _drop(machine: Machine, register: Tensor) -> None:
+    others = [one for one in machine.registers if one is not register]
+    machine.registers[:] = others or machine.registers
+
+
+def _mark(machine: Machine, register: Tensor, mark: Callable[[Tensor], object]) -> None:
+    if machine.offload is not None:
+        mark(register)
+
+
+def _hook(machine: Machine, register: Tensor, factor: float) -> None:
+    """Has a gradient looked at, and changed, on its way."""
+
+    def watch(gradient: Tensor) -> Tensor:
+        machine.note(gradient)
+        return gradient * factor
+
+    def hook() -> None:
+        # Of the register itself torch crashes in `register_hook`, where that is a view of one changed in place.
+        result = register * 1
+        result.register_hook(watch)
+        machine.put(result)
+
+    machine.attempt(hook)
+
+
+def _train(machine: Machine, register: Tensor) -> None:
     """An optimizer's step: leaves and weights change in place, and their gradients go."""
-
-    def run(self, machine: Machine) -> None:
-        with torch.no_grad():
-            for source in machine.sources():
-                if source.grad is not None:
-                    source.sub_(source.grad, alpha=0.1)
-                    source.grad = None
+    with torch.no_grad():
+        for source in machine.sources():
+            if source.grad is not None:
+                source.sub_(source.grad, alpha=0.1)
+                source.grad = None
 
 
-@dataclass(frozen=True)
-class Quiesce(Instruction):
+def _quiesce(machine: Machine, register: Tensor) -> None:
     """Waits until nothing is on its way."""
-
-    def run(self, machine: Machine) -> None:
-        if machine.offload is not None:
-            machine.offload.stats(synchronize=True)
+    if machine.offload is not None:
+        machine.offload.stats(synchronize=True)
 
 
-@dataclass(frozen=True)
-class Fail(Instruction):
+def _fail(machine: Machine, register: Tensor) -> None:
     """Leaves the block by an exception."""
+    raise Stop
 
-    def run(self, machine: Machine) -> None:
-        raise Stop
+
+ACTS: dict[str, Callable[[Machine, Tensor], None]] = {
+    "abandon": _abandon,
+    "drop": _drop,
+    "keep": partial(_mark, mark=eo.keep),
+    "prefer": partial(_mark, mark=eo.prefer_offload),
+    "hook": partial(_hook, factor=0.5),
+    "train": _train,
+    "quiesce": _quiesce,
+    "fail": _fail,
+}
 
 
 # -- what can be called -----------------------------------------------------------------------------------------------
@@ -387,20 +378,6 @@ class Spoil(torch.autograd.Function):
             return gradient * middle.mul_(0.5) + tensor.detach().add_(0.25)
 
 
-class Given(torch.autograd.Function):
-    """Its backward returns what it saved, as a gradient."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor) -> Tensor:
-        context.save_for_backward(saved := tensor.sin())
-        return tensor * saved
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        (saved,) = context.saved_tensors
-        return saved
-
-
 def _segment(tensor: Tensor) -> Tensor:
     return (tensor.tanh() * tensor).cumsum(0).sin()
 
@@ -417,22 +394,13 @@ def _picked(tensor: Tensor) -> Tensor:
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": lambda t: torch.exp(-t.abs()),
     "sin": torch.sin,
     "relu": F.relu,
     "gelu": F.gelu,
-    "square": torch.square,
-    "root": lambda t: torch.sqrt(t.abs() + 1),
     "softmax": lambda t: t.softmax(-1),
-    "log_softmax": lambda t: t.log_softmax(0),
     "layer_norm": lambda t: F.layer_norm(t, t.shape[-1:]),
-    "cumsum": lambda t: t.cumsum(-1),
     "cumprod": lambda t: (1 + t.tanh() / 8).cumprod(0),
-    "row_mean": lambda t: t.mean(-1, keepdim=True),
-    "column_sum": lambda t: t.sum(0, keepdim=True),
     "largest": lambda t: t.amax(-1, keepdim=True),
-    "norm": lambda t: t / (t.norm(dim=-1, keepdim=True) + 1),
     "sorted": lambda t: t.sort(-1)[0],
     "clone": torch.clone,
     "detach": torch.detach,
@@ -443,7 +411,6 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "picked": _picked,
     "twice": Twice.apply,
     "spoil": Spoil.apply,
-    "given": Given.apply,
     "checkpoint": lambda t: _checkpointed(t, use_reentrant=False),
     "checkpoint_reentrant": lambda t: _checkpointed(t, use_reentrant=True),
 }
@@ -455,18 +422,12 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
-    "sub": lambda a, b: torch.sub(a, b, alpha=2),
     "mul": torch.mul,
-    "div": lambda a, b: a / (b.abs() + 1),
-    "maximum": torch.maximum,
     "atan2": torch.atan2,
     "where": lambda a, b: torch.where(a > 0, a * b, b),
     "matmul": lambda a, b: a @ b if a.shape[-1] == b.shape[-2] else a @ a.mT,
     "gram": lambda a, b: a.mT @ a + b.sum(),
     "cat": lambda a, b: torch.cat([a, b], dim=-1 if a.shape[:-1] == b.shape[:-1] else 0),
-    "stack_self": lambda a, b: torch.stack([a, a * 2, b.expand_as(a)]).prod(0),
-    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
-    "addcmul": lambda a, b: torch.addcmul(a, a, b, value=0.5),
 }
 
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
@@ -475,19 +436,12 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "late_part": lambda t: t.reshape(-1)[5 : 5 + t.numel() // 72 * 8].view(-1, 8),
     "shifted": lambda t: t.reshape(-1)[1:].unsqueeze(0),
     "every_other": lambda t: t[:, ::2],
-    "few_columns": lambda t: t[:, :2],
-    "a_row": lambda t: t[-1:],
     "expand": lambda t: t[:1].expand(4, -1),
-    "expand_columns": lambda t: t[:, :1].expand(-1, 8),
-    "flat": lambda t: t.reshape(1, -1),
     "halves": lambda t: t.chunk(2),
-    "split_columns": lambda t: t.split(3, dim=-1),
     "diagonal": lambda t: t.diagonal().unsqueeze(0),
-    "windows": lambda t: t.unfold(0, 2, 1)[..., 0],
     "overlapping": lambda t: t.as_strided((3, 4), (2, 1)),
     "conj": torch.conj,
     "real": lambda t: t.real,
-    "imag": lambda t: t.imag,
     "negative": lambda t: t.conj().imag,
 }
 
@@ -496,24 +450,9 @@ def _linear(tensor: Tensor, machine: Machine) -> Tensor:
     return F.linear(tensor, machine.weight(8, tensor.shape[-1]), machine.weight(8))
 
 
-def _conv(tensor: Tensor, machine: Machine) -> Tensor:
-    return F.conv1d(tensor.unsqueeze(0), machine.weight(4, tensor.shape[0], 3), padding=1).squeeze(0)
-
-
 def _batch_norm(tensor: Tensor, machine: Machine) -> Tensor:
     mean, variance = torch.zeros(tensor.shape[1]), torch.ones(tensor.shape[1])
     return F.batch_norm(tensor, mean, variance, machine.weight(tensor.shape[1]), training=True)
-
-
-def _recurrent(tensor: Tensor, machine: Machine) -> Tensor:
-    width = tensor.shape[-1]
-    weights = [machine.weight(24, width), machine.weight(24, 8), machine.weight(24), machine.weight(24)]
-    return torch.gru(tensor.unsqueeze(0), torch.zeros(1, 1, 8), weights, True, 1, 0.0, True, False, True)[0][0]
-
-
-def _attention(tensor: Tensor, machine: Machine) -> Tensor:
-    q, k, v = F.linear(tensor, machine.weight(24, tensor.shape[-1])).chunk(3, dim=-1)
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
 def _embedding(tensor: Tensor, machine: Machine) -> Tensor:
@@ -522,10 +461,7 @@ def _embedding(tensor: Tensor, machine: Machine) -> Tensor:
 
 LAYERS: dict[str, Callable[[Tensor, Machine], Tensor]] = {
     "linear": _linear,
-    "conv": _conv,
     "batch_norm": _batch_norm,
-    "recurrent": _recurrent,
-    "attention": _attention,
     "embedding": _embedding,
 }
 
@@ -536,10 +472,6 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "zero_slice_": lambda a, b: a[1:].zero_(),
     "copy_row_": lambda a, b: a[:1].copy_(b[:1]),
     "relu_": lambda a, b: a.relu_(),
-    "sigmoid_": lambda a, b: a.sigmoid_(),
-    "tanh_": lambda a, b: a.tanh_(),
-    "fill_diagonal_": lambda a, b: a.fill_diagonal_(0.25),
-    "index_fill_": lambda a, b: a.index_fill_(0, torch.tensor([0]), 0.5),
     "transposed_mul_": lambda a, b: a.mT.mul_(1.5),
     "detached_add_": lambda a, b: a.detach().add_(1),
 }
@@ -562,11 +494,9 @@ def backwards() -> st.SearchStrategy[Instruction]:
 
 def instructions() -> st.SearchStrategy[Instruction]:
     changes = st.builds(Change, st.sampled_from(sorted(CHANGES)), AGES, AGES, st.booleans())
-    some = st.one_of(st.builds(Drop, AGES), st.builds(Mark, st.booleans(), AGES), st.just(Quiesce()), st.builds(Fail))
-    loop = st.one_of(st.builds(Hook, st.booleans(), AGES), st.just(Train()))
+    acts = st.builds(Act, st.sampled_from(sorted(ACTS)), AGES)
     unary, binary = calls(UNARY | RANDOM), calls(BINARY)
-    several = [unary, unary, binary, binary, calls(VIEWS), calls(LAYERS), backwards()]
-    return st.one_of(*several, st.builds(Abandon, AGES), changes, some, loop)
+    return st.one_of(unary, unary, binary, binary, calls(VIEWS), calls(LAYERS), backwards(), changes, acts, acts)
 
 
 def programs() -> st.SearchStrategy[Program]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,15 +12,19 @@ from hypothesis import note
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import eager_offload as eo
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, changes_a_source
 from tests.proof.bits import same_bits
 from tests.proof.programs import MODIFIED, Call, Change, Machine, Program, programs
 from tests.sampling import search
 from tests.simulation.checker import Violation
+from tests.threads import on_threads
 
 # On one thread: the number of an operator's threads decides the last bits of some sums, as those of attention.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.timeout(1800),
+]
 
 
 # -- what is drawn ----------------------------------------------------------------------------------------------------
@@ -75,22 +78,8 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class Seen:
-    """What all programs of a test did together."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, stats: eo.OffloadStats) -> None:
-        for name in ("offloaded", "shared", "reloaded", "forwarded", "released"):
-            self.counts[name] += getattr(stats, f"{name}_bytes")
-        self.counts["bytes in"] += stats.bytes_in
-        for reason, nbytes in stats.kept_bytes.items():
-            self.counts[reason] += nbytes
-
-
-def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen, threads: int = 1) -> None:
-    """The program gives the same under ``backend``, and nothing of it is left."""
+def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Counter[str], threads: int = 1) -> None:
+    """The program gives the same under ``backend``, and nothing of it is left; counts what was done with its saves."""
     plain = Machine()
     with Passing() if isinstance(backend, SimulatedBackend) else backend.watching():
         plain.run(program)
@@ -98,27 +87,21 @@ def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Seen
     with backend:
         offload, other = backend.offload(**fields), backend.offload(prefetch_bytes=4000)
         machines = [Machine(offload, other) for _ in range(threads)]
-        together(backend, [lambda machine=machine: machine.run(program) for machine in machines])
+        if threads == 1:
+            machines[0].run(program)
+        else:
+            on_threads(threads, lambda number: backend.in_thread(partial(machines[number].run, program)))
         for machine in machines:
             assert len(machine.trace) == len(plain.trace)
             for ours, theirs in zip(machine.trace, plain.trace, strict=True):
                 assert same(ours, theirs), f"{ours} in place of {theirs}"
         if not autograd_leaks(program):
             backend.assert_nothing_is_held()
-        for offload in backend.offloads:
-            seen.add(offload.stats())
-        seen.counts["programs"] += threads
-        seen.counts["modified"] += plain.trace.count(MODIFIED)
-
-
-def together(backend: Backend, works: list[Callable[[], object]]) -> None:
-    """Runs each in a thread of its own at the same time; a single one here."""
-    if len(works) == 1:
-        works[0]()
-        return
-    with ThreadPoolExecutor(len(works)) as pool:
-        for done in [pool.submit(backend.in_thread, work) for work in works]:
-            done.result()
+        for stats in [offload.stats() for offload in backend.offloads]:
+            seen.update(stats.kept_bytes)
+            ways = ("offloaded", "shared", "reloaded", "forwarded", "released")
+            seen.update({name: getattr(stats, f"{name}_bytes") for name in ways} | {"bytes in": stats.bytes_in})
+        seen.update({"programs": threads, "modified": plain.trace.count(MODIFIED)})
 
 
 def autograd_leaks(program: Program) -> bool:
@@ -150,7 +133,7 @@ def explore(
     fits: Callable[[Program], bool] = lambda program: True,
 ) -> None:
     """Checks random programs on what ``make`` makes of ``rates``, but those of which ``fits`` says no."""
-    seen = Seen()
+    seen = Counter[str]()
 
     def every_program(program: Program, fields: dict[str, Any], rates: dict[str, Any], threads: int) -> None:
         if fits(program):
@@ -158,24 +141,16 @@ def explore(
 
     threads = st.sampled_from([1, 1, 1, 2])
     search(every_program, programs(), configs(tiers), rates, threads, fixed=fixed)
-    print(seen.counts)
+    print(seen)
     # Keeping everything would pass any test of equality: all ways that a saved tensor can take were taken. The rare
     # ones take more programs than a short run has.
-    many = seen.counts["programs"] >= 200
+    many = seen["programs"] >= 200
     for way in COMMON_WAYS + RARE_WAYS if many else COMMON_WAYS:
-        assert seen.counts[way] > 0, f"no program led to: {way}"
+        assert seen[way] > 0, f"no program led to: {way}"
 
 
 COMMON_WAYS = (
-    "offloaded",
-    "shared",
-    "reloaded",
-    "forwarded",
-    "released",
-    "bytes in",
-    "modified",
-    "parameter",
-    "newest",
+    *("offloaded", "shared", "reloaded", "forwarded", "released", "bytes in", "modified", "parameter", "newest"),
 )
 RARE_WAYS = ("small", "marked", "region", "budget")
 
@@ -183,18 +158,17 @@ RARE_WAYS = ("small", "marked", "region", "budget")
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
+#: Half a minute on a quiet machine.
 FEW_OR_MANY = pytest.mark.parametrize(
     "fixed", [pytest.param(60, marks=pytest.mark.short), pytest.param(200, marks=pytest.mark.long)]
 )
 
 
-@pytest.mark.timeout(1800)  # half a minute on a quiet machine
 @FEW_OR_MANY
 def test_random_programs_are_exact_on_the_cpu_device(fixed: int) -> None:
     explore(DiskBackend, ["disk", "disk", "host"], st.just({}), fixed)
 
 
-@pytest.mark.timeout(1800)  # half a minute on a quiet machine
 @FEW_OR_MANY
 def test_random_programs_are_exact_and_in_order_on_simulated_streams(fixed: int) -> None:
     explore(Simulated, ["host", "host", "disk"], RATES, fixed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,19 +11,8 @@ import torch
 from tests.real_models import table
 from tests.real_models.training import CASES, measured
 
-
-def main() -> int:
+if __name__ == "__main__":
     argparse.ArgumentParser(prog="python -m tests.real_models", description=__doc__).parse_args()
     torch.set_num_threads(1)  # with more, sums over threads differ from run to run, with offload and without
-    lines = []
     with tempfile.TemporaryDirectory() as directory:
-        for case in CASES:
-            lines.append(table.line(case, measured(case, Path(directory))))
-            print(lines[-1], flush=True)
-    table.write(lines)
-    print(f"{len(lines)} lines in {table.PAGE}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        table.write((case, measured(case, Path(directory))) for case in CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import peft
@@ -33,54 +34,37 @@ def share(stats: OffloadStats) -> float:
     return sum(nbytes for reason, nbytes in stats.kept_bytes.items() if reason not in EXCUSED) / stats.saved_bytes
 
 
-def line(case: Case, stats: OffloadStats) -> str:
-    """One case's line, in KiB."""
-    kept = stats.kept_bytes
-    rest = sum(nbytes for reason, nbytes in kept.items() if reason not in _COLUMNS)
-    numbers = (
-        *(stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes),
-        *(*(kept.get(reason, 0) for reason in _COLUMNS), rest),
-    )
-    cells = [case.architecture.name, _variant(case), *(f"{nbytes / 1024:,.0f}" for nbytes in numbers)]
-    return f"| {' | '.join(cells)} | {share(stats):.1%} |"
-
-
-def committed() -> tuple[str, dict[tuple[str, str], str]]:
-    """The line above the page's table, and the table's own by model and variant."""
-    above, _, *lines = _table(PAGE.read_text()).strip().splitlines()
-    head, _, *lines = lines
-    assert head == _HEAD
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return above, {(row[1], row[2]): line for row, line in zip(cells, lines, strict=True)}
-
-
-def agree(first: str, second: str) -> bool:
-    """Whether two lines say the same, but for a hundredth of what is saved: kernels differ among processors."""
-    (*named, _), (*others, _) = ([cell.strip() for cell in one.strip("| ").split("|")] for one in (first, second))
-    numbers, found = ([int(cell.replace(",", "")) for cell in cells[2:]] for cells in (named, others))
-    least = max(numbers[0] // 100, 1)
-    return named[:2] == others[:2] and all(abs(a - b) <= least for a, b in zip(numbers, found, strict=True))
-
-
 def key(case: Case) -> tuple[str, str]:
-    """Where ``committed`` has a case."""
-    return case.architecture.name, _variant(case)
+    """A case's model and variant, as its line has them."""
+    name = case.variant.name
+    return case.architecture.name, f"`{name}`" if re.search(r"[\"=]", name) else name
 
 
-def write(lines: list[str]) -> None:
+def numbers(stats: OffloadStats) -> list[int]:
+    """A case's numbers, in KiB."""
+    kept = [stats.kept_bytes.get(reason, 0) for reason in _COLUMNS]
+    rest = sum(stats.kept_bytes.values()) - sum(kept)
+    return [round(one / 1024) for one in (stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, *kept, rest)]
+
+
+def committed() -> tuple[str, dict[tuple[str, str], list[int]]]:
+    """The line above the page's table, and the table's numbers by model and variant."""
+    above, _, head, _, *lines = _table(PAGE.read_text()).strip().splitlines()
+    assert head == _HEAD
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    return above, {(row[0], row[1]): [int(cell.replace(",", "")) for cell in row[2:-1]] for row in rows}
+
+
+def write(measured: Iterable[tuple[Case, OffloadStats]]) -> None:
     """Puts a table in the place of the page's."""
-    text = PAGE.read_text()
+    rows = [
+        [*key(case), *(f"{number:,}" for number in numbers(stats)), f"{share(stats):.1%}"] for case, stats in measured
+    ]
     ruler = "| --- | --- |" + " ---: |" * (_HEAD.count("|") - 3)
-    table = "\n".join(["", made_with(), "", _HEAD, ruler, *lines, ""])
+    table = "\n".join(["", made_with(), "", _HEAD, ruler, *(f"| {' | '.join(row)} |" for row in rows), ""])
+    text = PAGE.read_text()
     PAGE.write_text(text.replace(_table(text), table))
 
 
-def _variant(case: Case) -> str:
-    name = case.variant.name
-    return f"`{name}`" if re.search(r"[\"=]", name) else name
-
-
 def _table(text: str) -> str:
-    assert text.count(_BEGIN) == text.count(_END) == 1, f"{PAGE} has no one place for the table"
-    assert text.count(_HEAD) == 1, f"{PAGE} has another table of this kind"
     return text.split(_BEGIN)[1].split(_END)[0]
