@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_balanced, assert_settled
+from tests.programs import leaf
 
 #: What stands around forwards: an ``Offload``, or nothing.
 Around: TypeAlias = AbstractContextManager[Any]
@@ -213,21 +214,9 @@ def assert_moved(stats: OffloadStats, least: float = 0.9, *, held: bool = False)
     assert stats.bytes_out > 0
 
 
-def leaf(*size: int, seed: int = 1, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A leaf on the default device with values of its own, the same ones for the same ``seed``."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(size, generator=generator, dtype=dtype, device="cpu")
-    return values.to(torch.get_default_device()).requires_grad_(grad)
-
-
 def noise(*size: int) -> Tensor:
     """The same values each time, which no gradient is asked for."""
     return leaf(*size, seed=5, grad=False)
-
-
-def named(case: tuple[Any, ...]) -> str:
-    """The id of a case whose first field is its name."""
-    return str(case[0]).replace(" ", "_")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -295,3 +295,18 @@ def _(run: Run) -> object:
         del result, changed
         assert not context.original, "a handle that went is forgotten"
     return x.grad, row.grad, weight.grad, parts_of(pair.grad)
+
+
+@program("H01-a-change-between-two-saves", Flag.EAGER, Flag.SOURCES_CHANGE)
+def _(run: Run) -> object:
+    """What has left serves no save of a later version; the first save is never asked for."""
+    x, w = leaf(64, 64), leaf(64, 64, seed=2)
+    with run.around:
+        y = x + 1.0
+        first = (y * w).sigmoid()
+        everything_has_left(run.around)
+        y.mul_(2.0)
+        second = (y * w).sum()
+        del y
+    everything_has_left(run.around)
+    return torch.autograd.grad(second, w), first.detach()
