@@ -146,7 +146,7 @@ def entered_in(drop: Callable[[], None]) -> list[str]:
         path = Path(frame.f_code.co_filename)
         # A simulated device is no part of a training process.
         if event == "call" and (
-            PACKAGE in path.parents and path.stem != "simulated" or path.stem in ("weakref", "_weakrefset")
+            (PACKAGE in path.parents and path.stem != "simulated") or path.stem in ("weakref", "_weakrefset")
         ):
             entered.append(f"{path.name}: {frame.f_code.co_name}")
 
@@ -225,10 +225,14 @@ def a_disk_that_fails(offload: Offload) -> None:
 
 
 def hidden_hooks(offload: Offload) -> None:
-    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"), offload:
-        value = loss_of(model_of(64))
-        with save_on_cpu():
-            value = value + loss_of(model_of(64))
+    def forward() -> Tensor:
+        with offload:
+            value = loss_of(model_of(64))
+            with save_on_cpu():
+                return value + loss_of(model_of(64))
+
+    with pytest.warns(RuntimeWarning, match="other saved-tensor hooks"):
+        value = forward()
     value.backward()
 
 
