@@ -65,26 +65,6 @@ REGIMES = (
 )
 
 
-def one_step(forward: Callable[..., Sequence[object]]) -> Callable[..., list[Any]]:
-    """The step of a ``forward``, which returns what is differentiated, and what is to be compared behind its backward.
-
-    The step is called with what stands around the forward, and with the forward's arguments. It returns the sum that is
-    differentiated, the gradients of leaves, and all else as it is.
-    """
-
-    def step(around: Around, *case: Any, **fields: Any) -> list[Any]:
-        with around:
-            result, *compared = forward(*case, **fields)
-        loss = result.sum()
-        del result
-        loss.backward()
-        has_gradient = [isinstance(one, Tensor) and one.is_leaf and one.requires_grad for one in compared]
-        return [loss.detach(), *(one.grad if has else one for one, has in zip(compared, has_gradient, strict=True))]
-
-    step.__name__ = forward.__name__
-    return step
-
-
 def trained(
     parameters: Iterable[Tensor],
     around: Around,

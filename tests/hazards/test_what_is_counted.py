@@ -22,7 +22,7 @@ from tests.programs import Run, corpus, leaf
 from tests.programs.layouts import KINDS, SHAPES
 
 PROGRAMS = {program.name: program for program in corpus()}
-SQUARE, ROW = 64 * 64 * 4, 16 * 4
+SQUARE, ROW, MIB = 64 * 64 * 4, 16 * 4, 1 << 20
 
 
 def leaves_once(stats: OffloadStats, tensors: int, shared: int) -> bool:
@@ -92,6 +92,9 @@ CHECKS: dict[str, Callable[[OffloadStats], bool]] = {
         stats.offloaded_bytes + stats.kept_bytes.get("alive", 0) == 2 * (4 * 4 + 1) * BOUNDARY
         and stats.saved_tensors == 2 * (4 * 3 + 1)
     ),
+    "H73-a-change-that-is-allowed": lambda stats: stats.kept_bytes["region"] == BOUNDARY,
+    "H73-a-higher-order-operator": lambda stats: stats.saved_bytes == 2 * BOUNDARY,
+    "H49-workspaces": lambda stats: 8 * MIB <= stats.bytes_out <= 12 * MIB and stats.bytes_in <= 2 * stats.bytes_out,
     "H73-everything": lambda stats: stats.shared_bytes > 0,  # views, and what autograd saves too, leave once
     "H73-both": lambda stats: stats.saved_bytes <= 5 * BOUNDARY + WIDTH * WIDTH * 4,
     "H73-the-inner": lambda stats: stats.saved_bytes <= 3 * BOUNDARY + WIDTH * WIDTH * 4,
@@ -190,10 +193,10 @@ def test_h19_what_came_back_for_a_graph_that_went_is_let_go_though_another_graph
     with Transfers(backend.runtime) as transfers:
         torch.autograd.grad(second.sum(), product)  # asks for one save, and has the two before it brought back
         offload.stats(synchronize=True)
-        assert any(moved.storage() is not None for moved in transfers.back)
+        assert any(target() is not None for target in transfers.targets)
         del product, second
         offload.stats(synchronize=True)
-        assert not any(moved.storage() is not None for moved in transfers.back)
+        assert not any(target() is not None for target in transfers.targets)
     (gradient,) = torch.autograd.grad(first.sum(), w)
     assert torch.equal(gradient, x.detach() + 1.0)
 
@@ -214,6 +217,44 @@ def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backen
     assert torch.equal(second.unpack(), values.view(32, 32))
     assert torch.equal(first.unpack(), values)
     assert torch.equal(third.unpack(), values)
+
+
+def test_h49_the_newest_bytes_are_counted_by_the_memory_that_they_take(disk: Backend) -> None:
+    """Two workspaces of 40 MiB, 4 of which are touched: within a line of 16 MiB, so that nothing has to move."""
+    (name,) = [name for name in PROGRAMS if name.startswith("H49-workspaces")]
+    offload = disk.offload(keep_last_bytes=16 * MIB)
+    assert_identical(PROGRAMS[name](Run()), PROGRAMS[name](Run(offload)))
+    stats = assert_settled(offload)
+    assert (stats.bytes_out, stats.kept_bytes["newest"]) == (0, 80 * MIB)
+
+
+@pytest.mark.parametrize("saves", [4, 9, 10, 11, 32])
+def test_h49_a_step_that_saves_hardly_more_than_what_stays_is_not_moved_once_it_is_known(
+    saves: int, backend: Backend
+) -> None:
+    def step(around: Around) -> object:
+        x = leaf(64, 64)
+        with around:
+            y = x
+            for _ in range(saves):
+                y = y.exp().neg()
+            loss = y.sum()
+        if isinstance(around, Offload):
+            around.stats(synchronize=True)  # else a copy that has not begun when backward comes is cancelled
+        loss.backward()
+        return loss.detach(), x.grad
+
+    line, moved, expected = 8, [], step(nullcontext())
+    offload = backend.offload(keep_last_bytes="auto", prefetch_bytes=line * SQUARE, step_plans="auto")
+    for _ in range(4):
+        offload.reset_stats()
+        assert_identical(expected, step(offload))
+        stats = offload.stats(synchronize=True)
+        moved.append(stats.bytes_out)
+        assert stats.without_offload_bytes_peak == saves * SQUARE
+        assert stats.device_bytes_peak <= saves * SQUARE, "never more than without offload"
+    assert moved[0] == max(saves - line, 0) * SQUARE
+    assert (moved[1:] == [0, 0, 0]) == (saves <= line * 5 / 4)
 
 
 def test_h08_a_retained_graph_accumulates_nothing(backend: Backend) -> None:

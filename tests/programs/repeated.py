@@ -127,6 +127,29 @@ def _(run: Run) -> object:
     return x.grad
 
 
+def _seen(tensor: Tensor, storages: list[Callable[[], object]]) -> Tensor:
+    storages.append(weakref.ref(tensor.untyped_storage()))
+    return tensor
+
+
+@program("H09-a-graph-that-is-dropped", Flag.EAGER, Flag.NOTHING_BACK, moved=0.5)
+def _(run: Run) -> object:
+    """Outside of the context, inside of it, and of a module; what it saved goes with it, or once it has left."""
+    storages = list[Callable[[], object]]()
+    model = nn.Sequential(nn.Linear(_SIDE, _SIDE), nn.Tanh(), nn.LayerNorm(_SIDE), nn.Linear(_SIDE, _SIDE))
+    for inside in (False, True):
+        with run.around:
+            h = _seen((leaf(_SIDE, _SIDE) * 2).tanh(), storages)
+            loss = _seen(h.exp() @ h, storages).sum() + _seen(model(_seen(h.sin(), storages)), storages).sum()
+            del h
+            if inside:
+                del loss
+        loss = None
+    everything_has_left(run.around)
+    assert [storage() for storage in storages] == [None] * len(storages)
+    return loss
+
+
 @program("H09-experts-that-got-no-tokens", Flag.EAGER, moved=0.7)
 def _(run: Run) -> object:
     experts = [leaf(16, 16, seed=number) for number in range(4)]
