@@ -14,7 +14,7 @@ from eager_offload import no_offload
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Gone, Transfers
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, leaf, same_gradients
 from tests.programs import Run
 from tests.programs.checkpoints import around_the_context, saving, selectively
 
@@ -86,3 +86,37 @@ def test_h73_regions_errors_and_the_innermost_offload(backend: Backend) -> None:
     assert assert_settled(outer).kept_bytes["region"] == 2 * BOUNDARY
     stats = assert_settled(inner)
     assert (stats.offloaded_bytes, stats.kept_bytes["small"]) == (2 * BOUNDARY, WIDTH * 4)
+
+
+def test_h73_higher_order_operators(users_backend: Backend) -> None:
+    """torch has rules for its own modes alone, by their very class; and lets none of ours be taken for one."""
+    wrap = pytest.importorskip("torch._higher_order_ops.wrap")
+    if not hasattr(wrap, "InductorCompiledCallable"):
+        pytest.skip("this torch has no such operator")
+    compiled, modes = torch.ops.higher_order.inductor_compiled_code, vars(torch.utils.checkpoint)
+    run = wrap.InductorCompiledCallable(lambda inputs: [inputs[0].exp()])
+    before = {name: mode for name, mode in modes.items() if name.startswith(("_CachingTorch", "_CachedTorch"))}
+
+    class Region(torch.autograd.Function):
+        """Compiled code, as Inductor wraps it: a higher-order operator."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            (y,) = compiled(run, [x])
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient * ctx.saved_tensors[0]
+
+    def program(around: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        with around:
+            y = selectively(saving(compiled), lambda x: Region.apply(x).sin(), x * 2).sum()
+            assert before == {name: modes[name] for name in before}
+        y.backward()
+        return x.grad
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.saved_bytes == 2 * BOUNDARY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -267,38 +266,4 @@ for _allowed in (False, True):
         with nullcontext() if allowed else pytest.raises(RuntimeError, match=match):
             y.backward()
         other.backward()
-        return x.grad
-
-
-wrap = importlib.import_module("torch._higher_order_ops.wrap")
-if hasattr(wrap, "InductorCompiledCallable"):
-    _compiled = torch.ops.higher_order.inductor_compiled_code
-    _exp = wrap.InductorCompiledCallable(lambda inputs: [inputs[0].exp()])
-
-    def _modes() -> dict[str, object]:
-        return {name: mode for name, mode in vars(torch.utils.checkpoint).items() if name.startswith("_Cach")}
-
-    _MODES = _modes()
-
-    class _Region(torch.autograd.Function):
-        """Compiled code, as Inductor wraps it: a higher-order operator."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            (y,) = _compiled(_exp, [x])
-            ctx.save_for_backward(y)
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            return gradient * ctx.saved_tensors[0]
-
-    @program("H73-a-higher-order-operator", Flag.EAGER, Flag.HOST)
-    def _(run: Run) -> object:
-        """torch has rules for its own modes alone, by their very class; and lets none of ours be taken for one."""
-        x = leaf(ROWS, WIDTH)
-        with run.around:
-            y = selectively(saving(_compiled), lambda x: _Region.apply(x).sin(), x * 2).sum()
-            assert _modes() == _MODES
-        y.backward()
         return x.grad
