@@ -368,7 +368,7 @@ LONG, SHORT = pytest.mark.long, pytest.mark.short
     [
         pytest.param(DiskBackend, Trials, 40, marks=SHORT),
         pytest.param(SimulatedBackend, Trials, 40, marks=SHORT),
-        pytest.param(SimulatedBackend, LookedUpTrials, 40, marks=SHORT),
+        pytest.param(SimulatedBackend, LookedUpTrials, 20, marks=SHORT),
         pytest.param(DiskBackend, Trials, 9, marks=LONG),
         pytest.param(SimulatedBackend, Trials, 9, marks=LONG),
         pytest.param(DiskBackend, LookedUpTrials, 3, marks=LONG),
