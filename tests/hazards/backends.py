@@ -63,9 +63,7 @@ class Backend(abc.ABC):
         threads = torch.get_num_threads()
 
         def watched() -> None:
-            # OpenMP has a number for each thread, and torch's own reaches a new one late: a first operator, such as
-            # linear, may be split among all cores, and its sums have other bits.
-            torch.set_num_threads(threads)
+            torch.set_num_threads(threads)  # or a first operator may be split among all cores: sums of other bits
             with self.watching():
                 work()
 
@@ -173,15 +171,24 @@ class HostBackend(DiskBackend):
     tier = "host"
 
 
-class CheckedBackend(Backend):
-    """Copies run as late as they may, and the happens-before checker reads along."""
+class SimulatedBackend(Backend):
+    """Virtual streams: copies run as late as their ordering allows, and the happens-before checker reads along."""
 
+    name = "simulated"
     tier = "host"
 
-    def __init__(self, checking: AbstractContextManager[Checker]) -> None:
+    def __init__(self, **rates: Any) -> None:
+        self.simulated = SimulatedRuntime(**rates)
+        self._checking = self.simulated.checked()
         super().__init__()
-        self._checking = checking
         self.checker: Checker | None = None
+
+    @property
+    def runtime(self) -> SimulatedRuntime:
+        return self.simulated
+
+    def watching(self) -> AbstractContextManager[object]:
+        return self.simulated.watching()
 
     @contextmanager
     def gate(self) -> Iterator[Gate]:
@@ -210,23 +217,6 @@ class CheckedBackend(Backend):
 
     def _make(self, fields: dict[str, Any]) -> Offload:
         return Offload(runtime=self.runtime, **fields)
-
-
-class SimulatedBackend(CheckedBackend):
-    """Virtual streams: copies run as late as their ordering allows, and the checker reads along."""
-
-    name = "simulated"
-
-    def __init__(self, **rates: Any) -> None:
-        self.simulated = SimulatedRuntime(**rates)
-        super().__init__(self.simulated.checked())
-
-    @property
-    def runtime(self) -> SimulatedRuntime:
-        return self.simulated
-
-    def watching(self) -> AbstractContextManager[object]:
-        return self.simulated.watching()
 
 
 def changes_a_source(found: Violation) -> bool:
@@ -269,11 +259,6 @@ def tracked(saves: SavedTensors) -> Tracked:
         saves.offloader.poll()
         storages, order = saves.storages(), saves.order
         return Tracked(len(storages), len(saves._names), len(order._uses), order.promised_bytes + order.followed_bytes)
-
-
-def tracked_storages(offload: Offload) -> int:
-    """How many saved storages an ``Offload`` knows."""
-    return sum(tracked(saves).storages for saves in offload._hooks._saves.values())
 
 
 def wait_until_nothing_is_held(offload: Offload, seconds: float = 60) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Self
+from typing import Any, Self, TypeAlias
 
 import pytest
 import torch
@@ -16,14 +15,16 @@ from torch import Tensor
 from eager_offload.eager.handles import SavedStorage
 from eager_offload.runtime.base import Event, Layout, Runtime, Stream
 from eager_offload.runtime.host import HostEvent
-from eager_offload.tiers.base import ByteRegion, Slot
+from eager_offload.tiers.base import Slot
+
+Storage: TypeAlias = weakref.ref[torch.UntypedStorage]
 
 
 class Gone:
     """Which of the storages that it was shown live on, and a wait until all of them have gone."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, Storage] = {}
         self._changed = threading.Condition()
         self.seen = 0
 
@@ -47,36 +48,27 @@ class Gone:
             assert self._changed.wait_for(lambda: not self._alive, 60), f"{self.alive} of {self.seen} are held"
 
 
-class Moved(NamedTuple):
-    """One copy: its end on the device and its end in a tier."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    region: ByteRegion
-    nbytes: int
-
-
 class Transfers:
-    """Takes note of every copy that a runtime is asked for, and of every storage that a copy out is taken from."""
+    """Takes note of the storages that copies out read, gathered ones too, and of those that copies back fill."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.out: list[Moved] = []
-        self.back: list[Moved] = []
-        #: The storages that were read, gathered ones included.
-        self.sources: list[weakref.ref[torch.UntypedStorage]] = []
-        #: How many targets of one slot were alive together at most.
-        self.most_targets_of_one_slot = 0
+        self.sources: list[Storage] = []
+        self.targets: list[Storage] = []
 
     def __enter__(self) -> Self:
-        self._source_bytes = SavedStorage.source_bytes
-        transfers, source_bytes = self, self._source_bytes
+        self._source_bytes, note = SavedStorage.source_bytes, self._note
 
         def noting(saved: SavedStorage) -> Tensor:
-            transfers._note(saved.aliases[0].untyped_storage())
-            return source_bytes(saved)
+            note(self.sources, saved.aliases[0])
+            return self._source_bytes(saved)
+
+        def copy(dst: Any, src: Any, stream: Stream, after: Sequence[Event] = ()) -> Event:
+            note(*((self.sources, src) if isinstance(dst, Slot) else (self.targets, dst)))
+            return type(self._runtime).copy(self._runtime, dst, src, stream, after)
 
         SavedStorage.source_bytes = noting
-        self._runtime.copy = self._copy
+        self._runtime.copy = copy
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,22 +79,9 @@ class Transfers:
         """Whether some byte of ``storage`` was read by a copy out."""
         return any(source() is storage for source in self.sources)
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        self.sources.append(weakref.ref(storage))
-
-    def _copy(
-        self, dst: Tensor | Slot, src: Tensor | torch.UntypedStorage | Slot, stream: Stream, after: Sequence[Event] = ()
-    ) -> Event:
-        over = type(self._runtime).copy(self._runtime, dst, src, stream, after)
-        if isinstance(dst, Slot):
-            storage = src.untyped_storage() if isinstance(src, Tensor) else src
-            self._note(storage)
-            self.out.append(Moved(weakref.ref(storage), dst.region, dst.nbytes))
-        else:
-            self.back.append(Moved(weakref.ref(dst.untyped_storage()), src.region, dst.nbytes))
-            alive = Counter(moved.region for moved in self.back if moved.storage() is not None)
-            self.most_targets_of_one_slot = max(self.most_targets_of_one_slot, *alive.values())
-        return over
+    @staticmethod
+    def _note(storages: list[Storage], end: Tensor | torch.UntypedStorage) -> None:
+        storages.append(weakref.ref(end.untyped_storage() if isinstance(end, Tensor) else end))
 
 
 @contextmanager
@@ -129,17 +108,14 @@ def meanwhile(do: Callable[[], object], waiter: threading.Thread | None = None) 
 
 
 class Allocations:
-    """Takes note of the reload targets that a runtime is asked for, and refuses those of which ``refuses`` says so.
+    """Counts the reload targets that a runtime is asked for, and refuses those of which ``refuses`` says so.
 
     Args:
         refuses: is given the number of the call, from 1.
     """
 
-    def __init__(
-        self, runtime: Runtime, patch: pytest.MonkeyPatch, refuses: Callable[[int], bool] = lambda number: False
-    ) -> None:
+    def __init__(self, runtime: Runtime, patch: pytest.MonkeyPatch, refuses: Callable[[int], bool]) -> None:
         self.calls = self.refused = 0
-        self.targets: list[weakref.ref[torch.UntypedStorage]] = []
         self._allocate, self._refuses = runtime.allocate, refuses
         patch.setattr(runtime, "allocate", self)
 
@@ -148,10 +124,4 @@ class Allocations:
         if self._refuses(self.calls):
             self.refused += 1
             raise torch.OutOfMemoryError("no room for a reload, on purpose")
-        target = self._allocate(layout, device, stream)
-        self.targets.append(weakref.ref(target.untyped_storage()))
-        return target
-
-    @property
-    def alive(self) -> int:
-        return sum(target() is not None for target in self.targets)
+        return self._allocate(layout, device, stream)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_balanced, assert_settled
+from tests.programs import leaf
 
 #: What stands around forwards: an ``Offload``, or nothing.
 Around: TypeAlias = AbstractContextManager[Any]
@@ -62,26 +63,6 @@ REGIMES = (
     Regime("one at a time", settled=False, fields={"max_inflight_bytes": 1, "prefetch_bytes": 1 << 12}),
     Regime("all on the way at once", settled=False),
 )
-
-
-def one_step(forward: Callable[..., Sequence[object]]) -> Callable[..., list[Any]]:
-    """The step of a ``forward``, which returns what is differentiated, and what is to be compared behind its backward.
-
-    The step is called with what stands around the forward, and with the forward's arguments. It returns the sum that is
-    differentiated, the gradients of leaves, and all else as it is.
-    """
-
-    def step(around: Around, *case: Any, **fields: Any) -> list[Any]:
-        with around:
-            result, *compared = forward(*case, **fields)
-        loss = result.sum()
-        del result
-        loss.backward()
-        has_gradient = [isinstance(one, Tensor) and one.is_leaf and one.requires_grad for one in compared]
-        return [loss.detach(), *(one.grad if has else one for one, has in zip(compared, has_gradient, strict=True))]
-
-    step.__name__ = forward.__name__
-    return step
 
 
 def trained(
@@ -213,21 +194,9 @@ def assert_moved(stats: OffloadStats, least: float = 0.9, *, held: bool = False)
     assert stats.bytes_out > 0
 
 
-def leaf(*size: int, seed: int = 1, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A leaf on the default device with values of its own, the same ones for the same ``seed``."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(size, generator=generator, dtype=dtype, device="cpu")
-    return values.to(torch.get_default_device()).requires_grad_(grad)
-
-
 def noise(*size: int) -> Tensor:
     """The same values each time, which no gradient is asked for."""
     return leaf(*size, seed=5, grad=False)
-
-
-def named(case: tuple[Any, ...]) -> str:
-    """The id of a case whose first field is its name."""
-    return str(case[0]).replace(" ", "_")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

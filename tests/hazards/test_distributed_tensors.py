@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -18,9 +18,12 @@ from tests.hazards.backends import Backend
 from tests.hazards.blocks import ROWS, WIDTH
 from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, leaf, one_step, same_gradients
+from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
 
-pytestmark = pytest.mark.xdist_group("mesh")
+pytestmark = [
+    pytest.mark.xdist_group("mesh"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning"),  # torch's own, of collectives
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +40,28 @@ def local(tensor: DTensor) -> Tensor:
 
 
 def test_h13_a_distributed_tensor_comes_back_with_its_mesh_and_placements(mesh: DeviceMesh, backend: Backend) -> None:
-    def look(seen: list[object], tensor: DTensor) -> None:
-        assert tensor.device_mesh == mesh
-        seen.append([str(tensor.placements), *tensor.size(), *tensor.stride(), local(tensor)])
+    def program(around: Around) -> object:
+        def look(tensor: DTensor) -> None:
+            assert tensor.device_mesh == mesh
+            seen.append([str(tensor.placements), *tensor.size(), *tensor.stride(), local(tensor)])
 
-    @one_step
-    def program() -> Sequence[object]:
-        x, seen = leaf(ROWS, WIDTH), []
-        cut = distribute_tensor(leaf(ROWS, WIDTH, seed=2), mesh, [Shard(1)])
-        whole = distribute_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), mesh, [Replicate()])
-        return watching(x, partial(look, seen), cut * 2, (cut * 2).t(), whole * 3), x, seen
+        x, seen = leaf(ROWS, WIDTH), list[object]()
+        with around:
+            cut = distribute_tensor(leaf(ROWS, WIDTH, seed=2), mesh, [Shard(1)])
+            whole = distribute_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), mesh, [Replicate()])
+            loss = watching(x, look, cut * 2, (cut * 2).t(), whole * 3).sum()
+        loss.backward()
+        return x.grad, seen
 
     same_gradients(program, backend)
 
 
 def test_h13_h06_the_local_part_of_a_weight_stays(mesh: DeviceMesh, backend: Backend) -> None:
-    def program(offload: Around) -> object:
+    def program(around: Around) -> object:
         w = nn.Parameter(distribute_tensor(leaf(WIDTH, WIDTH, grad=False), mesh, [Shard(0)]))
         x = leaf(ROWS, WIDTH)
         with Transfers(backend.runtime) as transfers:
-            with offload:
+            with around:
                 y = F.linear((x * 2).tanh(), w.to_local()).sin() @ w.to_local().view(WIDTH, WIDTH)
             y.sum().backward()
         assert not transfers.read(local(w).untyped_storage())
@@ -66,24 +71,24 @@ def test_h13_h06_the_local_part_of_a_weight_stays(mesh: DeviceMesh, backend: Bac
         assert stats.kept_bytes == {"parameter": 2 * WIDTH * WIDTH * 4}
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # torch's own, of this interface
 def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, backend: Backend) -> None:
     waited = list[bool]()
 
-    def program(offload: Around) -> object:
+    def program(around: Around) -> object:
         w, seen = leaf(ROWS, WIDTH), list[Tensor]()
-        with offload:
-            filled = collectives.all_gather_tensor(leaf(ROWS, WIDTH, seed=2, grad=False), 0, mesh)
-            inside = collectives.all_gather_tensor(leaf(ROWS, WIDTH, seed=3, grad=False), 0, mesh)
-            around = DTensor.from_local(inside, mesh, [Shard(0)], run_check=False)
-            inside = around._local_tensor
+        with around:
+            filled, inside = (
+                collectives.all_gather_tensor(leaf(ROWS, WIDTH, seed=seed, grad=False), 0, mesh) for seed in (2, 3)
+            )
+            wrapper = DTensor.from_local(inside, mesh, [Shard(0)], run_check=False)
+            inside = wrapper._local_tensor
             for pending in (filled, inside):
                 assert type(pending) is collectives.AsyncCollectiveTensor
                 assert not pending.completed
             # Nothing reads them but the hook.
-            y = watching((w * 3).tanh(), lambda tensor: seen.append(tensor.detach() * 2), filled, around)
+            y = watching((w * 3).tanh(), lambda tensor: seen.append(tensor.detach() * 2), filled, wrapper)
             waited.extend([filled.completed, inside.completed])
-        del filled, inside, around, pending
+        del filled, inside, wrapper, pending
         y.sum().backward()
         return w.grad, seen[0], local(seen[1])
 
@@ -93,7 +98,6 @@ def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, 
     assert all(waited[2:])
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")  # torch's own, of this interface
 def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_saves(
     mesh: DeviceMesh, backend: Backend
 ) -> None:
@@ -107,9 +111,9 @@ def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_s
         waited.append(filled.completed)
         return y * filled.cos()
 
-    def program(offload: Around) -> object:
+    def program(around: Around) -> object:
         x = leaf(ROWS, WIDTH)
-        with offload:
+        with around:
             y = checkpoint(block, x * 2, use_reentrant=False, context_fn=contexts).sum()
         y.backward()
         return x.grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ from tests.hazards.programs import leaf
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 
-# -- an Offload that goes while bytes travel ------------------------------------------------------------------------
-
 
 class Slots:
     """Weak references to every slot that a tier hands out."""
@@ -38,8 +37,7 @@ class Slots:
         def noting(take: Callable[[int], Slot | None]) -> Callable[[int], Slot | None]:
             def noted(nbytes: int) -> Slot | None:
                 slot = take(nbytes)
-                if slot is not None:
-                    self.refs.append(weakref.ref(slot))
+                self.refs += [] if slot is None else [weakref.ref(slot)]
                 return slot
 
             return noted
@@ -52,16 +50,16 @@ class Slots:
         return sum(ref() is not None for ref in self.refs)
 
 
-def on_a_device(**rates: float) -> tuple[SimulatedRuntime, Offload, Slots, Tensor]:
-    """A simulated device, an ``Offload`` on it, the slots of its tier, and a leaf."""
-    runtime, slots = SimulatedRuntime(**rates), Slots()
-    fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
-    return runtime, Offload(runtime=runtime, around_tier=slots.around, **fields), slots, leaf(32, 32)
+def on_a_device(runtime: SimulatedRuntime, **fields: Any) -> tuple[Offload, Slots]:
+    slots = Slots()
+    everything = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    return Offload(runtime=runtime, around_tier=slots.around, **everything, **fields), slots
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["written", "read"])
 def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone(back: bool) -> None:
-    runtime, offload, slots, x = on_a_device(launch_seconds=0.0)
+    runtime, x = SimulatedRuntime(launch_seconds=0.0), leaf(32, 32)
+    offload, slots = on_a_device(runtime)
     with offload:
         y = (x + 1.0).sin()
         z = y.cos().exp()
@@ -81,21 +79,18 @@ def test_h18_a_slot_is_there_until_its_copy_is_over_though_everyone_has_gone(bac
     assert slots.alive == 0
 
 
-# -- what was brought back early and is not wanted, while its graph lives on ----------------------------------------
-
-
 def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    nbytes = 32 * 32 * 4
-    runtime, offload, _, x = on_a_device()
+    """What was brought back early and is not wanted, while its graph lives on."""
+    nbytes, runtime, x = 32 * 32 * 4, SimulatedRuntime(), leaf(32, 32)
+    offload, _ = on_a_device(runtime)
     (expected,) = torch.autograd.grad((x + 1.0).sin().cos().cos().sum(), x)
     with offload:
         y = (x + 1.0).sin().cos().cos()
         out = y.exp()
     offload.stats(synchronize=True)
     torch.autograd.grad(out.sum(), y)
-    offloader = offloader_of(offload)
+    offloader, resident = offloader_of(offload), list[int]()
     assert offloader.census().resident_bytes == 3 * nbytes, "all that is asked for before it"
-    resident = []
 
     def full_at_first(number: int) -> bool:
         resident.append(offloader.resident_bytes)
@@ -108,33 +103,26 @@ def test_h26_what_is_not_needed_now_goes_before_a_full_device_is_asked_again(mon
     assert resident[:2] == [3 * nbytes, nbytes], "but for what is needed now"
 
 
-# -- two threads that need the same bytes ---------------------------------------------------------------------------
-
-
 def test_h29_who_comes_second_waits_for_the_reload_that_another_thread_has_taken_up(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload = backend.offload()
-    x, w, v = (leaf(32, 32, seed=seed) for seed in range(3))
+    offload, (x, w, v) = backend.offload(), (leaf(32, 32, seed=seed) for seed in range(3))
     y = x + 1.0
     with offload:
         first, second = y * w, y * v
     expected = y.detach().clone()
     del y
     offload.stats(synchronize=True)
-    offloader = offloader_of(offload)
-    wait, found = offloader.wait, []
+    wait, found = offloader_of(offload).wait, []
 
     def after_another_thread(transfer: Transfer, stream: Stream, what: str) -> None:
         monkeypatch.undo()
         backend.in_thread(lambda: found.extend(torch.autograd.grad(second.sum(), v)))
         wait(transfer, stream, what)
 
-    monkeypatch.setattr(offloader, "wait", after_another_thread)
+    monkeypatch.setattr(offloader_of(offload), "wait", after_another_thread)
     found.extend(torch.autograd.grad(first.sum(), w))
-    assert len(found) == 2
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], expected)
+    assert [torch.equal(one, expected) for one in found] == [True, True]
     assert offload.stats(synchronize=True).bytes_in == expected.nbytes, "once, for both"
 
 
@@ -152,11 +140,10 @@ class InterruptedRuntime(SimulatedRuntime):
         self, dst: Tensor | Slot, src: Tensor | torch.UntypedStorage | Slot, stream: Stream, after: Sequence[Event] = ()
     ) -> Event:
         self.left -= 1
-        if self.left != 0:
-            return super().copy(dst, src, stream, after)
-        if self._enqueues:
-            super().copy(dst, src, stream, after)
-        raise KeyboardInterrupt
+        event = super().copy(dst, src, stream, after) if self.left != 0 or self._enqueues else None
+        if self.left == 0 or event is None:
+            raise KeyboardInterrupt
+        return event
 
 
 def step(offload: Offload | None, seed: int, *, settles: bool = True) -> Tensor:
@@ -172,13 +159,12 @@ def step(offload: Offload | None, seed: int, *, settles: bool = True) -> Tensor:
 @pytest.mark.parametrize("enqueues", [False, True], ids=["before", "after"])
 def test_h10_h18_both_ends_of_an_interrupted_copy_stay_until_it_is_over(enqueues: bool) -> None:
     """Wherever it comes, out or back: the checker sees whose bytes are written too early."""
-    expected, number = [step(None, seed) for seed in range(3)], 1
-    while True:
-        runtime, slots = InterruptedRuntime(number, enqueues=enqueues), Slots()
+    expected, number, was_reached = [step(None, seed) for seed in range(3)], 0, True
+    while was_reached:
+        number += 1
+        runtime = InterruptedRuntime(number, enqueues=enqueues)
         with runtime.checked() as checker:
-            offload = Offload(
-                runtime=runtime, around_tier=slots.around, tier="host", min_bytes=0, keep_last_bytes=0, step_plans=False
-            )
+            offload, slots = on_a_device(runtime, step_plans=False)
             for seed in range(2):
                 with suppress(KeyboardInterrupt):
                     step(offload, seed, settles=seed == 0)  # else the host would know that slots have been read
@@ -194,16 +180,13 @@ def test_h10_h18_both_ends_of_an_interrupted_copy_stay_until_it_is_over(enqueues
             assert slots.alive == 0
         checker.assert_clean()
         assert runtime.faults == []
-        if not was_reached:
-            break
-        number += 1
     assert number > 8
 
 
 @pytest.mark.parametrize("enqueues", [False, True], ids=["before", "after"])
 def test_h18_a_slot_knows_of_an_interrupted_copy_and_of_all_uses_before_it(enqueues: bool) -> None:
-    runtime = InterruptedRuntime(1, enqueues=enqueues)
-    tier, cpu = HostTier(Arena(runtime.host_buffer), 1 << 20), torch.device("cpu")
+    runtime, cpu = InterruptedRuntime(1, enqueues=enqueues), torch.device("cpu")
+    tier = HostTier(Arena(runtime.host_buffer), 1 << 20)
     offloader = DeviceOffloader(cpu, runtime, [tier], Accounts(), windows=Windows(1 << 20, 1 << 20))
     outward, slot = runtime.transfer_stream(cpu, Direction.OUT), tier.reserve(4096)
     slot.write(torch.zeros(4096, dtype=torch.uint8))

@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 
 import eager_offload
-from eager_offload import OffloadStats
+from eager_offload import Offload, OffloadStats
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.base import release_idle_slots
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone, offloader_of
-from tests.hazards.programs import Around, assert_identical, leaf
+from tests.hazards.programs import Around, Settled, assert_identical, leaf
+from tests.programs import Run
+from tests.programs.tables import branches
 from tests.sampling import one_in
 
 PACKAGE = Path(eager_offload.__file__).parent
@@ -46,6 +48,8 @@ _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE
 
 #: Modules with state of their own, for all objects of a process.
 _SHARED = {"active.py", "foreign.py", "marks.py", "ownership.py"}
+#: The code that looks steps up in a table.
+_LOOKING_UP = {"followed.py", "following.py", "plans.py"}
 
 
 class Point(NamedTuple):
@@ -132,7 +136,7 @@ class Walk:
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        if not (code is self._only if self._only is not None else is_ours(code)):
+        if code is not self._only if self._only is not None else not is_ours(code):
             return None
         if self._entries or not has_lines(code):
             self._reached(Point(code, frame.f_lineno))
@@ -164,7 +168,7 @@ def forward(x: Tensor) -> tuple[Tensor, Tensor]:
     return part.exp().sum() + z.sigmoid().sum(), middle
 
 
-def gradient(around: Around, settle: Callable[[], object]) -> Tensor:
+def gradient(around: Around, settle: Callable[[], object] = lambda: None) -> Tensor:
     """One step; some of what was saved has left when ``settle`` is called, and some is on its way.
 
     Half a backward comes first: what is brought early then, the whole one needs later, or nobody does.
@@ -214,51 +218,58 @@ class InterruptedAt(Walk):
 class Trials:
     """Steps on one backend, each interrupted at one point."""
 
-    def __init__(self, backend: Backend, *, step_plans: bool = False) -> None:
-        self.backend, self.step_plans = backend, step_plans
-        self.expected = gradient(nullcontext(), lambda: None)
+    step_plans = False
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.offload = self.make()
+        self.expected = self.step(None)
         self.harmful: list[str] = []
         # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
         self.taken_before = host_runtime().arena.used_bytes
 
-    def make(self) -> eager_offload.Offload:
+    def make(self) -> Offload:
         return self.backend.offload(**FIELDS, step_plans=self.step_plans)
 
     def prepare(self) -> None:
         """What comes before."""
 
+    def step(self, offload: Offload | None) -> object:
+        """A step, without offload if there is none."""
+        return gradient(offload or nullcontext(), self.offload.stats)
+
+    def interrupted(self) -> None:
+        """What is interrupted."""
+        self.step(self.offload)
+
     def is_looked_at(self, point: Point) -> bool:
         return True
-
-    def settle(self) -> None:
-        self.offload.stats()
 
     def points(self) -> Counter[Point]:
         """How often each point is reached in what is interrupted, once the library knows what to expect."""
         found: Counter[Point] = Counter()
         for _ in range(2):
             self.prepare()
-            gradient(self.offload, self.settle)
+            self.interrupted()
         self.prepare()
         with Walk(lambda point: found.update([point])):
-            gradient(self.offload, self.settle)
+            self.interrupted()
         return Counter({point: times for point, times in found.items() if self.is_looked_at(point)})
 
     def run(self, point: Point, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
         self.prepare()
         with InterruptedAt(point, occurrence) as raised:
-            gradient(self.offload, self.settle)
+            self.interrupted()
         try:
             assert hooks_are_gone(), "the hooks are still there"
             moved = self.offload.stats(synchronize=True).bytes_out
-            assert_identical(self.expected, gradient(self.offload, self.settle), "the next step")
+            assert_identical(self.expected, self.step(self.offload), "the next step")
             stats = assert_settled(self.offload)
             assert stats.bytes_out > moved, "the next step moved nothing"
             assert not stats.demotions, stats.demotions
             self.offload.reset_stats()
-            assert_identical(self.expected, gradient(self.offload, self.settle), "a later step")
+            assert_identical(self.expected, self.step(self.offload), "a later step")
             assert_most_moved(assert_settled(self.offload))
             assert host_runtime().arena.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
@@ -287,6 +298,32 @@ class GrowingTrials(Trials):
         return found
 
 
+class LookedUpTrials(Trials):
+    """A step that is recorded, one that follows it, and one that differs from it, interrupted where it is looked up."""
+
+    step_plans = True
+
+    def prepare(self) -> None:
+        for saves in self.offload._hooks._saves.values():
+            saves.plans.forget_all()
+            saves.plans._unclear = 0
+
+    def step(self, offload: Offload | None, *, order: bool = True) -> object:
+        return branches(Run(nullcontext() if offload is None else Settled(offload)), ["exp", "product"], order=order)
+
+    def interrupted(self) -> None:
+        for order in (True, True, False):
+            self.step(self.offload, order=order)
+
+    def is_looked_at(self, point: Point) -> bool:
+        return Path(point.code.co_filename).name in _LOOKING_UP
+
+    def points(self) -> Counter[Point]:
+        found, stats = super().points(), self.offload.stats()
+        assert (stats.followed_forwards, stats.plan_misses) == (6, {"order": 3}), stats
+        return found
+
+
 def assert_most_moved(stats: OffloadStats) -> None:
     """All that is not a leaf's, and not of the newest bytes; several saves share those."""
     assert set(stats.kept_bytes) <= {"newest", "parameter"}, stats
@@ -307,7 +344,7 @@ def run_all(trials: Trials, stride: int) -> None:
     assert reached >= 0.7 * tried > 0, f"only {reached} of {tried} points were reached again"
     trials.offload.close()
     trials.offload.close()
-    assert_identical(trials.expected, gradient(trials.offload, trials.settle), "after it was closed")
+    assert_identical(trials.expected, trials.step(trials.offload), "after it was closed")
     assert_most_moved(trials.offload.stats())
 
 
@@ -323,26 +360,25 @@ def no_finalizer_fails() -> Iterator[None]:
     assert not failed, failed
 
 
-#: By how much the points are apart, and whether steps are looked up in a table.
 LONG, SHORT = pytest.mark.long, pytest.mark.short
 
 
 @pytest.mark.parametrize(
-    ("kind", "stride", "step_plans"),
+    ("kind", "trials", "stride"),
     [
-        pytest.param(DiskBackend, 40, False, marks=SHORT),
-        pytest.param(SimulatedBackend, 40, True, marks=SHORT),
-        pytest.param(DiskBackend, 9, True, marks=LONG),
-        pytest.param(SimulatedBackend, 9, False, marks=LONG),
+        pytest.param(DiskBackend, Trials, 40, marks=SHORT),
+        pytest.param(SimulatedBackend, Trials, 40, marks=SHORT),
+        pytest.param(SimulatedBackend, LookedUpTrials, 20, marks=SHORT),
+        pytest.param(DiskBackend, Trials, 9, marks=LONG),
+        pytest.param(SimulatedBackend, Trials, 9, marks=LONG),
+        pytest.param(DiskBackend, LookedUpTrials, 3, marks=LONG),
+        pytest.param(SimulatedBackend, LookedUpTrials, 7, marks=LONG),
+        (SimulatedBackend, GrowingTrials, 3),
     ],
 )
-def test_h10_h39_h54_an_interrupt_at_any_point_is_harmless(kind: type[Backend], stride: int, step_plans: bool) -> None:
+def test_h10_h39_h41_h54_an_interrupt_at_any_point_is_harmless(
+    kind: type[Backend], trials: type[Trials], stride: int
+) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(Trials(backend, step_plans=step_plans), stride)
-        backend.assert_nothing_is_held()
-
-
-def test_h10_h41_an_interrupt_in_a_step_for_which_a_tier_grows_is_harmless() -> None:
-    with SimulatedBackend() as backend, no_finalizer_fails():
-        run_all(GrowingTrials(backend), stride=3)
+        run_all(trials(backend), stride)
         backend.assert_nothing_is_held()

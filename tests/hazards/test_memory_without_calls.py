@@ -1,12 +1,13 @@
-"""H40: memory goes back when its use is over, although the program calls the library no more.
+"""H40, H69: memory goes back when its use is over, although the program calls the library no more, and although a tier
+is slower than the step: copies of graphs that are gone are cancelled, and their sources go.
 
-Nothing here asks for stats, packs, unpacks or enters a context between what ends the use and what is asserted.
+Of H40 nothing asks for stats, packs, unpacks or enters a context between what ends the use and what is asserted. The
+tier of H69 carries nothing at all until it is let, so that no time comes into it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,66 +15,56 @@ from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import Direction
-from tests.hazards.backends import Backend, DiskBackend, assert_settled
+from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
 
-SIDE = 64
+SIDE, LAYERS = 64, 12
+NBYTES = SIDE * SIDE * 4
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    """The CPU device with the disk tier: the one whose transfers have threads of the library's own."""
-    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
-    with DiskBackend() as backend:
-        yield backend
-        backend.assert_nothing_is_held()
-
-
-def forward(x: Tensor, gone: Gone, layers: int = 12) -> Tensor:
+def forward(x: Tensor, gone: Gone, layers: int = LAYERS) -> Tensor:
     for _ in range(layers):
         x = gone.see(x.sin())
     return x.sum()
 
 
-def test_h40_the_sources_of_a_dropped_graph_go_with_the_end_of_their_copies(disk: Backend) -> None:
-    offload, gone = disk.offload(), Gone()
-    with disk.gate() as gate:
-        with offload:
-            loss = forward(leaf(SIDE, SIDE), gone)
-        gate.wait_until_reached()
-        del loss
-        assert gone.alive, "the copies are still to read them"
-        gate.open()
-        gone.wait()
-    assert_moved(assert_settled(offload))
-
-
-@pytest.mark.parametrize("asked", ["on their way", "when transfers pause"])
-def test_h40_the_sources_of_a_step_go_with_the_end_of_their_copies(asked: str, disk: Backend) -> None:
-    offload, gone, x = disk.offload(), Gone(), leaf(SIDE, SIDE)
-    forward(x, Gone()).backward()
-    expected, x.grad = x.grad, None
-    on_their_way = asked == "on their way"
-    with disk.gate() as gate:
-        with offload:
-            loss = forward(x, gone)
-        if on_their_way:
-            loss.backward()
-            del loss
-        gate.open()
-        gone.wait()
-    if not on_their_way:
-        loss.backward()
-        del loss
-    assert_identical(expected, x.grad)
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert on_their_way or stats.bytes_in > 0
+def gradient(x: Tensor, layers: int = LAYERS) -> Tensor:
+    return torch.autograd.grad(forward(x, Gone(), layers), x)[0]
 
 
 @pytest.fixture
-def slabs(disk: Backend, monkeypatch: pytest.MonkeyPatch) -> Gone:
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers pause as soon as there are none."""
+    monkeypatch.setattr(transfer_threads, "_PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("ends", ["dropped", "with copies on their way", "later"])
+def test_h40_sources_go_with_the_end_of_their_copies(ends: str, disk: Backend) -> None:
+    offload, gone, x = disk.offload(), Gone(), leaf(SIDE, SIDE)
+    with disk.gate() as gate:
+        with offload:
+            loss = forward(x, gone)
+        gate.wait_until_reached()
+        if ends == "with copies on their way":
+            loss.backward()
+        if ends != "later":
+            del loss
+        assert gone.alive, "the copies are still to read them"
+        gate.open()
+        gone.wait()
+    if ends == "later":
+        loss.backward()
+        del loss
+    assert ends == "dropped" or torch.equal(gradient(x), x.grad)
+    stats = assert_settled(offload)
+    assert_moved(stats)
+    assert ends != "later" or stats.bytes_in > 0
+
+
+@pytest.fixture
+def slabs(no_pause: None, disk: Backend, monkeypatch: pytest.MonkeyPatch) -> Gone:
     """What the runtime's arena takes from the system."""
     arena, taken = disk.runtime.arena, Gone()
     arena.rest()
@@ -87,28 +78,22 @@ def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_me
 ) -> None:
     offload = disk.offload()
     with Transfers(disk.runtime) as transfers:
-        half = h = x = leaf(SIDE, SIDE)
         with Settled(offload):
-            for layer in range(12):
-                h = h.sin()
-                half = h if layer == 6 else half
-            loss = h.sum()
+            half = leaf(SIDE, SIDE).sin().sin().sin()
+            loss = forward(half, Gone())
         torch.autograd.grad(loss, half)
-        assert len(transfers.back) > 5, "nothing was brought back early"
-        del loss, h, half
+        assert len(transfers.targets) > 5, "nothing was brought back early"
+        del loss, half
         slabs.wait()
-        assert all(moved.storage() is None for moved in transfers.back)
+        assert [target() for target in transfers.targets] == [None] * len(transfers.targets)
     assert slabs.seen > 0
-    assert x.grad is None
     assert_moved(assert_settled(offload))
 
 
 def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_then(
     disk: Backend, slabs: Gone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, x = disk.offload(prefetch_bytes=SIDE * SIDE * 4), leaf(SIDE, SIDE)
-    forward(x, Gone(), layers=200).backward()
-    expected, x.grad = x.grad, None
+    offload, x = disk.offload(prefetch_bytes=NBYTES), leaf(SIDE, SIDE)
     back = disk.runtime.transfer_stream(x.device, Direction.IN)
     paused, rest = threading.Event(), back.pauses
     # A backward without a pause of that length.
@@ -121,7 +106,46 @@ def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_th
     paused.set()
     back._bell.put(None)
     slabs.wait()
-    assert_identical(expected, x.grad)
+    assert_identical(gradient(x, layers=200), x.grad)
     stats = assert_settled(offload)
     assert_moved(stats)
-    assert stats.bytes_in > 100 * SIDE * SIDE * 4
+    assert stats.bytes_in > 100 * NBYTES
+
+
+# -- a slow tier ------------------------------------------------------------------------------------------------------
+
+#: How many copies a transfer stream is given at once.
+GIVEN = 2
+
+
+@pytest.mark.usefixtures("held_back")
+@pytest.mark.parametrize("plans", [True, False], ids=["with step plans", "without"])
+@pytest.mark.parametrize("goes_backward", [True, False], ids=["trained", "dropped"])
+def test_h69_sources_of_graphs_that_are_gone_do_not_pile_up(plans: bool, goes_backward: bool, disk: Backend) -> None:
+    offload, gone, x = disk.offload(step_plans=plans), Gone(), leaf(SIDE, SIDE)
+    with disk.gate() as gate:
+        for number in range(8):
+            with offload:
+                loss = forward(x * 1, gone)
+            if goes_backward:
+                x.grad = None
+                loss.backward()
+            del loss
+            stats = offload.stats()
+            assert gone.alive <= GIVEN, f"step {number}"
+            assert stats.inflight_bytes_peak <= (LAYERS + 2 + GIVEN) * NBYTES
+            assert stats.device_bytes_peak <= stats.without_offload_bytes_peak + GIVEN * NBYTES
+        gate.open()
+        assert assert_settled(offload).bytes_out > 0
+    assert not goes_backward or torch.equal(gradient(x), x.grad)
+
+
+@pytest.mark.usefixtures("held_back")
+def test_h69_a_thread_that_has_carried_all_that_it_was_given_takes_the_rest(disk: Backend) -> None:
+    """No call of the library comes: what was held back leaves all the same, and its sources go."""
+    offload, gone = disk.offload(), Gone()
+    with offload:
+        loss = forward(leaf(SIDE, SIDE) * 1, gone)
+    gone.wait()
+    loss.backward()
+    assert assert_settled(offload).bytes_out >= LAYERS * NBYTES

@@ -1,9 +1,12 @@
-"""H42, H43: contexts of one thread that overlap without nesting: the right hooks are on, and none stays."""
+"""H24, H29, H42, H43: contexts inside one another, in several threads, and of one thread that overlap without nesting:
+the right hooks are on, none stays, and what hides ours is told of.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import eager_offload as eo
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import Around, assert_identical, assert_moved, leaf
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf
+from tests.programs import Run
+from tests.programs.threads import model_of, train, train_together
 
 #: What two, or three, contexts have in common.
 KINDS: dict[str, Callable[[Backend, int], list[eo.Offload]]] = {
@@ -38,10 +43,10 @@ def stage(h: Tensor, x: Tensor) -> Tensor:
     return h.sin() * x.exp()
 
 
-def enter_and_leave(arounds: Sequence[Around], order: Sequence[int]) -> object:
-    """Enters and leaves, by number, each at its first and its second place in ``order``; computes after each."""
-    x = leaf(16, 16)
-    h, entered = x, set[int]()
+def gradient(arounds: Sequence[Around], order: Sequence[int]) -> Tensor | None:
+    """Enters and leaves, by number, each at its first and its second place in ``order``; has a stage after each."""
+    h = x = leaf(16, 16)
+    entered = set[int]()
     for number in order:
         if number in entered:
             arounds[number].__exit__(None, None, None)
@@ -54,18 +59,13 @@ def enter_and_leave(arounds: Sequence[Around], order: Sequence[int]) -> object:
     return x.grad
 
 
-def plain(stages: int) -> object:
-    """The gradient of so many stages, computed in no context at all."""
-    h = x = leaf(16, 16)
-    for _ in range(stages):
-        h = stage(h, x)
-    h.sum().backward()
-    return x.grad
+def plain(stages: int) -> Tensor | None:
+    return gradient([nullcontext()] * stages, range(stages))
 
 
 def orders(count: int) -> Iterator[tuple[int, ...]]:
     """All ways in which ``count`` contexts, entered by number, may overlap."""
-    for order in set(itertools.permutations([*range(count), *range(count)])):
+    for order in sorted(set(itertools.permutations([*range(count), *range(count)]))):
         if list(dict.fromkeys(order)) == list(range(count)):
             yield order
 
@@ -75,7 +75,7 @@ def orders(count: int) -> Iterator[tuple[int, ...]]:
 def test_h42_every_order_of_entering_and_leaving(count: int, kind: str, backend: Backend) -> None:
     offloads = KINDS[kind](backend, count)
     for order in orders(count):
-        assert_identical(plain(2 * count), enter_and_leave(offloads, order))
+        assert_identical(plain(2 * count), gradient(offloads, order))
     for offload in {*offloads}:
         stats = assert_settled(offload)
         assert_moved(stats)
@@ -85,10 +85,10 @@ def test_h42_every_order_of_entering_and_leaving(count: int, kind: str, backend:
 @pytest.mark.filterwarnings("ignore:eager_offload. other saved-tensor hooks:RuntimeWarning")
 def test_h42_with_hooks_of_others_in_between(backend: Backend) -> None:
     first, second = KINDS["different"](backend, 2)
-    for order, place in itertools.product(sorted(orders(3)), range(3)):
+    for order, place in itertools.product(orders(3), range(3)):
         theirs, arounds = Theirs(), list[Around]([first, second])
         arounds.insert(place, theirs)
-        assert_identical(plain(6), enter_and_leave(arounds, order))
+        assert_identical(plain(6), gradient(arounds, order))
         assert theirs.packed > 0
     assert_moved(assert_settled(first))
 
@@ -98,10 +98,9 @@ def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Ba
     graphs, x = list[Tensor](), leaf(16, 16)
 
     def saved() -> list[bool]:
-        before = [first.stats().saved_tensors, second.stats().saved_tensors]
+        before = [one.stats().saved_tensors for one in (first, second)]
         graphs.append(stage(x, x))
-        after = [first.stats().saved_tensors, second.stats().saved_tensors]
-        return [new > old for old, new in zip(before, after, strict=True)]
+        return [one.stats().saved_tensors > old for one, old in zip((first, second), before, strict=True)]
 
     first.__enter__()
     second.__enter__()
@@ -148,12 +147,72 @@ def test_h43_a_ban_on_hooks_ends_with_the_context_or_stays_if_it_is_from_outside
     offload = backend.offload()
     with pytest.raises(eo.OffloadError, match="no saved tensor hooks here"), offload:
         torch._C._autograd._saved_tensors_hooks_disable("no saved tensor hooks here")
-    assert_identical(plain(2), enter_and_leave([offload], [0, 0]))
+    assert_identical(plain(2), gradient([offload], [0, 0]))
     with disable_saved_tensors_hooks("no saved tensor hooks today"):
         for _ in range(2):
             with pytest.raises(eo.OffloadError, match="no saved tensor hooks today"), offload:
                 pass
         with pytest.raises(RuntimeError, match="no saved tensor hooks today"), Theirs():
             pass
-    assert_identical(plain(2), enter_and_leave([offload], [0, 0]))
+    assert_identical(plain(2), gradient([offload], [0, 0]))
     assert_moved(assert_settled(offload))
+
+
+def test_h24_a_forward_in_which_nothing_could_be_seen_is_counted_and_told_of_once(backend: Backend) -> None:
+    offload, x, autograd = backend.offload(), leaf(16, 16), torch._C._autograd
+
+    def hidden() -> None:
+        with offload:  # past what the library has wrapped
+            autograd._push_saved_tensors_default_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+            stage(x, x)
+            autograd._pop_saved_tensors_default_hooks()
+
+    with pytest.warns(RuntimeWarning, match="no saved tensor could be seen") as warned:
+        [hidden() for _ in range(3)]
+    assert len(warned) == 1
+    assert offload.stats().empty_forwards == 3
+    assert_identical(plain(2), gradient([offload], [0, 0]))
+    assert_moved(assert_settled(offload))
+
+
+def test_h29_two_threads_with_an_offload_each(backend: Backend) -> None:
+    expected = [train(Run(), model_of(number), number) for number in range(2)]
+    for regime in REGIMES[::2]:
+        offloads = [backend.offload(**regime.fields) for _ in range(2)]
+        assert_identical(expected, train_together([Run(regime.around(offload)) for offload in offloads]))
+        for offload in offloads:
+            assert_moved(assert_settled(offload))
+    assert hooks_are_gone()
+
+
+def test_h29_different_offloads_inside_one_another(backend: Backend) -> None:
+    for regime in REGIMES:
+        offloads = [backend.offload(**regime.fields) for _ in range(2)]
+        arounds = [regime.around(offload) for offload in offloads]
+        nested = [*arounds, arounds[0]]
+        assert_identical(plain(6), gradient(nested, [0, 1, 2, 2, 1, 0]))
+        for offload in offloads:
+            stats = assert_settled(offload)
+            assert_moved(stats)
+            assert stats.foreign_hooks == 0
+
+
+def test_h29_one_thread_waits_for_the_disk_and_the_other_goes_on(backend: Backend) -> None:
+    slow, fast, x = backend.offload(), backend.offload(), leaf(16, 32)
+    with backend.gate() as gate:
+        with slow:
+            loss = (x * 2).tanh().exp().sum()
+
+        def other() -> None:
+            with fast:
+                another = (leaf(16, 32) * 2).tanh().exp().sum()
+            another.backward()
+
+        backend.in_thread(other)
+        assert offloader_of(fast).resident_bytes <= 2 * x.nbytes
+        gate.open()
+    loss.backward()
+    del loss
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2).tanh().exp().sum(), x)[0])
+    for offload in (slow, fast):
+        assert_moved(assert_settled(offload))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.forking import OwnThread, can_begin_nothing
-from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, assert_balanced, assert_settled, hooks_are_gone
 from tests.hazards.programs import leaf
 from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient
 from tests.threads import collect
@@ -37,13 +37,12 @@ REFUSED = "in the midst of a call of eager_offload on the same thread"
 
 def train(offload: Offload) -> None:
     """What a handler may do: a step of another model."""
-    x = leaf(16, 16, seed=1)
-    with offload:
-        loss = (x * 3.0).sin().exp().sum()
-    loss.backward()
-    expected = leaf(16, 16, seed=1)
-    (expected * 3.0).sin().exp().sum().backward()
-    assert torch.equal(x.grad, expected.grad), "the handler's own step"
+    found, expected = leaf(16, 16, seed=1), leaf(16, 16, seed=1)
+    for x, around in ((found, offload), (expected, nullcontext())):
+        with around:
+            loss = (x * 3.0).sin().exp().sum()
+        loss.backward()
+    assert torch.equal(found.grad, expected.grad), "the handler's own step"
 
 
 def save_only(offload: Offload) -> None:
@@ -52,8 +51,7 @@ def save_only(offload: Offload) -> None:
 
 
 def adds_up(offload: Offload) -> None:
-    stats = offload.stats(synchronize=True)
-    assert stats.saved_bytes == stats.offloaded_bytes + stats.shared_bytes + sum(stats.kept_bytes.values())
+    assert_balanced(offload.stats(synchronize=True))
 
 
 def looked_on() -> bool:
@@ -83,7 +81,7 @@ def count(offload: Offload, call: Callable[[Offload], None], outcomes: Counter[s
     "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close], ids=lambda c: c.__name__
 )
 def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offload], None], backend: Backend) -> None:
-    expected = gradient(nullcontext(), lambda: None)
+    expected = gradient(nullcontext())
     offload, outcomes, seen = backend.offload(**FIELDS), Counter[str](), 0
     stride = 7 if call is adds_up else 61
 
@@ -95,10 +93,10 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
 
     for _ in range(2):
         with Walk(reached, entries=True):  # where CPython looks for signals; it does not between lines without a call
-            found = gradient(offload, lambda: offload.stats())
+            found = gradient(offload, offload.stats)
         assert torch.equal(found, expected)
         assert hooks_are_gone()
-    assert torch.equal(gradient(offload, lambda: None), expected)
+    assert torch.equal(gradient(offload), expected)
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     assert outcomes["done"] > 0
@@ -106,67 +104,40 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
     assert call is adds_up or outcomes["refused"] > 0
 
 
-Call: TypeAlias = Callable[[], None]
-
-
-def while_room_is_reserved(call: Call, patch: pytest.MonkeyPatch) -> None:
-    at_hand = DiskTier.at_hand
-
-    def reserving(tier: DiskTier, nbytes: int) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-        return at_hand(tier, nbytes)
-
-    signal.signal(signal.SIGUSR1, lambda *_: call())
-    patch.setattr(DiskTier, "at_hand", reserving)
-
-
-def while_a_transfer_thread_starts(call: Call, patch: pytest.MonkeyPatch) -> None:
-    start = OwnThread.start
-
-    def starting(thread: OwnThread) -> None:
-        start(thread)
-        signal.raise_signal(signal.SIGUSR1)
-
-    host_runtime().detach_user(None)  # with no thread that an earlier test has left
-    signal.signal(signal.SIGUSR1, lambda *_: call())
-    patch.setattr(OwnThread, "start", starting)
-
-
-def where_a_warning_is_shown(call: Call, patch: pytest.MonkeyPatch) -> None:
-    write, failures = DiskSlot.write, iter([OSError(5, "broken")])
+@pytest.mark.parametrize("call", [adds_up, train], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    ("owner", "name", "by_another"),
+    [(DiskTier, "at_hand", False), (OwnThread, "start", True), (warnings, "showwarning", False)],
+    ids=["while room is reserved", "while a transfer thread starts", "where a warning is shown"],
+)
+def test_h38_a_call_in_the_midst_of_the_library(
+    owner: Any, name: str, by_another: bool, call: Callable[[Offload], None], monkeypatch: Any, disk: Backend
+) -> None:
+    expected, outcomes, function = gradient(nullcontext()), Counter[str](), getattr(owner, name)
+    offload, other = disk.offload(**FIELDS), disk.offload(**FIELDS)
+    write, failures = DiskSlot.write, iter([OSError(5, "broken")] if owner is warnings else [])
 
     def writing(slot: DiskSlot, source: Tensor) -> None:
         for failure in failures:
             raise failure
         write(slot, source)
 
-    warnings.simplefilter("always")
-    patch.setattr(DiskSlot, "write", writing)
-    patch.setattr(warnings, "showwarning", lambda *_: call())
+    def handle(*_: object) -> None:
+        count(other if by_another else offload, call, outcomes)
 
+    def and_then(*arguments: Any) -> Any:
+        result = function(*arguments)
+        handle() if owner is warnings else signal.raise_signal(signal.SIGUSR1)
+        return result
 
-@pytest.mark.parametrize("call", [adds_up, train], ids=lambda call: call.__name__)
-@pytest.mark.parametrize(
-    ("moment", "by_another"),
-    [(while_room_is_reserved, False), (while_a_transfer_thread_starts, True), (where_a_warning_is_shown, False)],
-)
-def test_h38_a_call_in_the_midst_of_the_library(
-    moment: Callable[[Call, pytest.MonkeyPatch], None],
-    by_another: bool,
-    call: Callable[[Offload], None],
-    monkeypatch: pytest.MonkeyPatch,
-    disk: Backend,
-) -> None:
-    expected, outcomes = gradient(nullcontext(), lambda: None), Counter[str]()
-    before = signal.getsignal(signal.SIGUSR1)
-    offload, other = disk.offload(**FIELDS), disk.offload(**FIELDS)
-    called = other if by_another else offload
+    handler = signal.signal(signal.SIGUSR1, handle)
+    host_runtime().detach_user(None)  # with no thread that an earlier test has left
     with monkeypatch.context() as patch, warnings.catch_warnings():
-        moment(lambda: count(called, call, outcomes), patch)
-        try:
-            found = gradient(offload, lambda: None)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
+        warnings.simplefilter("always")
+        patch.setattr(DiskSlot, "write", writing)
+        patch.setattr(owner, name, and_then)
+        found = gradient(offload)
+    signal.signal(signal.SIGUSR1, handler)
     assert torch.equal(found, expected)
     assert assert_settled(offload).bytes_out > 0
     assert set(outcomes) == {"refused" if call is train else "done"}, outcomes
@@ -176,7 +147,7 @@ def test_h38_a_call_in_the_midst_of_the_library(
 def test_h38_the_garbage_collector_calls_back_in_the_midst_of_the_library(
     allocations: int, nth: int, backend: Backend
 ) -> None:
-    expected = gradient(nullcontext(), lambda: None)
+    expected = gradient(nullcontext())
     offload, outcomes, calls = backend.offload(**FIELDS), Counter[str](), 0
     inside = False
 
@@ -196,7 +167,7 @@ def test_h38_the_garbage_collector_calls_back_in_the_midst_of_the_library(
     gc.callbacks.append(called_back)
     gc.set_threshold(allocations, 1 << 30, 1 << 30)
     try:
-        found: Tensor = gradient(offload, lambda: None)
+        found: Tensor = gradient(offload)
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(called_back)
@@ -207,9 +178,9 @@ def test_h38_the_garbage_collector_calls_back_in_the_midst_of_the_library(
     assert assert_settled(offload).bytes_out > 0
 
 
-def test_h38_a_thread_of_the_library_that_python_is_still_starting() -> None:
+def test_h38_a_thread_of_the_library_that_python_is_still_starting(disk: Backend) -> None:
     """Who starts it waits for it, with locks of the library, so nothing that is called there may wait for those."""
-    expected, began = gradient(nullcontext(), lambda: None), list[tuple[bool, int]]()
+    expected, began, offload = gradient(nullcontext()), list[tuple[bool, int]](), disk.offload(**FIELDS)
 
     def called_back(frame: FrameType, event: str, arg: object) -> None:
         sys.settrace(None)
@@ -217,14 +188,12 @@ def test_h38_a_thread_of_the_library_that_python_is_still_starting() -> None:
             began.append((can_begin_nothing(), offload.stats(synchronize=True).saved_tensors))
 
     host_runtime().detach_user(None)  # with no thread that an earlier test has left
-    with DiskBackend() as disk:
-        offload = disk.offload(**FIELDS)
-        threading.settrace(called_back)  # Python calls it before the thread's own code
-        try:
-            found = gradient(offload, lambda: None)
-        finally:
-            threading.settrace(None)  # what the documentation says takes it away
-        assert assert_settled(offload).bytes_out > 0
+    threading.settrace(called_back)  # Python calls it before the thread's own code
+    try:
+        found = gradient(offload)
+    finally:
+        threading.settrace(None)  # what the documentation says takes it away
+    assert assert_settled(offload).bytes_out > 0
     assert torch.equal(found, expected)
     assert began
     assert all(nothing and saved > 0 for nothing, saved in began)

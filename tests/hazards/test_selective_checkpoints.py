@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import SavedTensorModifiedError, no_offload
+from eager_offload import no_offload
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Gone, Transfers
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, exact, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, leaf, same_gradients
 from tests.programs import Run
 from tests.programs.checkpoints import around_the_context, saving, selectively
 
@@ -31,7 +29,7 @@ def test_h22_nothing_moves_where_nothing_is_saved(mode: Callable[[], Around], us
             block(leaf(ROWS, WIDTH))
     stats = offload.stats()
     # Nor is a validation pass a mistake.
-    assert (transfers.out, stats.saved_tensors, stats.empty_forwards) == ([], 0, 0)
+    assert (transfers.sources, stats.saved_tensors, stats.empty_forwards) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
@@ -44,7 +42,7 @@ def test_h23_reentrant_checkpointing_around_the_context(regime: Regime, backend:
 
 
 def test_h73_its_memory_goes_and_any_thread_brings_it_back(backend: Backend) -> None:
-    results = Gone()
+    results, offload = Gone(), backend.offload()
 
     def program(around: Around, policy: Any, on_thread: Callable[[Callable[[], object]], object]) -> object:
         model, x = blocks(), leaf(ROWS, WIDTH)
@@ -59,44 +57,10 @@ def test_h73_its_memory_goes_and_any_thread_brings_it_back(backend: Backend) -> 
         return x.grad, gradients(model)
 
     expected = program(nullcontext(), [aten.addmm.default], lambda backward: backward())
-    offload, policy = backend.offload(), saving(aten.addmm.default, see=results.see)
+    policy = saving(aten.addmm.default, see=results.see)
     assert_identical(expected, program(Settled(offload), policy, backend.in_thread))
     assert results.seen == 8
     assert assert_settled(offload).reloaded_bytes > 0
-
-
-def test_h73_what_is_changed_raises_as_torch_does(backend: Backend) -> None:
-    backend.sources_change = True
-
-    def program(around: Around, **options: bool) -> object:
-        x = leaf(ROWS, WIDTH)
-        with around:
-            y = selectively(saving(aten.sin.default), lambda x: x.sin().mul_(2).cos(), x * 2, **options).sum()
-        if hasattr(around, "stats"):
-            around.stats(synchronize=True)
-        y.backward()
-        return x.grad
-
-    for error, around in ((RuntimeError, nullcontext()), (SavedTensorModifiedError, backend.offload())):
-        with pytest.raises(error, match="cached during selective activation checkpoint has been mutated"):
-            program(around)
-        gc.collect()
-    stats = exact(partial(program, allow_cache_entry_mutation=True), backend.offload())
-    assert stats.kept_bytes == {"region": BOUNDARY}, "what is meant is what is there when backward asks"
-    assert stats.bytes_out > 0
-
-
-def test_h73_a_graph_that_is_dropped_gives_it_back(backend: Backend) -> None:
-    offload, x = backend.offload(), leaf(ROWS, WIDTH)
-    gc.disable()
-    try:
-        for settled in (False, True):
-            with Settled(offload) if settled else offload:
-                y = selectively(saving(aten.sin.default), lambda x: x.sin().cos(), x * 2).sum()
-            del y
-            assert assert_settled(offload).saved_tensors > 0
-    finally:
-        gc.enable()
 
 
 def test_h73_regions_errors_and_the_innermost_offload(backend: Backend) -> None:
@@ -129,9 +93,9 @@ def test_h73_higher_order_operators(users_backend: Backend) -> None:
     wrap = pytest.importorskip("torch._higher_order_ops.wrap")
     if not hasattr(wrap, "InductorCompiledCallable"):
         pytest.skip("this torch has no such operator")
-    compiled, names = torch.ops.higher_order.inductor_compiled_code, ("_CachingTorch", "_CachedTorch")
-    run, modes = wrap.InductorCompiledCallable(lambda inputs: [inputs[0].exp()]), vars(torch.utils.checkpoint)
-    before = {name: mode for name, mode in modes.items() if name.startswith(names)}
+    compiled, modes = torch.ops.higher_order.inductor_compiled_code, vars(torch.utils.checkpoint)
+    run = wrap.InductorCompiledCallable(lambda inputs: [inputs[0].exp()])
+    before = {name: mode for name, mode in modes.items() if name.startswith(("_CachingTorch", "_CachedTorch"))}
 
     class Region(torch.autograd.Function):
         """Compiled code, as Inductor wraps it: a higher-order operator."""

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.functions import watching
 from tests.hazards.programs import Around, Settled, assert_identical, leaf, noise
-from tests.hazards.wrappers import KINDS, Image, Kind, parts_of, with_unit, wrapped, wrapped_pair
+from tests.hazards.wrappers import KINDS, Image, Kind, Scaled, parts_of, with_unit, wrapped, wrapped_pair
 
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
+NBYTES = 16 * 16 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -33,15 +27,15 @@ def test_h13_bytes_are_on_the_device_only_while_they_are_used(kind: Kind, backen
     def look(tensor: Tensor) -> None:
         storages.extend(weakref.ref(part.untyped_storage()) for part in parts_of(tensor) if part.numel() > 1)
 
-    offload, storages = backend.offload(prefetch_bytes=0), list[weakref.ref[torch.UntypedStorage]]()
+    offload, storages = backend.offload(prefetch_bytes=0), list[Callable[[], object]]()
     with Settled(offload):
         h = wrapped(kind, 16, 16) * 2
         look(h)
         y = watching(leaf(16, 16), look, h)
         del h
-    assert [ref() for ref in storages] == [None] * kind.inside, "what was saved is still there"
+    assert [storage() for storage in storages] == [None] * kind.inside, "what was saved is still there"
     y.sum().backward(retain_graph=True)
-    assert [ref() for ref in storages] == [None] * 2 * kind.inside, "what was brought back is still there"
+    assert [storage() for storage in storages] == [None] * 2 * kind.inside, "what was brought back is still there"
 
 
 def test_h13_a_change_of_what_is_inside_behind_the_wrappers_back_raises(backend: Backend) -> None:
@@ -55,14 +49,35 @@ def test_h13_a_change_of_what_is_inside_behind_the_wrappers_back_raises(backend:
         y.backward()
 
 
+def saved_by_another(offload: eo.Offload, look: Callable[[Tensor], object], *tensors: Tensor) -> Tensor:
+    """The sum of an operator that saves ``tensors``, all of which have left."""
+    with Settled(offload):
+        return watching((leaf(16, 16) * 3).tanh(), look, *tensors).sum()
+
+
 def test_h62_what_lives_is_given_itself(backend: Backend) -> None:
     offload, seen = backend.offload(), list[Tensor]()
     tensors = [with_unit(noise(16, 16)), with_unit(noise(16, 16).as_subclass(Image))]
-    with Settled(offload):
-        y = watching((leaf(16, 16) * 3).tanh(), seen.append, *tensors)
-    y.sum().backward()
+    saved_by_another(offload, seen.append, *tensors).backward()
     assert [one is other for one, other in zip(seen, tensors, strict=True)] == [True, True]
-    assert offload.stats().bytes_out >= 2 * 16 * 16 * 4
+    assert offload.stats().bytes_out >= 2 * NBYTES
+
+
+def test_h62_attributes_go_with_the_graph(backend: Backend) -> None:
+    offload, saved = backend.offload(), noise(16, 16)
+    gc.disable()
+    try:
+        saved.held = nn.Identity()
+        ref = weakref.ref(saved.held)
+        saved.result = saved_by_another(offload, lambda tensor: None, saved)  # the graph that holds the handle
+        y = saved.result
+        del saved
+        y.backward()
+        del y
+        assert ref() is None
+    finally:
+        gc.enable()
+    assert assert_settled(offload).bytes_out > 0
 
 
 class Loud(Tensor):
@@ -102,53 +117,24 @@ def test_h62_no_code_of_a_subclass_runs(kind: str, grad: bool, users_backend: Ba
     del tensor, x
     y.backward()
     assert Loud.heard == []
-    assert offload.stats().bytes_out == (16 * 16 * 4 if kind == "moves" else 0)
+    assert offload.stats().bytes_out == (NBYTES if kind == "moves" else 0)
     assert found == [Tensor if grad else Loud]  # autograd makes an alias of what requires grad
 
 
-class Held:
-    """What an attribute leads to."""
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_h62_attributes_go_with_the_graph(backend: Backend) -> None:
-    offload, held = backend.offload(), Held()
-    ref = weakref.ref(held)
-    with Settled(offload):
-        saved: Any = noise(16, 16)
-        saved.held = held
-        y = watching((leaf(16, 16) * 3).tanh(), lambda tensor: None, saved).sum()
-        saved.result = y  # the graph that holds the handle
-    del saved, held
-    y.backward()
-    del y
-    assert ref() is None
-    assert assert_settled(offload).bytes_out > 0
-
-
-class Opaque(Tensor):
+class Opaque(Scaled):
     """A wrapper that does not say what it is made of."""
 
-    values: Tensor
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> Opaque:
-        made = torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=values.dtype, device=values.device)
-        made.values = values
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = tree_map_only(Opaque, lambda one: one.values, (args, kwargs or {}))
-        result = tree_map_only(Tensor, Opaque, func(*plain[0], **plain[1]))
-        return return_and_correct_aliasing(func, args, kwargs or {}, result)
+    @property
+    def __tensor_flatten__(self) -> Any:
+        raise AttributeError("__tensor_flatten__")
 
 
-def test_h62_a_wrapper_that_does_not_say_what_it_is_made_of_stays_and_is_not_called_sparse(tmp_path: Any) -> None:
+def test_h62_a_wrapper_that_does_not_say_what_it_is_made_of_stays_and_is_not_called_sparse(tmp_path: Path) -> None:
     def step(around: Around) -> list[object]:
         x, seen = leaf(64, 64), list[object]()
+        opaque = Opaque(noise(64, 64), torch.ones(1), "metres")
         with around:
-            y = watching(x, lambda tensor: seen.append([type(tensor), tensor.unit]), with_unit(Opaque(noise(64, 64))))
+            y = watching(x, lambda tensor: seen.append([type(tensor), tensor.unit]), opaque)
         y.sum().backward()
         return [x.grad, seen]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -23,126 +23,103 @@ NBYTES = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _warnings_are_errors() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
+    with warnings.catch_warnings(category=RuntimeWarning, action="error"):
         yield
+
+
+@pytest.fixture
+def offload() -> Iterator[eo.Offload]:
+    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+    yield offload
+    offload.close()
 
 
 def leaf() -> Tensor:
     return torch.linspace(-1, 1, NBYTES // 4).requires_grad_()
 
 
-def forward(x: Tensor, inside: Any = None) -> Tensor:
+def forward(x: Tensor, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Tensor:
     h = (x * 2).sin().cos()
-    with nullcontext() if inside is None else inside:
+    with inside():
         return h.sin().exp().sum()
 
 
-def expected() -> Tensor:
-    x = leaf()
-    forward(x).backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def train(offload: eo.Offload, inside: Any = nullcontext, count: int = 3) -> list[RuntimeWarning]:
-    """Steps of which each gradient is looked at; returns the warnings that were raised, each when a ``with`` was left
-    or entered, and by nothing else."""
-    wanted, raised, steps = expected(), [], 0
+def train(offload: eo.Offload, forward: Callable[[Tensor], Tensor] = forward, count: int = 3) -> str:
+    """Steps of which each gradient is looked at; returns the texts of the warnings that were raised, each when a
+    ``with`` was left or entered, and by nothing else."""
+    raised, steps, plain = [], 0, leaf()
+    forward(plain).backward()
     while steps < count:
         x, loss = leaf(), None
         try:
             with offload:
-                loss = forward(x, inside())
+                loss = forward(x)
         except RuntimeWarning as warning:
             names = [frame.name for frame in traceback.extract_tb(warning.__traceback__)]
             assert names[:2] in (["train", "__exit__"], ["train", "__enter__"])
-            raised.append(warning)
+            raised.append(str(warning))
         if loss is not None:
             loss.backward()
-            assert x.grad is not None
-            assert torch.equal(x.grad, wanted)
+            assert torch.equal(x.grad, plain.grad)
             steps += 1
     assert not offload.stats(synchronize=True).is_approximate, "nothing was crashed by it"
     assert all(not offloader.is_crashed for offloader in offload._offloaders.all())
-    return raised
-
-
-def texts(raised: list[RuntimeWarning]) -> str:
-    return "\n".join(str(one) for one in raised)
+    return "\n".join(raised)
 
 
 @pytest.mark.parametrize("plans", [True, False, "auto"])
 def test_h65_a_shortage_raises_where_the_context_is_left(plans: Any) -> None:
     offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="3MiB", step_plans=plans)
-    raised = train(offload, count=5)
-    assert texts(raised).count("no room for") == 1
-    stats = offload.stats()
-    assert stats.bytes_out > 0
-    assert stats.kept_bytes["budget"] > 0
+    assert train(offload, count=5).count("no room for") == 1
+    assert offload.stats().bytes_out > 0
+    assert offload.stats().kept_bytes["budget"] > 0
 
 
-def test_h65_a_transfer_that_fails_raises_at_the_next_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload, write = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0), DiskSlot.write
-    assert train(offload) == []
-    moved = offload.stats().bytes_out
-
+def test_h65_a_transfer_that_fails_raises_at_the_next_with(offload: eo.Offload) -> None:
     def fail(slot: DiskSlot, source: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DiskSlot, "write", fail)
-    raised = train(offload)
-    monkeypatch.setattr(DiskSlot, "write", write)
+    assert train(offload) == ""
+    moved = offload.stats().bytes_out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskSlot, "write", fail)
+        raised = train(offload)
     raised += train(offload)
-    assert texts(raised).count("offloading failed") == 1
+    assert raised.count("offloading failed") == 1
     assert offload.stats().bytes_out > moved > 0
-    offload.close()
 
 
-def test_h65_hooks_that_hide_ours_are_entered_all_the_same() -> None:
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
-    assert texts(train(offload, save_on_cpu)).count("other saved-tensor hooks") == 1
+def test_h65_hooks_that_hide_ours_are_entered_all_the_same(offload: eo.Offload) -> None:
+    assert train(offload, lambda x: forward(x, save_on_cpu)).count("other saved-tensor hooks") == 1
     assert offload.stats().bytes_out > 0
-    offload.close()
 
 
 def test_h65_a_plan_that_does_not_fit() -> None:
     first = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, step_plans=True)
-    x = leaf()
-    for _ in range(2):
-        with first:
-            loss = x.exp().sin().sum()
-        loss.backward()
+    train(first, lambda x: x.exp().sin().sum(), 2)
     second = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, plan=first.step_plan())
-    assert texts(train(second)).count("does not fit this model") == 1
+    assert train(second).count("does not fit this model") == 1
     assert second.stats().bytes_out > 0
     first.close()
     second.close()
 
 
 def test_h65_compiled_code_that_has_no_room() -> None:
-    offload, wanted = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="512KiB"), expected()
-    compiled, raised = torch.compile(forward, backend="aot_eager", fullgraph=True), list[RuntimeWarning]()
-    for _ in range(4):
-        x, loss = leaf(), None
-        try:
-            with offload, eo.no_offload():
-                loss = compiled(x)
-        except RuntimeWarning as warning:
-            raised.append(warning)
-        if loss is not None:
-            loss.backward()
-            assert x.grad is not None
-            assert torch.equal(x.grad, wanted)
-    assert not offload.stats(synchronize=True).is_approximate
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="512KiB")
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+
+    def inside(x: Tensor) -> Tensor:
+        with eo.no_offload():
+            return compiled(x)
+
+    raised = train(offload, inside)
     assert offload.stats().compiled_regions > 0
     offload.close()
     for text in ("compiled code waits for each", "in a no_offload() region", "no room for"):
-        assert texts(raised).count(text) == 1
+        assert raised.count(text) == 1
 
 
-def test_h65_a_warning_that_is_left_is_raised_by_close_which_has_closed() -> None:
-    offload = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0)
+def test_h65_a_warning_that_is_left_is_raised_by_close_which_has_closed(offload: eo.Offload) -> None:
     train(offload, count=1)
     warn("told late")
     with pytest.raises(RuntimeWarning, match="told late"):
@@ -150,9 +127,7 @@ def test_h65_a_warning_that_is_left_is_raised_by_close_which_has_closed() -> Non
     assert offload._offloaders.tiers() == []
 
 
-def test_h65_one_with_an_exception_of_the_users_hides_nothing() -> None:
-    offload = eo.Offload(tier="disk", min_bytes=0)
-
+def test_h65_one_with_an_exception_of_the_users_hides_nothing(offload: eo.Offload) -> None:
     def step() -> None:
         with offload:
             warn("told late")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.hazards.blocks import ROWS, WIDTH, blocks, gradients
 from tests.hazards.wrappers import parts_of, wrapped_pair
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.in_place import everything_has_left
 
 aten = torch.ops.aten
 
@@ -239,3 +241,29 @@ for _name, _operators in {
             [nn.Conv2d(3, 8, 3), nn.Linear(8, 8), leaf(2, 3, 16, 16)],
         )
     )
+
+
+@program("H73-a-graph-of-saved-results-that-is-dropped", Flag.EAGER, Flag.NOTHING_BACK)
+def _(run: Run) -> object:
+    for _ in range(2):
+        with run.around:
+            y = selectively(saving(aten.sin.default), lambda x: x.sin().cos(), leaf(ROWS, WIDTH) * 2).sum()
+        del y
+    return None
+
+
+for _allowed in (False, True):
+    # What is meant then is what is there when backward asks: it stays.
+    @program(f"H73-a-change-{'that-is-allowed' * _allowed or 'raises'}", Flag.EAGER, Flag.SOURCES_CHANGE, moved=0.4)
+    def _(run: Run, allowed: bool = _allowed) -> object:
+        x, policy = leaf(ROWS, WIDTH), saving(aten.sin.default)
+        options = {"allow_cache_entry_mutation": True} if allowed else {}
+        with run.around:
+            y = selectively(policy, lambda x: x.sin().mul_(2).cos(), x * 2, **options).sum()
+            other = (x * 3).sin().cos().sum()
+        everything_has_left(run.around)
+        match = "cached during selective activation checkpoint has been mutated"
+        with nullcontext() if allowed else pytest.raises(RuntimeError, match=match):
+            y.backward()
+        other.backward()
+        return x.grad

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -295,3 +296,33 @@ def _(run: Run) -> object:
         del result, changed
         assert not context.original, "a handle that went is forgotten"
     return x.grad, row.grad, weight.grad, parts_of(pair.grad)
+
+
+@program("H01-a-change-between-two-saves", Flag.EAGER, Flag.SOURCES_CHANGE)
+def _(run: Run) -> object:
+    """What has left serves no save of a later version; the first save is never asked for."""
+    x, w = leaf(64, 64), leaf(64, 64, seed=2)
+    with run.around:
+        y = x + 1.0
+        first = (y * w).sigmoid()
+        everything_has_left(run.around)
+        y.mul_(2.0)
+        second = (y * w).sum()
+        del y
+    everything_has_left(run.around)
+    return torch.autograd.grad(second, w), first.detach()
+
+
+@program("H01-a-backward-that-raises-once-and-again", Flag.EAGER, Flag.SOURCES_CHANGE, moved=0.5)
+def _(run: Run) -> object:
+    """What is whole of the same forward still comes back."""
+    w, v, x, seen = leaf(32, 32), leaf(32, 32, seed=2), leaf(32, 32, seed=3, grad=False), list[Tensor]()
+    with run.around:
+        changed = (w * x).sum()
+        whole = watching(v, lambda saved: seen.append(saved.detach().clone()), (v * 3).detach()).sum()
+    x.add_(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="at version 1; expected version 0"):
+            changed.backward(retain_graph=True)
+    whole.backward()
+    return w.grad, seen

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
-from tests.hazards.functions import saving, watching
+from tests.hazards.functions import custom, saving, watching
 from tests.programs import Flag, Run, leaf, program, step
 
 #: Views of a base of 32 by 32 by 16 elements.
@@ -178,3 +180,22 @@ def _(run: Run) -> object:
     del y, features
     z.sum().backward()
     return x.grad, heard
+
+
+def _partly_used(x: Tensor) -> Tensor:
+    """Saves a workspace of which it uses the first part, as oneDNN's recurrent layers do."""
+    pages = mmap.mmap(-1, 40 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # an allocator may have touched it before
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    workspace = torch.frombuffer(pages, dtype=x.dtype)
+    workspace[: x.numel()] = x.detach().flatten().exp()
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (workspace,) = ctx.saved_tensors
+        return gradient * workspace[: gradient.numel()].view_as(gradient) + workspace[-(1 << 16) :].sum()
+
+    return custom(x, backward, workspace, forward=lambda x: workspace[: x.numel()].view_as(x).clone())
+
+
+@step("H49-workspaces-that-are-touched-in-part", Flag.EAGER, Flag.HOST, Flag.NO_CHECKPOINT, Flag.NO_SCRIPT)
+def _() -> tuple[Callable[..., Tensor], list[Any]]:
+    return lambda x: _partly_used(x) + _partly_used(2 * x), [torch.linspace(-1, 1, 1 << 20).requires_grad_()]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.hazards.functions import saving
 from tests.programs import Flag, Run, leaf, program
+from tests.programs.in_place import everything_has_left
 from tests.programs.streams import in_a_thread
 
 _SIDE = 64
@@ -123,6 +127,29 @@ def _(run: Run) -> object:
     return x.grad
 
 
+def _seen(tensor: Tensor, storages: list[Callable[[], object]]) -> Tensor:
+    storages.append(weakref.ref(tensor.untyped_storage()))
+    return tensor
+
+
+@program("H09-a-graph-that-is-dropped", Flag.EAGER, Flag.NOTHING_BACK, moved=0.5)
+def _(run: Run) -> object:
+    """Outside of the context, inside of it, and of a module; what it saved goes with it, or once it has left."""
+    storages = list[Callable[[], object]]()
+    model = nn.Sequential(nn.Linear(_SIDE, _SIDE), nn.Tanh(), nn.LayerNorm(_SIDE), nn.Linear(_SIDE, _SIDE))
+    for inside in (False, True):
+        with run.around:
+            h = _seen((leaf(_SIDE, _SIDE) * 2).tanh(), storages)
+            loss = _seen(h.exp() @ h, storages).sum() + _seen(model(_seen(h.sin(), storages)), storages).sum()
+            del h
+            if inside:
+                del loss
+        loss = None
+    everything_has_left(run.around)
+    assert [storage() for storage in storages] == [None] * len(storages)
+    return loss
+
+
 @program("H09-experts-that-got-no-tokens", Flag.EAGER, moved=0.7)
 def _(run: Run) -> object:
     experts = [leaf(16, 16, seed=number) for number in range(4)]
@@ -134,3 +161,64 @@ def _(run: Run) -> object:
         del routed
         loss.backward()
     return [expert.grad for expert in experts]
+
+
+# -- addresses that are used again ------------------------------------------------------------------------------------
+
+
+class _Ground:
+    """Places tensors one after the other at one address, each in a storage of its own; without offload they live."""
+
+    def __init__(self, run: Run) -> None:
+        self._bytes, self._last = bytearray(4 * _SIDE * _SIDE), lambda: None
+        self._is_offloaded = not isinstance(run.around, nullcontext)
+
+    def place(self, values: Tensor) -> Tensor:
+        if not self._is_offloaded:
+            return values.clone()
+        assert self._last() is None, "the last owner of these bytes still lives"
+        tensor = torch.frombuffer(self._bytes, dtype=values.dtype).view(values.size()).copy_(values)
+        self._last = weakref.ref(tensor.untyped_storage())
+        return tensor
+
+
+@program("H11-an-address-that-each-forward-uses-again", Flag.EAGER, Flag.HOST)
+def _(run: Run) -> object:
+    w, ground, losses = leaf(_SIDE, _SIDE), _Ground(run), []
+    for seed in range(6):
+        with run.around:
+            x = ground.place(leaf(_SIDE, _SIDE, seed=10 + seed, grad=False))
+            losses.append((w * x).sum() + (w[1:] * x[1:]).sum() + (w[3] * x[3]).sum())
+        everything_has_left(run.around)
+        del x
+    for index in (0, 5, 2, 4, 1, 3):
+        losses[index].backward()
+    return w.grad
+
+
+@program("H11-an-address-that-is-used-again-within-a-forward", Flag.EAGER, Flag.HOST, moved=0.4)
+def _(run: Run) -> object:
+    w, ground, seen = leaf(_SIDE, _SIDE), _Ground(run), list[list[object]]()
+    with run.around:
+        total = (w * 0).sum()
+        for seed in range(6):
+            x = ground.place(leaf(_SIDE, _SIDE, seed=10 + seed, grad=False))
+            total = total + saving(w, x, seen=seen).sum()
+            del x
+            w.sin().exp()  # the operator before it has run: what it saved may leave
+            everything_has_left(run.around)
+    total.backward()
+    return w.grad, [given[:-1] for given in seen]  # without the address
+
+
+@program("H07-saves-of-what-has-left", Flag.EAGER)
+def _(run: Run) -> object:
+    x = leaf(_SIDE, _SIDE)
+    with run.around:
+        y = x + 1.0
+        first = y.square()
+        everything_has_left(run.around)
+        second = y.square()
+        del y
+    (first + second).sum().backward()
+    return x.grad

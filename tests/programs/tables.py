@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -165,6 +167,47 @@ for _counts in ((1, 1, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2)):
             for _ in range(count):
                 loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             del loss
+            results.append(x.grad)
+        return results
+
+
+@program("H54-a-parameter-that-an-operator-has-changed", Flag.EAGER, Flag.NO_SCRIPT)
+def _(run: Run) -> object:
+    """It has a node then, which owns the handle: a cycle that no collector sees, if what saves it holds it."""
+    results, storages = [], []
+    for goes_backward in (True, True, False):
+        x, w = leaf(_SIDE, _SIDE), leaf(_SIDE, _SIDE, seed=2)
+        frozen, other = (nn.Parameter(_noise(_SIDE, _SIDE), requires_grad=False) for _ in range(2))
+        with run.around:
+            frozen.mul_(w)
+            loss = ((x * 2).sin() * other * other + frozen.exp_()).sum()
+        storages.append(weakref.ref(frozen.untyped_storage()))
+        del frozen
+        if goes_backward:
+            loss.backward()
+        del loss
+        results.append(x.grad)
+    assert [storage() for storage in storages] == [None] * 3
+    return results
+
+
+for _before in (0, 1):
+
+    @program(f"H54-a-change-after-{_before}-backwards", Flag.EAGER, Flag.NO_SCRIPT, Flag.SOURCES_CHANGE, moved=0.6)
+    def _(run: Run, before: int = _before) -> object:
+        results = []
+        for changes in (False, False, True):
+            x = leaf(_SIDE, _SIDE)
+            with run.around:
+                y = x * 2
+                loss = y.sin().exp().sum()
+            for _ in range(before):
+                loss.backward(retain_graph=True)
+            if changes:
+                y.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") if changes else nullcontext():
+                loss.backward()
+            del loss, y
             results.append(x.grad)
         return results
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 #: Of training steps; the cheap ones first: most sites are noticed there.
 _STEPS = (
-    "hazards/streams hazards/copies hazards/what_is_counted hazards/in_between hazards/versions "
-    "matrix counts contract like_steps hazards/out_of_memory hazards/interrupts hazards/lifetime "
+    "hazards/copies hazards/what_is_counted hazards/in_between hazards/versions "
+    "matrix counts contract like_steps hazards/interrupts hazards/lifetime "
     "hazards/steady_state proof/random_programs"
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
@@ -26,15 +26,15 @@ _FIRST = {
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "eager/captured": "",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
-    "eager/packing": "codecs/saved_tensors codecs/rounding hazards/streams hazards/out_of_memory",
-    "eager/follow": "hazards/tables matrix like_steps codecs/rounding hazards/out_of_memory",
+    "eager/packing": "codecs/saved_tensors codecs/rounding hazards/copies hazards/interrupts",
+    "eager/follow": "hazards/tables matrix like_steps codecs/rounding hazards/interrupts",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/device_budget": "how_much_moves",
     "eager/exposure": "how_much_moves",
     "eager/hooks": "hazards/versions contract",
     "eager/plans": "hazards/tables",
-    "eager/reloading": "hazards/streams hazards/in_between hazards/out_of_memory",
+    "eager/reloading": "hazards/copies hazards/in_between hazards/interrupts",
     "eager/ownership": "hazards/versions matrix",
     "eager/subclasses": "hazards/subclasses",
     "graphs": "",
