@@ -36,7 +36,7 @@ from eager_offload.runtime.base import Direction
 from eager_offload.stats import KeepReason
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
-from tests.virtual_device.graphs import nodes_of, violations
+from tests.virtual_device.graphs import Edge, nodes_of, violations
 from tests.virtual_device.on_device.steps import (
     FEW,
     Chain,
@@ -101,24 +101,32 @@ def test_replays_are_eager_steps_to_the_bit(
         assert step.scalars == (trained.rate,)
 
 
-def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
+def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
     virtual: VirtualDevice, offloads: Any
 ) -> None:
-    """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again."""
+    """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again.
+
+    And of some inside of a stream, those that follow from others included: these are neither reported nor wrong.
+    """
     chain = Chain(2)
     with chain.capture(offloads(), debug=True) as step:
         nodes, expected = nodes_of(step.graph._graph), chain.results(chain)
         assert not violations(nodes)
         assert same(expected, chain.results(step))
 
-        def is_exact(edge: tuple[int, int]) -> bool:
+        def is_exact(edge: Edge) -> bool:
             with virtual.replays(1, [edge]):
                 return same(expected, chain.results(step))
 
-        edges = {edge for node in nodes for edge in node.edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
-        reported = {edge for edge in edges if violations(nodes, [edge])}
-        wrong = {edge for edge in edges if not is_exact(edge)}
-        assert reported == wrong
+        edges = {edge for node in nodes for edge in node.edges}
+        across = {edge for edge in edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
+        # Of two nodes that give memory back the second mostly comes before its block is written.
+        inside = {edge for edge in edges - across if {nodes[one].kind for one in edge} != {"free"}}
+        tried = across | {*sorted(inside)[::4]}
+        reported = {edge for edge in tried if violations(nodes, [edge])}
+        assert reported == {edge for edge in tried if not is_exact(edge)}
+        assert tried - across - reported
+        wrong = across & reported
         kinds = {(nodes[before].kind, nodes[after].kind) for before, after in wrong}
         assert {("kernel", "copy out"), ("copy out", "free"), ("allocate", "copy in")} < kinds
         assert any(before == "copy in" for before, _ in kinds)  # compute waits for what comes back
@@ -126,31 +134,14 @@ def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_
         assert len(wrong) >= 3 * sum(node.kind == "copy out" for node in nodes) // 2
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*Inductor has failed here:RuntimeWarning")
-def test_a_step_that_rounds_replays_the_same_numbers_in_any_order(virtual: VirtualDevice, offloads: Any) -> None:
-    chain, moved = Chain(2), {}
-    for codec in ("identity", "int8", "fp8"):
-        with chain.capture(offloads(codec=codec), debug=True) as step:
-            nodes, expected = nodes_of(step.graph._graph), chain.results(step)
-            with virtual.replays(1):
-                assert same(expected, chain.results(step))
-            assert same(expected, chain.results(chain)) is (codec == "identity")
-            moved[codec] = copies(step, "copy out")
-            assert moved[codec] == copies(step, "copy in")
-            assert not violations(nodes)
-            out = [node.number for node in nodes if node.kind == "copy out"]
-            assert all(violations(nodes, nodes[number].edges) for number in out), "what packs comes before its copy"
-    assert 0 < moved["fp8"] <= moved["int8"] < moved["identity"]
-
-
 @pytest.mark.filterwarnings("ignore:.*device_budget:RuntimeWarning")
 @pytest.mark.parametrize("setting", ["keep_last_bytes", "nothing", "max_slowdown", "device_budget"])
 def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str, offloads: Any) -> None:
     """Nor on the link, on what earlier steps have on its way, or, but for a budget, on whether there were any."""
-    fields = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
+    small = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
     budget = torch.accelerator.memory_allocated() + 8192
     values = {"keep_last_bytes": 0, "max_slowdown": 0.1, "device_budget": budget}
+    fields = small | {name: values[name] for name in values if name == setting}
     w, x = torch.full((16, 16), 0.01, device=NAME, requires_grad=True), torch.ones(16, 16, device=NAME)
 
     def train(h: Tensor) -> None:
@@ -164,7 +155,7 @@ def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str
     for seed in range(runs):
         with pytest.MonkeyPatch.context() as patch:
             link(patch, seed / (runs - 1), seed)
-            offload = offloads(**fields | {name: values[name] for name in values if name == setting})
+            offload = offloads(**fields)
             for _ in range(0 if setting == "device_budget" else seed % 3):
                 with offload:
                     train(x)
@@ -263,17 +254,16 @@ def within(offload: Offload, step: Callable[..., Tensor], *values: Tensor) -> Te
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(
-    is_offloaded: bool, offloads: Any
-) -> None:
+def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(offloads: Any) -> None:
     """It has left gradients in which nothing stands."""
     trained = Training(fails=lambda: capture_status().is_capturing)
     trained(*(value.to(NAME) for value in next(inputs(1))[:2]))
     state = trained.state()
     expected = trained.run(trained, state, 5)
-    with pytest.raises(KeyError):
-        trained.capture(offloads() if is_offloaded else None)
-    assert same(trained.run(trained, state, 5), expected)
+    for offload in (None, offloads()):
+        with pytest.raises(KeyError):
+            trained.capture(offload)
+        assert same(trained.run(trained, state, 5), expected)
 
 
 def sealed() -> CapturePool:
