@@ -35,7 +35,4 @@ def test_on_the_device(scenario: Scenario) -> None:
 
 def test_scenarios_are_imported_where_pytest_is_not_installed() -> None:
     """As ``python -m benchmarks.gpu`` does, on a machine that has torch alone."""
-    program = (
-        "import sys; sys.modules['pytest'] = None; import tests.gpu.scenarios as there; print(len(there.SCENARIOS))"
-    )
-    assert int(printed_by("-c", program)) == len(SCENARIOS)
+    printed_by("-c", "import sys; sys.modules['pytest'] = None; import tests.gpu.scenarios")

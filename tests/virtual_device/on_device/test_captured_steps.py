@@ -253,7 +253,6 @@ def within(offload: Offload, step: Callable[..., Tensor], *values: Tensor) -> Te
         return step(*values)
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
 def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(offloads: Any) -> None:
     """It has left gradients in which nothing stands."""
     trained = Training(fails=lambda: capture_status().is_capturing)
