@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from eager_offload.graphs import (
     PoolInUseError,
     PoolSealedError,
     ScheduleMismatchError,
+    UnjoinedStreamError,
     capture_status,
     capture_step,
 )
@@ -120,12 +122,12 @@ def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
 
         edges = {edge for node in nodes for edge in node.edges}
         across = {edge for edge in edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
-        # Of two nodes that give memory back the second mostly comes before its block is written.
-        inside = {edge for edge in edges - across if {nodes[one].kind for one in edge} != {"free"}}
+        # What is painted too early mostly has nobody who reads it: not in each replay does that show.
+        inside = {edge for edge in edges - across if not {nodes[one].kind for one in edge} & {"allocate", "free"}}
         tried = across | {*sorted(inside)[::4]}
         reported = {edge for edge in tried if violations(nodes, [edge])}
         assert reported == {edge for edge in tried if not is_exact(edge)}
-        assert tried - across - reported
+        assert tried - reported, "none that follows from others"
         wrong = across & reported
         kinds = {(nodes[before].kind, nodes[after].kind) for before, after in wrong}
         assert {("kernel", "copy out"), ("copy out", "free"), ("allocate", "copy in")} < kinds
@@ -200,6 +202,16 @@ class Changing:
             raise KeyError("of the step")
         if what == "number":
             h.sum().item()
+        if what == "suppressed":
+            with suppress(RuntimeError):
+                h.sum().item()
+        if what.startswith("unjoined"):
+            other = torch.Stream(device=NAME)
+            other.wait_stream(torch.accelerator.current_stream())
+            with other:
+                h.detach() * 2
+        if what == "unjoined and raises":
+            raise KeyError("of the step")
         if what == "twice":
             torch.autograd.grad(h.sum(), self._w, retain_graph=True)
         loss = h.sin().sum()
@@ -217,6 +229,14 @@ class Changing:
         (4, "raises", KeyError, "of the step"),
         (2, "raises", KeyError, "of the step"),
         (4, "number", RuntimeError, "not permitted while a stream is being captured"),
+        (
+            4,
+            "suppressed",
+            RuntimeError,
+            "not permitted while a stream is being captured|invalidated by an earlier call",
+        ),
+        (4, "unjoined", UnjoinedStreamError, "stream \\d+ has work|have it wait for that stream"),
+        (4, "unjoined and raises", KeyError, "of the step"),
     ],
 )
 def test_after_a_step_that_cannot_be_captured_everything_works(
@@ -375,24 +395,22 @@ def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) ->
 
 def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, offloads: Any) -> None:
     offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
-    pool = CapturePool("64KiB")
-    first = chains[0].capture(offload, pool=pool, debug=True)
-    with pytest.raises(PoolSealedError, match="unseal"):
-        chains[1].capture(offload, pool=pool)
-    pool.unseal()
-    second = chains[1].capture(offload, pool=pool, debug=True)
+    pool, steps = CapturePool("64KiB"), list[CapturedStep]()
+    for chain in chains:
+        pool.unseal()
+        steps.append(chain.capture(offload, pool=pool))
     expected = [value.cpu() for x in chains[0].batches[:5] for chain in chains for value in chain(x)]
     found: list[Tensor] = []
     with virtual.replays(4), virtual.slow_compute(1e-4):
         for number, x in enumerate(chains[0].batches[:5]):
-            for step in (first, second):
+            for step in steps:
                 with other if number % 2 else torch.Stream(device=NAME):
                     found += [value.cpu() for value in step(x)]
     assert same(expected, found)
     with pytest.raises(PoolInUseError, match="by 2 graphs"):
         pool.clear_buffers()
-    first.close()
-    second.close()
+    for step in steps:
+        step.close()
     collect()
     pool.clear_buffers()
 
