@@ -6,9 +6,10 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import pytest
+if TYPE_CHECKING:
+    import pytest  # GPU programs run without it
 
 T = TypeVar("T")
 

@@ -56,24 +56,10 @@ class StandIn:
         self._library.fake_cuda_count.restype = ctypes.c_long
         self._library.fake_cuda_busy_seconds.restype = ctypes.c_double
 
-    def calls(self, function: str) -> int:
-        """Returns how often a function that waits, asks, copies or allocates was called, as ``cudaEventQuery``."""
-        return self._count(function)
-
-    @property
-    def kernels(self) -> int:
-        """Kernels and products that were launched, those of replays aside."""
-        return self._count("kernels")
-
     @property
     def launched(self) -> tuple[int, int]:
         """Threads of the kernels that were launched by the driver's API, and bytes of shared memory of their blocks."""
         return self._count("threads"), self._count("shared bytes")
-
-    @property
-    def host_waits(self) -> int:
-        """How often the host has slept until something was done."""
-        return self._count("host waits")
 
     @property
     def copied_bytes(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Eight models at the sizes that people train, each with a batch that fills a large part of a GPU.
+"""Six models at the sizes that people train, each with a batch that fills a large part of a GPU.
 
 Nothing here depends on values, which are garbage over the stand-in: an expert takes as many tokens as any other.
 """
@@ -132,54 +132,6 @@ def mixture(run: Run) -> nn.Module:
     return model.to(torch.bfloat16)
 
 
-# -- encoders ---------------------------------------------------------------------------------------------------------
-
-
-class ViT(nn.Module):
-    """ViT-L/16, about 300M parameters."""
-
-    def __init__(self, run: Run, layers: int = 24, width: int = 1024, patch: int = 16, pixels: int = 224) -> None:
-        super().__init__()
-        self.run, self.patch = run, patch
-        self.embed = nn.Linear(3 * patch * patch, width)
-        self.first = nn.Parameter(torch.zeros(1, 1, width))
-        self.places = nn.Parameter(torch.zeros((pixels // patch) ** 2 + 1, width))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 16, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        patches = F.unfold(x, self.patch, stride=self.patch).transpose(1, 2)
-        x = torch.cat((self.first.expand(len(x), -1, -1), self.embed(patches)), dim=1) + self.places
-        for block in self.blocks:
-            x = self.run(block, x)
-        return F.cross_entropy(self.head(self.norm(x[:, 0])), y)
-
-
-class Translator(nn.Module):
-    """Encoder and decoder with attention from one to the other, about 770M parameters, as T5's large form."""
-
-    def __init__(self, run: Run, layers: int = 24, width: int = 1024) -> None:
-        super().__init__()
-        self.run = run
-        self.embedding = nn.Embedding(32_128, width)
-        kind = {"dropout": 0.1, "batch_first": True, "norm_first": True, "bias": False}
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 16, 4096, **kind) for _ in range(layers))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 16, 4096, **kind) for _ in range(layers))
-
-    def forward(self, read: Tensor, written: Tensor) -> Tensor:
-        memory = self.embedding(read)
-        for block in self.encoder:
-            memory = self.run(block, memory)
-        x = self.embedding(written[:, :-1])
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)
-        for block in self.decoder:
-            x = block(x, memory, tgt_mask=mask, tgt_is_causal=True)
-        return F.cross_entropy(F.linear(x, self.embedding.weight).flatten(0, 1), written[:, 1:].flatten())
-
-
 # -- of images, without cuDNN, which the stand-in does not have -------------------------------------------------------
 
 
@@ -273,8 +225,6 @@ MODELS = {
     ),
     "GPT 350M": Model(GPT, lambda: (words(16, 1025),), ("ours, 16GiB",)),
     "mixture of experts": Model(mixture, lambda: (words(4, 4097),), CHECKPOINTING, is_mixed=False),
-    "ViT-L/16": Model(ViT, lambda: (images(128, 224), words(128)), CHECKPOINTING),
-    "translator": Model(Translator, lambda: (words(16, 512), words(16, 513))),
     "ResNet-50": Model(ResNet, lambda: (images(128, 224), words(128)), ("ours, 4GiB",)),
     "U-Net": Model(UNet, lambda: (images(8, 512), images(8, 512)), CHECKPOINTING),
 }

@@ -166,27 +166,6 @@ def held(machine: Machine) -> int:
 
 
 @scenario
-def out_of_memory_for_a_reload_is_absorbed_once(machine: Machine) -> None:
-    expected, offload = gradients(machine, nullcontext()), machine.offload()
-    allocate, calls = machine.runtime.allocate, itertools.count()
-
-    def refusing(layout: Layout, device: torch.device, stream: Any) -> Tensor:
-        if next(calls) % 2 == 0:
-            raise torch.OutOfMemoryError("no room, on purpose")
-        return allocate(layout, device, stream)
-
-    machine.runtime.allocate = refusing
-    try:
-        with machine.slow_links():
-            machine.identical(expected, gradients(machine, Settled(offload)))
-    finally:
-        del machine.runtime.allocate
-    machine.finish()
-    assert next(calls) > 1
-    assert assert_settled(offload).bytes_in > 0
-
-
-@scenario
 def pageable_memory_and_the_disk_behind_the_device_are_exact(machine: Machine) -> None:
     with tempfile.TemporaryDirectory(dir=".") as directory:  # a temporary directory in memory would be refused
         for fields in ({"pin_memory": False}, {"tier": "disk", "disk_path": directory, "verify": True}):

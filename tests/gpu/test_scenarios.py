@@ -9,6 +9,7 @@ import torch
 
 from tests.gpu.machine import Machine, Skipped
 from tests.gpu.scenarios import PROGRAMS, SCENARIOS, Scenario
+from tests.processes import printed_by
 
 
 def run_on_the_device(scenario: Scenario) -> None:
@@ -30,3 +31,8 @@ _PROGRAMS = [] if "tests.virtual_device.plugin" in sys.modules else PROGRAMS
 @pytest.mark.parametrize("scenario", [*_PROGRAMS, *SCENARIOS], ids=lambda one: one.__name__)
 def test_on_the_device(scenario: Scenario) -> None:
     run_on_the_device(scenario)
+
+
+def test_scenarios_are_imported_where_pytest_is_not_installed() -> None:
+    """As ``python -m benchmarks.gpu`` does, on a machine that has torch alone."""
+    printed_by("-c", "import sys; sys.modules['pytest'] = None; import tests.gpu.scenarios")

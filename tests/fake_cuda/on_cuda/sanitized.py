@@ -100,7 +100,7 @@ def loss_of(x: Tensor, layers: list[Tensor]) -> Tensor:
 
 
 def train(**fields: Any) -> eo.Offload:
-    """Eight steps: with plans, the last ones follow the first."""
+    """Eight steps: the last ones are looked up in what the first have taught."""
     layers, x, offload = weights(), torch.randn(2048, 512, device=DEVICE), eo.Offload(**WINDOWS, **fields)
     for _ in range(8):
         with offload:
@@ -174,7 +174,6 @@ def captured() -> eo.Offload:
 
 PROGRAMS: dict[str, Callable[[], eo.Offload]] = {
     "train": train,
-    "without plans": lambda: train(step_plans=False),
     "lossless": lambda: train(codec="lossless"),
     "beside another mode": beside_another_mode,
     "on side streams": on_side_streams,

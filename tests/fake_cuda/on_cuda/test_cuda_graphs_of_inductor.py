@@ -107,18 +107,12 @@ def test_a_graph_with_transfers_runs_without_cuda_graphs(way: str, cache: str, m
     offload.close()
 
 
-def test_sizes_that_change_are_told_of_once() -> None:
-    offload = eo.Offload(**SETTINGS)
+def test_sizes_that_change_are_told_of_once_and_a_graph_without_transfers_keeps_its_cuda_graphs() -> None:
+    """Where what it keeps is counted, too, which is an operation of the host's."""
+    offload, few = eo.Offload(**SETTINGS), eo.Offload(**SETTINGS | {"min_bytes": 1 << 40})
     call = torch.compile(product, mode="reduce-overhead")
     assert_without_cuda_graphs(offload, train(call, offload, rows(256, 256, 512, 768)))
     assert counters["stats"]["unique_graphs"] == 2
-    offload.close()
-
-
-def test_a_graph_without_transfers_keeps_its_cuda_graphs() -> None:
-    """Beside one that has transfers, and where what it keeps is counted, which is an operation of the host's."""
-    offload, few = eo.Offload(**SETTINGS), eo.Offload(**SETTINGS | {"min_bytes": 1 << 40})
-    assert_without_cuda_graphs(offload, train(reduced(product), offload, rows(256)))
     counters.clear()
     torch._dynamo.reset()
     assert train(reduced(product), few, rows(256) * 3) == []

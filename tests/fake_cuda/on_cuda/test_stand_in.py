@@ -11,6 +11,8 @@ from tests.fake_cuda import StandIn
 from tests.threads import on_a_thread
 
 CYCLES = 20_000_000  # 10 ms
+SECONDS = CYCLES / 1.98e9
+PINNED = torch.empty(1 << 20, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -26,31 +28,27 @@ def asleep() -> torch.cuda.Stream:
     return stream
 
 
-def test_it_is_torchs_own_cuda_build() -> None:
+def test_it_is_torchs_own_cuda_build_with_so_much_memory() -> None:
     assert torch.version.cuda is not None
     assert torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.get_device_properties(0).name.endswith("(fake)")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(81 << 30, dtype=torch.uint8, device="cuda")
 
 
 def test_streams_run_beside_each_other_and_an_event_is_reached_when_its_stream_is() -> None:
-    stream, other = asleep(), torch.cuda.Stream()
-    event = stream.record_event()
-    assert other.query()
-    assert not stream.query()
-    assert not event.query()
-    other.wait_event(event)
-    assert not other.query()
-    other.synchronize()
-    assert event.query()
-
-
-def test_events_tell_the_times_of_the_device() -> None:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
-    torch.cuda._sleep(CYCLES)
-    last.record()
-    last.synchronize()
-    assert first.elapsed_time(last) >= CYCLES / 1.98e6
+    stream, other = asleep(), torch.cuda.Stream()
+    last.record(stream)
+    assert other.query()
+    assert not stream.query()
+    assert not last.query()
+    other.wait_event(last)
+    assert not other.query()
+    other.synchronize()
+    assert last.query()
+    assert first.elapsed_time(last) >= SECONDS * 1000
 
 
 def test_a_copy_takes_the_time_of_its_bytes_and_each_way_has_an_engine(cuda: StandIn) -> None:
@@ -58,10 +56,9 @@ def test_a_copy_takes_the_time_of_its_bytes_and_each_way_has_an_engine(cuda: Sta
     there, back = (host.to("cuda") for _ in range(2))
     torch.cuda.synchronize()
     cuda.forget()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        host.copy_(there, non_blocking=True)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        back.copy_(host, non_blocking=True)
+    for target, source in ((host, there), (back, host)):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     assert cuda.copied_bytes == (host.nbytes, host.nbytes)
     _, out, into = cuda.busy_seconds
@@ -86,20 +83,13 @@ def test_the_host_waits_until_what_it_frees_is_out_of_use() -> None:
     assert stream.query()
 
 
-def test_a_device_has_so_much_memory() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(81 << 30, dtype=torch.uint8, device="cuda")
-
-
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def capture(
-    work: Callable[[torch.cuda.Stream], object], mode: str = "global", stream: torch.cuda.Stream | None = None
-) -> torch.cuda.CUDAGraph:
+def capture(work: Callable[[torch.cuda.Stream], object], mode: str = "global") -> torch.cuda.CUDAGraph:
     """Captures ``work``, which is given the stream that it is captured on."""
     torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode=mode)
         try:
@@ -109,22 +99,14 @@ def capture(
     return graph
 
 
-def pin() -> object:
-    # Larger each time: nothing that torch has cached serves.
-    return torch.cuda.cudart().cudaHostRegister(PINNED.data_ptr(), PINNED.nbytes, 0)
-
-
-PINNED = torch.empty(1 << 20, dtype=torch.uint8)
-
-
 def test_what_is_captured_runs_when_it_is_launched(cuda: StandIn, x: torch.Tensor) -> None:
     graph = capture(lambda stream: torch.cuda._sleep(CYCLES))
-    assert cuda.busy_seconds[0] < CYCLES / 1.98e9
+    assert cuda.busy_seconds[0] < SECONDS
     for _ in range(2):
         graph.replay()
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
-    assert cuda.busy_seconds[0] >= 2 * CYCLES / 1.98e9
+    assert cuda.busy_seconds[0] >= 2 * SECONDS
 
 
 def test_a_stream_that_waits_for_a_capture_is_captured_and_has_to_be_joined(x: torch.Tensor) -> None:
@@ -146,42 +128,32 @@ def test_a_stream_that_waits_for_a_capture_is_captured_and_has_to_be_joined(x: t
         assert not torch.cuda.is_current_stream_capturing()
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda stream: stream.synchronize(),
-        lambda stream: stream.query(),
-        lambda stream: torch.cuda.synchronize(),
-        lambda stream: stream.record_event().synchronize(),
-        lambda stream: stream.record_event().query(),
-        lambda stream: torch.ones(8, device="cuda").sum().item(),
-    ],
-    ids=["stream", "query of a stream", "device", "event", "query of an event", "item"],
-)
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_nobody_waits_for_what_is_captured(wait: Callable[[torch.cuda.Stream], object], mode: str) -> None:
-    refused = []
+WAITS: dict[str, Callable[[torch.cuda.Stream], object]] = {
+    "stream": lambda stream: stream.synchronize(),
+    "query of a stream": lambda stream: stream.query(),
+    "device": lambda stream: torch.cuda.synchronize(),
+    "event": lambda stream: stream.record_event().synchronize(),
+    "query of an event": lambda stream: stream.record_event().query(),
+    "item": lambda stream: torch.ones(8, device="cuda").sum().item(),
+}
 
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_nobody_waits_for_what_is_captured(wait: str, mode: str) -> None:
     def work(stream: torch.cuda.Stream) -> None:
-        try:
-            wait(stream)
-        except RuntimeError as error:
-            refused.append(str(error))
+        with pytest.raises(RuntimeError, match="captur"):
+            WAITS[wait](stream)
 
     with pytest.raises(RuntimeError):
         capture(work, mode)
-    assert "captur" in refused[0]
 
 
-def test_a_capture_waits_for_nothing_outside_of_it(x: torch.Tensor) -> None:
-    outside = asleep().record_event()
+def test_nothing_of_a_capture_is_ordered_with_what_is_outside_of_it(x: torch.Tensor) -> None:
+    outside, events = asleep().record_event(), list[torch.cuda.Event]()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"isolat|uncaptured|previous error"):
         capture(lambda stream: stream.wait_event(outside))
-
-
-def test_an_event_of_a_capture_stands_for_nothing_that_runs(x: torch.Tensor) -> None:
-    events = []
     capture(lambda stream: (x.add_(1), events.append(stream.record_event())))
     with pytest.raises(RuntimeError, match="last recorded in a capturing stream"):
         events[0].query()
@@ -192,15 +164,15 @@ def test_an_event_of_a_capture_stands_for_nothing_that_runs(x: torch.Tensor) -> 
     [("global", False, False), ("thread_local", False, True), ("relaxed", True, True)],
 )
 def test_the_mode_says_which_threads_may_pin(mode: str, here: bool, elsewhere: bool, x: torch.Tensor) -> None:
-    for is_elsewhere, may in ((False, here), (True, elsewhere)):
-        answers = []
+    def pin() -> None:
+        answers.append(int(torch.cuda.cudart().cudaHostRegister(PINNED.data_ptr(), PINNED.nbytes, 0)))
 
-        def work(stream: torch.cuda.Stream, is_elsewhere: bool = is_elsewhere, answers: list = answers) -> None:
+    for is_elsewhere, may in ((False, here), (True, elsewhere)):
+        answers: list[int] = []
+
+        def work(stream: torch.cuda.Stream, is_elsewhere: bool = is_elsewhere) -> None:
             x.add_(1)
-            if is_elsewhere:
-                on_a_thread(lambda: answers.append(pin()))
-            else:
-                answers.append(pin())
+            on_a_thread(pin) if is_elsewhere else pin()
 
         if may:
             capture(work, mode)
@@ -208,4 +180,4 @@ def test_the_mode_says_which_threads_may_pin(mode: str, here: bool, elsewhere: b
         else:
             with pytest.raises(RuntimeError, match="previous error"):
                 capture(work, mode)
-        assert (int(answers[0]) == 0) is may
+        assert (answers == [0]) is may

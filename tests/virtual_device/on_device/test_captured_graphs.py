@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from eager_offload.graphs import (
     PoolSealedError,
     StaleEventError,
     StaticInputs,
-    UnjoinedStreamError,
     capture_pool_for_handle,
     capture_status,
     graph_pool_handle,
@@ -38,6 +36,7 @@ from eager_offload.graphs import (
     release_graph_pool_handle,
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
+from tests.processes import python
 from tests.threads import collect, on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.on_device.steps import assert_captures, graphs_alive
@@ -106,16 +105,19 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
     torch.accelerator.synchronize()
     addresses = []
 
-    def work(number: int) -> None:
-        part = x * (number + 2)  # in memory of the pool, which the other graph uses too
-        addresses.append(part.data_ptr())
-        out.copy_(part)
+    def captured(number: int, pool: CapturePool | GraphPoolHandle) -> CapturedGraph:
+        def work() -> None:
+            part = x * (number + 2)  # in memory of the pool, which the other graph uses too
+            addresses.append(part.data_ptr())
+            out.copy_(part)
 
-    first = make_graphed_callable(lambda: work(0), pool=handle)
+        return make_graphed_callable(work, pool=pool)
+
+    first = captured(0, handle)
     with pytest.raises(PoolSealedError, match="unseal"):
-        make_graphed_callable(lambda: work(1), pool=handle)
+        captured(1, handle)
     pool.unseal()
-    second = make_graphed_callable(lambda: work(1), pool=pool)
+    second = captured(1, pool)
     assert addresses[0] == addresses[1]
     with other, virtual.held():
         second.launch()
@@ -128,14 +130,11 @@ def test_graphs_of_one_pool_share_memory_and_take_turns_on_any_stream(virtual: V
     release_graph_pool_handle(handle)
     with pytest.raises(CaptureInputError, match="names no pool"):
         GraphCaptureGuard(pool=handle)
-    with pytest.raises(CaptureInputError, match="names no pool"):
-        GraphCaptureGuard(pool=GraphPoolHandle(-1))
     del first, second
     collect()
     pool.clear_buffers()
     pool.unseal()
-    third = make_graphed_callable(lambda: work(1), pool=pool)  # in new memory: that of the others has gone
-    third.launch()
+    captured(1, pool).launch()  # in new memory: that of the others has gone
     assert out.unique().tolist() == [3.0]
 
 
@@ -192,61 +191,55 @@ def test_buffers_of_a_pool_that_is_cleared_stay_while_a_replay_runs(virtual: Vir
 
 # -- what a capture refuses without being the worse for it ------------------------------------------------------------
 
-REFUSED: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
+#: What is refused, with a graph, a pool and the like of before; ``guard`` is the capture's own.
+REFUSED: dict[str, tuple[type[Exception], Callable[[SimpleNamespace], object]]] = {
     "another capture": (CaptureStateError, lambda given: GraphCaptureGuard().__enter__()),
-    "itself again": (CaptureStateError, lambda given: given["guard"].__enter__()),
-    "a launch": (CaptureStateError, lambda given: given["graph"].launch()),
-    "an upload": (CaptureStateError, lambda given: given["graph"].upload()),
-    "a scalar's update": (CaptureStateError, lambda given: given["scalar"].update(2.0)),
+    "itself again": (CaptureStateError, lambda given: given.guard.__enter__()),
+    "a launch": (CaptureStateError, lambda given: given.graph.launch()),
+    "an upload": (CaptureStateError, lambda given: given.graph.upload()),
+    "a scalar's update": (CaptureStateError, lambda given: given.scalar.update(2.0)),
     "a scalar": (CaptureStateError, lambda given: DeviceScalar(2.0)),
-    "an update of inputs": (CaptureStateError, lambda given: given["static"].update(given["x"])),
-    "inputs": (CaptureStateError, lambda given: StaticInputs(given["x"])),
+    "an update of inputs": (CaptureStateError, lambda given: given.static.update(given.x)),
+    "inputs": (CaptureStateError, lambda given: StaticInputs(given.x)),
     "an Offload": (CaptureStateError, lambda given: Offload().__enter__()),
     "a pool's first part": (HostAllocationUnderCaptureError, lambda given: CapturePool(64).host_buffer(64)),
-    "more than a pool has": (HostAllocationUnderCaptureError, lambda given: given["pool"].host_buffer(64)),
-    "to clear its pool": (PoolInUseError, lambda given: given["pool"].clear_buffers()),
+    "more than a pool has": (HostAllocationUnderCaptureError, lambda given: given.pool.host_buffer(64)),
+    "to clear its pool": (PoolInUseError, lambda given: given.pool.clear_buffers()),
     "an event of another capture": (
         StaleEventError,
-        lambda given: given["runtime"].wait(torch.accelerator.current_stream(), given["stale"]),
+        lambda given: accelerator_runtime().wait(torch.accelerator.current_stream(), given.stale),
     ),
-    "the end on another thread": (CaptureStateError, lambda given: on_a_thread(given["guard"].finish)),
+    "the end on another thread": (CaptureStateError, lambda given: on_a_thread(given.guard.finish)),
 }
 
 
 @pytest.fixture(scope="module")
-def given() -> dict[str, Any]:
-    runtime, x, pool = accelerator_runtime(), torch.ones(4, device=NAME), CapturePool(64)
+def given() -> SimpleNamespace:
+    x, pool = torch.ones(4, device=NAME), CapturePool(64)
     pool.host_buffer(32)
     graph = make_graphed_callable(lambda: x + 1)
     with GraphCaptureGuard():
-        stale = runtime.record(torch.accelerator.current_stream())
-    return {
-        "runtime": runtime,
-        "x": x,
-        "pool": pool,
-        "graph": graph,
-        "scalar": DeviceScalar(1.0),
-        "static": StaticInputs(x),
-        "stale": stale,
-    }
+        stale = accelerator_runtime().record(torch.accelerator.current_stream())
+    return SimpleNamespace(x=x, pool=pool, graph=graph, scalar=DeviceScalar(1.0), static=StaticInputs(x), stale=stale)
 
 
 @pytest.mark.parametrize("mode", [CaptureMode.THREAD_LOCAL, CaptureMode.RELAXED])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_in_a_capture_leaves_it_valid(given: dict[str, Any], name: str, mode: CaptureMode) -> None:
+def test_what_is_refused_in_a_capture_leaves_it_valid(given: SimpleNamespace, name: str, mode: CaptureMode) -> None:
     kind, call = REFUSED[name]
-    out, pool = torch.zeros(4, device=NAME), given["pool"]
-    pool.unseal()
-    with GraphCaptureGuard(mode=mode, pool=pool) as guard:
+    out = torch.zeros(4, device=NAME)
+    given.pool.unseal()
+    with GraphCaptureGuard(mode=mode, pool=given.pool) as given.guard:
         out += 1
         with pytest.raises(kind):
-            call(given | {"guard": guard})
-        assert guard.status() is capture_status() is CaptureStatus.ACTIVE
+            call(given)
+        assert given.guard.status() is capture_status() is CaptureStatus.ACTIVE
         assert is_capturing()
         out += 1
-    assert guard.status() is CaptureStatus.NONE
-    guard.finish().launch()
+    assert given.guard.status() is CaptureStatus.NONE
+    given.guard.finish().launch()
     assert out.tolist() == [2.0] * 4
+    del given.guard
 
 
 def test_captures_of_threads_do_not_get_into_each_others_way() -> None:
@@ -267,68 +260,42 @@ def test_captures_of_threads_do_not_get_into_each_others_way() -> None:
         on_a_thread(lambda: capture(CaptureMode.THREAD_LOCAL, 1))
 
 
+#: The graph goes after names of the module that it is from.
+HELD = """
+from tests.virtual_device import NAME, install; install()
+import torch
+from eager_offload.graphs import graph as module, make_graphed_callable
+x = torch.ones(4, device=NAME)
+graph = make_graphed_callable(lambda: x + 1)
+graph.launch()
+module.held = lambda: graph
+print(graph.result.tolist())
+"""
+
+
 def test_a_process_ends_in_silence_with_a_graph_that_is_still_held() -> None:
-    program = (
-        "from tests.virtual_device import NAME, install; install(); import torch\n"
-        "from eager_offload.graphs import graph as module, make_graphed_callable\n"
-        "x = torch.ones(4, device=NAME)\n"
-        "graph = make_graphed_callable(lambda: x + 1)\n"
-        "graph.launch()\n"
-        "module.held = lambda: graph  # so that it goes after names of the module that it is from\n"
-        "print(graph.result.tolist())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = python("-c", HELD)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[2.0, 2.0, 2.0, 2.0]\n", "")
 
 
-# -- captures that fail -----------------------------------------------------------------------------------------------
+# -- captures that fail; see ``test_captured_steps.py`` too ----------------------------------------------------------
 
 
-def invalidate() -> None:
-    torch.ones(4, device=NAME).sum().item()
-
-
-def fail() -> None:
-    raise KeyError("of the step")
-
-
-def leave_a_stream() -> None:
-    other = torch.Stream(device=NAME)
-    other.wait_stream(torch.accelerator.current_stream())
-    with other:
-        torch.ones(4, device=NAME).mul_(2)
-
-
-@pytest.mark.parametrize(
-    ("body", "error", "message"),
-    [
-        (fail, KeyError, "of the step"),
-        (invalidate, RuntimeError, "not permitted while a stream is being captured"),
-        (
-            lambda: suppressed(invalidate),
-            CaptureInvalidatedError,
-            "What raised first.*was invalidated by an earlier call",
-        ),
-        (leave_a_stream, UnjoinedStreamError, "has that stream.*stream \\d+ has work|have it wait for that stream"),
-        (lambda: (leave_a_stream(), fail()), KeyError, "of the step"),
-    ],
-)
-def test_after_a_capture_that_fails_everything_works(
-    virtual: VirtualDevice, body: Callable[[], object], error: type[Exception], message: str
-) -> None:
+def test_a_capture_that_has_failed_is_over_and_holds_nothing(virtual: VirtualDevice) -> None:
     pool, user = CapturePool(), torch.Stream(device=NAME)
     torch.accelerator.empty_cache()
-    reserved, alive = torch.accelerator.memory_reserved(), graphs_alive(virtual)
+    reserved, alive, guard = torch.accelerator.memory_reserved(), graphs_alive(virtual), GraphCaptureGuard(pool=pool)
+
+    def invalidate() -> None:
+        with guard:
+            with suppress(RuntimeError):
+                torch.zeros(1 << 20, device=NAME).add_(1)[0].item()
+            assert capture_status() is CaptureStatus.INVALIDATED
+            assert not is_capturing()
+
     with user:
-        guard = GraphCaptureGuard(pool=pool)
-
-        def capture() -> None:
-            with guard:
-                torch.zeros(1 << 20, device=NAME).add_(1)
-                body()
-
-        with pytest.raises(error, match=message):
-            capture()
+        with pytest.raises(CaptureInvalidatedError, match=r"What raised first.*was invalidated by an earlier call"):
+            invalidate()
         assert torch.accelerator.current_stream() == user
     assert guard.status() is CaptureStatus.NONE
     assert (virtual.graphs_alive, pool.sealed) == (alive, False)
@@ -341,13 +308,6 @@ def test_after_a_capture_that_fails_everything_works(
     out = torch.zeros(4, device=NAME)
     make_graphed_callable(lambda: out.add_(1), pool=pool).launch()
     assert out.tolist() == [1.0] * 4
-
-
-def suppressed(call: Callable[[], object]) -> None:
-    with suppress(RuntimeError):
-        call()
-    assert capture_status() is CaptureStatus.INVALIDATED
-    assert not is_capturing()
 
 
 def test_a_capture_that_cannot_begin_changes_nothing() -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from eager_offload.graphs import (
     PoolInUseError,
     PoolSealedError,
     ScheduleMismatchError,
+    UnjoinedStreamError,
     capture_status,
     capture_step,
 )
@@ -36,7 +38,7 @@ from eager_offload.runtime.base import Direction
 from eager_offload.stats import KeepReason
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
-from tests.virtual_device.graphs import nodes_of, violations
+from tests.virtual_device.graphs import Edge, nodes_of, violations
 from tests.virtual_device.on_device.steps import (
     FEW,
     Chain,
@@ -101,24 +103,32 @@ def test_replays_are_eager_steps_to_the_bit(
         assert step.scalars == (trained.rate,)
 
 
-def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
+def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
     virtual: VirtualDevice, offloads: Any
 ) -> None:
-    """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again."""
+    """Of all edges between streams: forks, windows, joins, and slots that the second forward uses again.
+
+    And of some inside of a stream, those that follow from others included: these are neither reported nor wrong.
+    """
     chain = Chain(2)
     with chain.capture(offloads(), debug=True) as step:
         nodes, expected = nodes_of(step.graph._graph), chain.results(chain)
         assert not violations(nodes)
         assert same(expected, chain.results(step))
 
-        def is_exact(edge: tuple[int, int]) -> bool:
+        def is_exact(edge: Edge) -> bool:
             with virtual.replays(1, [edge]):
                 return same(expected, chain.results(step))
 
-        edges = {edge for node in nodes for edge in node.edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
-        reported = {edge for edge in edges if violations(nodes, [edge])}
-        wrong = {edge for edge in edges if not is_exact(edge)}
-        assert reported == wrong
+        edges = {edge for node in nodes for edge in node.edges}
+        across = {edge for edge in edges if nodes[edge[0]].stream != nodes[edge[1]].stream}
+        # What is painted too early mostly has nobody who reads it: not in each replay does that show.
+        inside = {edge for edge in edges - across if not {nodes[one].kind for one in edge} & {"allocate", "free"}}
+        tried = across | {*sorted(inside)[::4]}
+        reported = {edge for edge in tried if violations(nodes, [edge])}
+        assert reported == {edge for edge in tried if not is_exact(edge)}
+        assert tried - reported, "none that follows from others"
+        wrong = across & reported
         kinds = {(nodes[before].kind, nodes[after].kind) for before, after in wrong}
         assert {("kernel", "copy out"), ("copy out", "free"), ("allocate", "copy in")} < kinds
         assert any(before == "copy in" for before, _ in kinds)  # compute waits for what comes back
@@ -126,31 +136,14 @@ def test_an_edge_of_offload_left_out_is_reported_and_shows_if_and_only_if_it_is_
         assert len(wrong) >= 3 * sum(node.kind == "copy out" for node in nodes) // 2
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*Inductor has failed here:RuntimeWarning")
-def test_a_step_that_rounds_replays_the_same_numbers_in_any_order(virtual: VirtualDevice, offloads: Any) -> None:
-    chain, moved = Chain(2), {}
-    for codec in ("identity", "int8", "fp8"):
-        with chain.capture(offloads(codec=codec), debug=True) as step:
-            nodes, expected = nodes_of(step.graph._graph), chain.results(step)
-            with virtual.replays(1):
-                assert same(expected, chain.results(step))
-            assert same(expected, chain.results(chain)) is (codec == "identity")
-            moved[codec] = copies(step, "copy out")
-            assert moved[codec] == copies(step, "copy in")
-            assert not violations(nodes)
-            out = [node.number for node in nodes if node.kind == "copy out"]
-            assert all(violations(nodes, nodes[number].edges) for number in out), "what packs comes before its copy"
-    assert 0 < moved["fp8"] <= moved["int8"] < moved["identity"]
-
-
 @pytest.mark.filterwarnings("ignore:.*device_budget:RuntimeWarning")
 @pytest.mark.parametrize("setting", ["keep_last_bytes", "nothing", "max_slowdown", "device_budget"])
 def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str, offloads: Any) -> None:
     """Nor on the link, on what earlier steps have on its way, or, but for a budget, on whether there were any."""
-    fields = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
+    small = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
     budget = torch.accelerator.memory_allocated() + 8192
     values = {"keep_last_bytes": 0, "max_slowdown": 0.1, "device_budget": budget}
+    fields = small | {name: values[name] for name in values if name == setting}
     w, x = torch.full((16, 16), 0.01, device=NAME, requires_grad=True), torch.ones(16, 16, device=NAME)
 
     def train(h: Tensor) -> None:
@@ -164,7 +157,7 @@ def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str
     for seed in range(runs):
         with pytest.MonkeyPatch.context() as patch:
             link(patch, seed / (runs - 1), seed)
-            offload = offloads(**fields | {name: values[name] for name in values if name == setting})
+            offload = offloads(**fields)
             for _ in range(0 if setting == "device_budget" else seed % 3):
                 with offload:
                     train(x)
@@ -209,6 +202,16 @@ class Changing:
             raise KeyError("of the step")
         if what == "number":
             h.sum().item()
+        if what == "suppressed":
+            with suppress(RuntimeError):
+                h.sum().item()
+        if what.startswith("unjoined"):
+            other = torch.Stream(device=NAME)
+            other.wait_stream(torch.accelerator.current_stream())
+            with other:
+                h.detach() * 2
+        if what == "unjoined and raises":
+            raise KeyError("of the step")
         if what == "twice":
             torch.autograd.grad(h.sum(), self._w, retain_graph=True)
         loss = h.sin().sum()
@@ -226,6 +229,14 @@ class Changing:
         (4, "raises", KeyError, "of the step"),
         (2, "raises", KeyError, "of the step"),
         (4, "number", RuntimeError, "not permitted while a stream is being captured"),
+        (
+            4,
+            "suppressed",
+            RuntimeError,
+            "not permitted while a stream is being captured|invalidated by an earlier call",
+        ),
+        (4, "unjoined", UnjoinedStreamError, "stream \\d+ has work|have it wait for that stream"),
+        (4, "unjoined and raises", KeyError, "of the step"),
     ],
 )
 def test_after_a_step_that_cannot_be_captured_everything_works(
@@ -262,18 +273,16 @@ def within(offload: Offload, step: Callable[..., Tensor], *values: Tensor) -> Te
         return step(*values)
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
-def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(
-    is_offloaded: bool, offloads: Any
-) -> None:
+def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(offloads: Any) -> None:
     """It has left gradients in which nothing stands."""
     trained = Training(fails=lambda: capture_status().is_capturing)
     trained(*(value.to(NAME) for value in next(inputs(1))[:2]))
     state = trained.state()
     expected = trained.run(trained, state, 5)
-    with pytest.raises(KeyError):
-        trained.capture(offloads() if is_offloaded else None)
-    assert same(trained.run(trained, state, 5), expected)
+    for offload in (None, offloads()):
+        with pytest.raises(KeyError):
+            trained.capture(offload)
+        assert same(trained.run(trained, state, 5), expected)
 
 
 def sealed() -> CapturePool:
@@ -386,24 +395,22 @@ def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) ->
 
 def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, offloads: Any) -> None:
     offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
-    pool = CapturePool("64KiB")
-    first = chains[0].capture(offload, pool=pool, debug=True)
-    with pytest.raises(PoolSealedError, match="unseal"):
-        chains[1].capture(offload, pool=pool)
-    pool.unseal()
-    second = chains[1].capture(offload, pool=pool, debug=True)
+    pool, steps = CapturePool("64KiB"), list[CapturedStep]()
+    for chain in chains:
+        pool.unseal()
+        steps.append(chain.capture(offload, pool=pool))
     expected = [value.cpu() for x in chains[0].batches[:5] for chain in chains for value in chain(x)]
     found: list[Tensor] = []
     with virtual.replays(4), virtual.slow_compute(1e-4):
         for number, x in enumerate(chains[0].batches[:5]):
-            for step in (first, second):
+            for step in steps:
                 with other if number % 2 else torch.Stream(device=NAME):
                     found += [value.cpu() for value in step(x)]
     assert same(expected, found)
     with pytest.raises(PoolInUseError, match="by 2 graphs"):
         pool.clear_buffers()
-    first.close()
-    second.close()
+    for step in steps:
+        step.close()
     collect()
     pool.clear_buffers()
 

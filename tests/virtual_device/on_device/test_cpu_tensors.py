@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,22 +23,21 @@ ROWS, WIDTH = 512, 512
 NBYTES = ROWS * WIDTH * 4
 
 
-def step(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
-    with around:
-        h = (x * 2).tanh().exp()
-        loss = (h @ w).sin().sum()
-    del h
-    gradients = torch.autograd.grad(loss, [x, w])
-    return loss.detach(), *gradients
+def loss_of(x: Tensor, w: Tensor) -> Tensor:
+    return ((x * 2).tanh().exp() @ w).sin().sum()
 
 
-def on_both(around: AbstractContextManager[object], call: Callable[..., Any] = step) -> list[tuple[Tensor, ...]]:
-    """A step on the CPU and one on the device."""
+def on_both(
+    around: AbstractContextManager[object], forward: Callable[..., Tensor] = loss_of
+) -> list[tuple[Tensor, ...]]:
+    """The loss and gradients of a step on the CPU, and of one on the device."""
     results = []
     for device in ("cpu", "virtual"):
         generator = torch.Generator().manual_seed(1)
         x, w = (torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_() for _ in range(2))
-        results.append(call(x, w, around))
+        with around:
+            loss = forward(x, w)
+        results.append((loss.detach(), *torch.autograd.grad(loss, [x, w])))
     return results
 
 
@@ -83,24 +83,17 @@ def test_h51_one_disk_budget_bounds_both(tmp_path: Path, offloads: Any) -> None:
     assert_settled(offload)
 
 
-class Elsewhere:
-    """A runtime whose events are not over yet, as far as anybody can see."""
-
-    def query(self, event: object) -> bool:
-        return False
-
-
 def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: Any
 ) -> None:
-    made = DiskSlot.__init__
+    made, elsewhere, used = DiskSlot.__init__, Mock(query=lambda event: False), list[int]()
 
     def used_elsewhere(slot: DiskSlot, *arguments: Any) -> None:
+        """By a runtime whose events are not over yet, as far as anybody can see."""
         made(slot, *arguments)
-        slot.fences = (*slot.fences, Fence(Elsewhere(), object()))
+        slot.fences = (*slot.fences, Fence(elsewhere, object()))
         used.append(slot.nbytes)
 
-    used: list[int] = []
     monkeypatch.setattr(DiskSlot, "__init__", used_elsewhere)
     expected, offload = on_both(nullcontext()), offloads(tier="auto", disk_path=tmp_path, host_budget=1)
     with pytest.warns(RuntimeWarning, match="go to the disk tier as well"):
@@ -111,16 +104,10 @@ def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
 
 
 def test_h51_a_compiled_graph_leaves_them_too(offloads: Any) -> None:
-    forward = torch.compile(lambda x, w: ((x * 2).tanh().exp() @ w).sin().sum(), backend="aot_eager")
-
-    def call(x: Tensor, w: Tensor, around: AbstractContextManager[object]) -> tuple[Tensor, ...]:
-        with around:
-            loss = forward(x, w)
-        return loss.detach(), *torch.autograd.grad(loss, [x, w])
-
-    expected, offload = on_both(nullcontext(), call), offloads(tier="auto")
+    forward = torch.compile(loss_of, backend="aot_eager")
+    expected, offload = on_both(nullcontext(), forward), offloads(tier="auto")
     with pytest.warns(RuntimeWarning, match="compiled code waits"):  # no Inductor, and so no pass that orders them
-        assert_identical(expected, on_both(offload, call))
+        assert_identical(expected, on_both(offload, forward))
     stats = assert_settled(offload)
     assert stats.compiled_regions == 1, "the one on the device"
     assert stats.kept_bytes["device"] > 0

@@ -8,88 +8,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.threads import on_a_thread
 from tests.virtual_device import NAME, VirtualDevice
-from tests.virtual_device.graphs import Edge, capturing, nodes_of, violations
-from tests.virtual_device.on_device.steps import Chain, assert_captures, same
+from tests.virtual_device.graphs import capturing, nodes_of, violations
+from tests.virtual_device.on_device.steps import assert_captures
 
 INVALIDATED = "was invalidated by an earlier call"
 
 
-# -- exact, and what is not -------------------------------------------------------------------------------------------
-
-
-class ByHand:
-    """A chain of layers whose saved tensors cross the link twice, each on streams of their own, into slots in turn."""
-
-    def __init__(self) -> None:
-        self.chain, self.hosts = Chain(), [torch.empty(8, 8, pin_memory=True) for _ in range(16)]
-        self._out, self._back = (torch.Stream(device=NAME) for _ in range(2))
-        self._slots = [torch.zeros(8, 8, device=NAME) for _ in range(2)]
-        self.moved = self._taken = 0
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.moved = self._taken = 0
-        with saved_tensors_hooks(self._pack, self._unpack):
-            return self.chain(x)
-
-    def _pack(self, tensor: Tensor) -> int | Tensor:
-        if tensor.is_leaf or not tensor.is_contiguous():
-            return tensor
-        self._copy(self.hosts[self.moved], tensor.detach(), self._out)  # compute waits: its memory has a new owner then
-        self.moved += 1
-        return self.moved - 1
-
-    def _unpack(self, packed: int | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        self._taken += 1
-        return self._copy(self._slots[self._taken % 2], self.hosts[packed], self._back)
-
-    def _copy(self, target: Tensor, source: Tensor, stream: torch.Stream) -> Tensor:
-        compute = torch.accelerator.current_stream()
-        stream.wait_stream(compute)
-        with stream:
-            target.copy_(source, non_blocking=True)
-        compute.wait_stream(stream)
-        return target
-
-
-def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(virtual: VirtualDevice) -> None:
-    """Of the edges of the step, those that follow from others included: these are neither reported nor wrong.
-
-    Left out are those between two nodes that give memory back: the second mostly comes before its block is written.
-    """
-    by_hand, x, stream = ByHand(), torch.zeros(8, 8, device=NAME), torch.Stream(device=NAME)
-    with stream:
-        by_hand(x)
-        torch.accelerator.synchronize()
-        with capturing(stream=stream) as graph:
-            results = by_hand(x)
-
-        def replay(value: Tensor) -> tuple[Tensor, ...]:
-            x.copy_(value)
-            graph.replay()
-            return results
-
-        nodes, expected = nodes_of(graph), by_hand.chain.results(by_hand.chain)
-
-        def is_exact(edge: Edge) -> bool:
-            with virtual.replays(1, [edge]):
-                return same(expected, by_hand.chain.results(replay))
-
-        assert same(expected, by_hand.chain.results(replay))
-        assert not violations(nodes)
-        edges = [edge for node in nodes for edge in node.edges if {nodes[one].kind for one in edge} != {"free"}]
-        wrong = {edge for edge in edges if not is_exact(edge)}
-        assert {edge for edge in edges if violations(nodes, [edge])} == wrong
-        across = {edge for edge in wrong if nodes[edge[0]].stream != nodes[edge[1]].stream}
-        assert len(across) > by_hand.moved > 0
-        assert any(nodes[after].kind == "copy out" for _, after in across)
-        assert any(nodes[before].kind == "copy in" for before, _ in across)
-    torch.accelerator.synchronize()
+# -- replays ----------------------------------------------------------------------------------------------------------
 
 
 def test_orders_differ_and_follow_from_the_seed(virtual: VirtualDevice) -> None:

@@ -53,6 +53,16 @@ def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(
     assert max(peaks) <= max(plain) + 3 * MIB, "two copies and one target"
 
 
+def test_stalls_that_nobody_asks_about_hold_no_events(virtual: VirtualDevice, offloads: Any) -> None:
+    offload = offloads(prefetch_bytes=1)
+    with virtual.slow_links(bandwidth=2e8):
+        train(offload, virtual)
+        with virtual.noted() as calls:
+            train(offload, virtual)
+    assert calls.count("make_event") < sum(call.startswith("copy") for call in calls) / 8
+    assert offload.stats(synchronize=True).stall_seconds > 0
+
+
 def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevice, offloads: Any) -> None:
     offload = offloads(max_inflight_bytes="1GiB", prefetch_bytes=1)
     x, expected = (torch.linspace(0, 1, 512 * 512).view(512, 512).to(NAME).requires_grad_() for _ in range(2))
@@ -96,25 +106,22 @@ def test_a_stream_has_two_copies_and_those_that_have_not_started_when_their_grap
 
 def test_a_fast_link_is_given_little_ahead_of_what_the_device_would_hold(virtual: VirtualDevice, offloads: Any) -> None:
     """What it has been given holds its source until the copy is over, whatever backward has done meanwhile."""
-    offload, runtime = offloads(), accelerator_runtime()
-    x, several = torch.ones(1 << 12).to(NAME).requires_grad_(), 96
+    offload, x, several = offloads(), torch.ones(1 << 12).to(NAME).requires_grad_(), 96
 
-    def forward() -> torch.Tensor:
+    def forward() -> None:
         y = x * 1
         with offload:
             for _ in range(several):
                 y = y.sin()
-        return y
+        del y
+        offload.stats(synchronize=not held)
 
+    held = False
     for _ in range(3):  # by which its rate is known
-        y = forward()
-        offload.stats(synchronize=True)
-        del y
-    copied = virtual.copied_bytes[0]
-    with virtual.held_stream(runtime.transfer_stream(x.device, Direction.OUT)):
-        y = forward()
-        del y
-        offload.stats()
+        forward()
+    held, copied = True, virtual.copied_bytes[0]
+    with virtual.held_stream(accelerator_runtime().transfer_stream(x.device, Direction.OUT)):
+        forward()
     offload.stats(synchronize=True)
     assert 0 < virtual.copied_bytes[0] - copied <= several / 32 * x.nbytes
 

@@ -18,14 +18,11 @@ from eager_offload import Offload
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
-from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator import AcceleratorEvent, AcceleratorRuntime
 from eager_offload.runtime.base import Direction, Event
 from eager_offload.tiers.base import Slot
 from tests.virtual_device import NAME, VirtualDevice
 
-RUNS = pytest.mark.parametrize(
-    "runs", [pytest.param(3, marks=pytest.mark.short), pytest.param(8, marks=pytest.mark.long)]
-)
 WIDTH, LAYERS, STEPS = 64, 3, 2
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -90,26 +87,25 @@ LATE: dict[str, Regime] = {
 }
 
 
+def offload_of_all() -> Offload:
+    return Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+
+
 def runs_that_differ(virtual: VirtualDevice, late: str, runs: int) -> int:
     """How many of ``runs`` give other bits with offload than without.
 
     Where copies in are late, only losses that are abandoned are offloaded. What the others save stays, in blocks that
     were targets.
     """
-    differ, runtime = 0, accelerator_runtime()
-    # Held back, most copies would be cancelled: here as many as can are on their way.
-    runtime.holds_copies_back = False  # type: ignore[misc]  # of its class otherwise
-    try:
-        for seed in range(runs):
-            values, offload = expected(seed), Offload(tier="host", keep_last_bytes=0, min_bytes=0)
-            with LATE[late](virtual):
-                offloaded = train(seed, nullcontext(), offload) if late == "copies in" else train(seed, offload)
-            stats = offload.stats()
-            assert min(stats.bytes_out, stats.bytes_in) > 0
-            offload.close()
-            differ += not all(map(torch.equal, values, offloaded))
-    finally:
-        runtime.holds_copies_back = True  # type: ignore[misc]
+    differ = 0
+    for seed in range(runs):
+        values, offload = expected(seed), offload_of_all()
+        with LATE[late](virtual):
+            offloaded = train(seed, nullcontext(), offload) if late == "copies in" else train(seed, offload)
+        stats = offload.stats()
+        assert min(stats.bytes_out, stats.bytes_in) > 0
+        offload.close()
+        differ += not all(map(torch.equal, values, offloaded))
     return differ
 
 
@@ -150,6 +146,13 @@ def the_wait_of_copies_in_for_the_blocks_last_owner(patch: pytest.MonkeyPatch) -
     _what_copies_wait_for(patch, lambda out, after: after if out else ())
 
 
+def goes_out(runtime: AcceleratorRuntime, event: Event) -> bool:
+    """Whether ``event`` stands for a copy out."""
+    assert isinstance(event, AcceleratorEvent)
+    stream = event.recorded_on
+    return stream is not None and stream == runtime.transfer_stream(stream.device, Direction.OUT)
+
+
 def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> None:
     """Saved tensors are held by their handles, which let go of them when they hear that the copy is over."""
 
@@ -159,11 +162,6 @@ def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> N
     def synchronize(self: AcceleratorRuntime, event: Event) -> None:
         if not goes_out(self, event):
             intact_synchronize(self, event)
-
-    def goes_out(self: AcceleratorRuntime, event: Event) -> bool:
-        assert isinstance(event, AcceleratorEvent)
-        stream = event.recorded_on
-        return stream is not None and stream == self.transfer_stream(stream.device, Direction.OUT)
 
     intact, intact_synchronize = AcceleratorRuntime.query, AcceleratorRuntime.synchronize
     patch.setattr(AcceleratorRuntime, "query", query)
@@ -199,24 +197,6 @@ TAKEN_OUT: list[tuple[Callable[[pytest.MonkeyPatch], None] | None, str]] = [
 IN_GRAPHS = [one for one in TAKEN_OUT if one[1] != "copies in"][:7]
 
 
-@RUNS
-@pytest.mark.parametrize(("take_out", "late"), TAKEN_OUT)
-def test_without_it_most_runs_differ_and_none_with_it(
-    virtual: VirtualDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    take_out: Callable[[pytest.MonkeyPatch], None] | None,
-    late: str,
-    runs: int,
-) -> None:
-    if take_out is not None:
-        take_out(monkeypatch)
-    differ = runs_that_differ(virtual, late, runs)
-    assert differ == 0 if take_out is None else differ > 0.6 * runs
-
-
-# -- what a compiled graph asks for -----------------------------------------------------------------------------------
-
-
 def graph(seed: int, offload: Offload | None) -> list[Tensor]:
     """Moves what it saved as a compiled graph does, whose memory is used again as soon as its waits allow."""
     device, saved, found = torch.device(NAME, 0), [], []
@@ -247,8 +227,7 @@ def graph(seed: int, offload: Offload | None) -> list[Tensor]:
 def graphs_that_differ(virtual: VirtualDevice, late: str, runs: int) -> int:
     differ = 0
     for seed in range(runs):
-        values = graph(seed, None)
-        offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+        values, offload = graph(seed, None), offload_of_all()
         try:
             with LATE[late](virtual), offload:
                 moved = graph(seed, offload)
@@ -267,18 +246,24 @@ def graphs_that_differ(virtual: VirtualDevice, late: str, runs: int) -> int:
     return differ
 
 
-@RUNS
-@pytest.mark.parametrize(("take_out", "late"), IN_GRAPHS)
-def test_without_it_most_graphs_differ_and_none_with_it(
+@pytest.mark.parametrize("runs", [pytest.param(3, marks=pytest.mark.short), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "take_out", "late"),
+    [*((runs_that_differ, *one) for one in TAKEN_OUT), *((graphs_that_differ, *one) for one in IN_GRAPHS)],
+)
+def test_without_it_most_runs_differ_and_none_with_it(
     virtual: VirtualDevice,
     monkeypatch: pytest.MonkeyPatch,
+    count: Callable[[VirtualDevice, str, int], int],
     take_out: Callable[[pytest.MonkeyPatch], None] | None,
     late: str,
     runs: int,
 ) -> None:
+    # Held back, most copies would be cancelled: here as many as can are on their way.
+    monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
     if take_out is not None:
         take_out(monkeypatch)
-    differ = graphs_that_differ(virtual, late, runs)
+    differ = count(virtual, late, runs)
     assert differ == 0 if take_out is None else differ > 0.6 * runs
 
 
@@ -313,9 +298,7 @@ def test_that_the_current_stream_waits_for_a_copy_does_not_free_its_source(
     """To let go of it then looks safe for what has a ``grad_fn``, is no view and was not written since: it is not."""
 
     def query(self: AcceleratorRuntime, event: Event) -> bool:
-        assert isinstance(event, AcceleratorEvent)
-        stream = event.recorded_on
-        if stream is not None and stream == self.transfer_stream(stream.device, Direction.OUT):
+        if goes_out(self, event):
             event.wait_on(torch.accelerator.current_stream())
             return True
         return intact(self, event)
@@ -323,8 +306,8 @@ def test_that_the_current_stream_waits_for_a_copy_does_not_free_its_source(
     wanted, intact = train_on_two_streams(nullcontext()), AcceleratorRuntime.query
     if lets_go:
         monkeypatch.setattr(AcceleratorRuntime, "query", query)
-        monkeypatch.setattr(AcceleratorRuntime, "synchronize", lambda *_: None)
-    offload = Offload(tier="host", keep_last_bytes=0, min_bytes=0)
+        monkeypatch.setattr(AcceleratorRuntime, "synchronize", nothing)
+    offload = offload_of_all()
     monkeypatch.setattr(AcceleratorRuntime, "holds_copies_back", False)
     with LATE["copies"](virtual):
         found = train_on_two_streams(offload)

@@ -28,29 +28,8 @@ NBYTES, PROBE = 1 << 14, 1 << 16
 LATE = 2e-3  # seconds that a copy takes at least
 
 
-#: Slots, which are kept until their copies are over, and the runtimes that unpin them then.
+#: Slots, which are kept until their copies are over.
 _slots: list[HostSlot] = []
-_runtimes: list[AcceleratorRuntime] = []
-
-
-@pytest.fixture(autouse=True)
-def _copies_are_over(virtual: VirtualDevice) -> Iterator[None]:
-    yield
-    for index in range(virtual.devices):
-        torch.accelerator.synchronize(index)
-    _slots.clear()
-    collect()
-    for runtime in _runtimes:
-        runtime.close()
-        runtime.poll()
-        assert isinstance(runtime._api, Api)
-        assert not runtime._api.registered
-    _runtimes.clear()
-
-
-def runtime_of(api: Api) -> AcceleratorRuntime:
-    _runtimes.append(AcceleratorRuntime(api, probe_bytes=PROBE))
-    return _runtimes[-1]
 
 
 @pytest.fixture
@@ -59,28 +38,38 @@ def api() -> Api:
 
 
 @pytest.fixture
-def runtime(api: Api) -> AcceleratorRuntime:
-    return runtime_of(api)
+def runtime(api: Api, virtual: VirtualDevice) -> Iterator[AcceleratorRuntime]:
+    runtime = AcceleratorRuntime(api, probe_bytes=PROBE)
+    yield runtime
+    for index in range(virtual.devices):
+        torch.accelerator.synchronize(index)
+    _slots.clear()
+    collect()
+    runtime.close()
+    runtime.poll()
+    assert not api.registered
 
 
-def slot_of(runtime: AcceleratorRuntime, nbytes: int = NBYTES) -> HostSlot:
-    slot = HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(nbytes)
+def slot_of(runtime: AcceleratorRuntime) -> HostSlot:
+    slot = HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(NBYTES)
     assert slot is not None
     _slots.append(slot)
     return slot
 
 
-def block(nbytes: int = NBYTES) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=HERE)
+def block() -> Tensor:
+    return torch.empty(NBYTES, dtype=torch.uint8, device=HERE)
+
+
+def offload(runtime: AcceleratorRuntime) -> Event:
+    event = runtime.copy(slot_of(runtime), block(), runtime.transfer_stream(HERE, Direction.OUT))
+    runtime.synchronize(event)
+    return event
 
 
 def selection() -> list[object]:
     """What the calling thread has selected."""
     return [torch.accelerator.current_device_index(), *map(torch.accelerator.current_stream, (HERE, THERE))]
-
-
-def of(calls: list[str], *names: str) -> list[str]:
-    return [call for call in calls if call.startswith(names)]
 
 
 # -- calls, and what is selected afterwards ---------------------------------------------------------------------------
@@ -113,36 +102,28 @@ def test_h15_a_copy_costs_so_many_calls_and_the_host_does_not_wait(
     ], "events are recorded again once what they stood for is of no use to anyone"
 
 
-def test_an_event_that_is_in_use_is_not_recorded_again(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+def test_an_event_is_recorded_again_out_of_use_and_waited_for_where_order_is_not_given_already(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime
+) -> None:
     compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-    with virtual.noted() as calls:
-        first, second = runtime.record(compute), runtime.record(out)
-        assert first != second
-        assert first.recorded_on == compute
-        runtime.wait(out, first)  # before the event's next record, which the wait has nothing to do with
-        del first
-        again = runtime.record(compute)
-        runtime.record(runtime.current_stream(THERE))
-    assert calls.count("make_event") == 3, "an event belongs to its device"
-    runtime.synchronize(again)
-
-
-def test_a_wait_costs_no_call_where_order_is_given_already(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+    there = f"0/{out.stream_id}"
     with virtual.held():
-        event = runtime.record(compute)
         with virtual.noted() as calls:
-            runtime.wait(compute, event)
-        assert calls == []
-        with virtual.noted() as calls:
-            runtime.wait(out, event)
-        assert calls == [f"wait_event 0/{out.stream_id}"]
-        assert not runtime.query(event)
-    runtime.synchronize(event)
+            first, second = runtime.record(compute), runtime.record(out)
+            assert first != second
+            runtime.wait(compute, first)
+            runtime.wait(out, first)  # before the event's next record, which the wait has nothing to do with
+            assert not runtime.query(first)
+            del first
+            again = runtime.record(compute)
+            runtime.record(runtime.current_stream(THERE))
+        assert calls.count("make_event") == 3, "an event belongs to its device"
+        assert [call for call in calls if call.startswith("wait")] == [f"wait_event {there}"]
+    runtime.synchronize(again)
     with virtual.noted() as calls:
-        assert runtime.query(event)
-        runtime.wait(out, event)
-        runtime.synchronize(event)
+        assert runtime.query(again)
+        runtime.wait(out, again)
+        runtime.synchronize(again)
     assert calls == []
 
 
@@ -215,23 +196,20 @@ def test_transfer_streams_are_made_once_whichever_thread_asks_first(runtime: Acc
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_belongs_to_the_stream_that_it_is_allocated_for(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
+@pytest.mark.parametrize("skew", [0, 16, 7])
+def test_a_target_has_its_size_offset_and_stream_whatever_the_allocator_aligns_to(
+    virtual: VirtualDevice, skew: int
 ) -> None:
-    noted, before = torch.Stream(device=HERE), selection()
+    runtime, noted, before = AcceleratorRuntime(Api(skew=skew)), torch.Stream(device=HERE), selection()
     with virtual.noted() as calls:
         target = runtime.allocate(Layout(NBYTES), HERE, noted)
-    assert of(calls, "empty") == [f"empty {NBYTES} on 0/{noted.stream_id}"], "no byte more than its size"
+    made = [call for call in calls if call.startswith("empty")]
+    assert all(call.endswith(f" on 0/{noted.stream_id}") for call in made)
+    assert skew or made == [f"empty {NBYTES} on 0/{noted.stream_id}"], "no byte more than its size"
     assert selection() == before
-    assert target.untyped_storage().nbytes() == NBYTES
-
-
-@pytest.mark.parametrize("skew", [0, 16, 7])
-def test_a_target_has_its_size_and_offset_whatever_the_allocator_aligns_to(virtual: VirtualDevice, skew: int) -> None:
-    runtime = runtime_of(Api(skew=skew))
     for nbytes in (0, 1, 4096):
         for offset in (0, 1, 4, 16, 32, 63):
-            target = runtime.allocate(Layout(nbytes, offset), HERE, runtime.current_stream(HERE))
+            target = runtime.allocate(Layout(nbytes, offset), HERE, noted)
             assert (target.shape, target.dtype) == ((nbytes,), torch.uint8)
             assert not nbytes or target.data_ptr() % ALIGNMENT == offset
 
@@ -314,47 +292,37 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def offload(runtime: AcceleratorRuntime) -> Event:
-    event = runtime.copy(slot_of(runtime), block(), runtime.transfer_stream(HERE, Direction.OUT))
-    runtime.synchronize(event)
-    return event
-
-
-def test_the_first_copies_and_some_later_ones_tell_how_long_they_took(
+def test_copies_and_marks_tell_when_they_were_while_anyone_wants_to_know(
     virtual: VirtualDevice, runtime: AcceleratorRuntime
 ) -> None:
-    most = accelerator._TIMED
+    """And the first copies, and some later ones, how long they took in any case."""
+    out, back = (runtime.transfer_stream(HERE, way) for way in Direction)
+    most, began = accelerator._TIMED, time.perf_counter()
     with virtual.slow_links(latency=LATE):
         copies = [runtime.seconds(offload(runtime)) for _ in range(2 * most + 2)]
-    timed = [number for number, seconds in enumerate(copies) if seconds is not None]
-    assert timed == [*range(most + 1), 2 * most]
-    assert min(copies[number] for number in timed) >= LATE
-
-
-def test_a_copy_and_a_mark_tell_when_they_were_while_anyone_wants_to_know(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    out = runtime.transfer_stream(HERE, Direction.OUT)
-    for _ in range(accelerator._TIMED + 1):
-        offload(runtime)
-    assert runtime.hops(offload(runtime)) == ()
-    began = time.perf_counter()
-    for _ in range(2):
-        runtime.start_timing(HERE)
-    runtime.stop_timing(HERE)
-    with virtual.slow_links(latency=LATE):
-        mark, first, second = runtime.mark(out), offload(runtime), offload(runtime)
-        event = runtime.copy(slot_of(runtime), block(), out)
-        last = runtime.mark(out)
-        ((one,), (other,)) = runtime.hops(first), runtime.hops(second)
+        timed = [number for number, seconds in enumerate(copies) if seconds is not None]
+        assert timed == [*range(most + 1), 2 * most]
+        assert min(copies[number] for number in timed) >= LATE
+        assert runtime.hops(offload(runtime)) == ()
+        for _ in range(2):
+            runtime.start_timing(HERE)
+        runtime.stop_timing(HERE)
+        mark, first, slot, target = runtime.mark(out), offload(runtime), DistantSlot(NBYTES), block()
+        (one,) = runtime.hops(first)
         assert one.stop - one.start >= LATE
-        assert runtime.time_of(last) >= other.stop + LATE, "it has come by then"
-    assert began <= runtime.time_of(mark) <= one.start <= one.stop <= other.start
-    assert other.stop <= time.perf_counter(), "the origin of the device's clock is a moment of the host's"
+        for one_end, other_end, way in ((slot, block().fill_(9), out), (target, slot, back)):
+            event = runtime.copy(one_end, other_end, way, [runtime.record(runtime.current_stream(HERE))])
+            runtime.synchronize(event)
+            tier, device = runtime.hops(event)
+            assert (tier.name, device.name) == ("disk", ""), "the way to a disk has two legs"
+            assert device.stop - device.start >= LATE
+        last = runtime.mark(out)
+        assert began <= runtime.time_of(mark) <= one.start <= one.stop <= runtime.time_of(last)
+    assert runtime.time_of(last) <= time.perf_counter(), "the origin of the device's clock is a moment of the host's"
+    assert target.eq(9).all()
     runtime.stop_timing(HERE)
     assert runtime.hops(offload(runtime)) == ()
     assert runtime.hops(first) == (one,), "what was measured stays known"
-    runtime.synchronize(event)
 
 
 def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
@@ -378,40 +346,14 @@ def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
     assert runtime.seconds_between(before, after) >= LATE
 
 
-def test_the_way_to_a_disk_has_two_legs(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
-    runtime.start_timing(HERE)
-    slot, target = DistantSlot(NBYTES), block()
-    with virtual.slow_links(latency=LATE):
-        away = runtime.copy(slot, block().fill_(9), runtime.transfer_stream(HERE, Direction.OUT), [record(runtime)])
-        runtime.synchronize(away)
-        back = runtime.copy(target, slot, runtime.transfer_stream(HERE, Direction.IN), [record(runtime)])
-        runtime.synchronize(back)
-        for event in (away, back):
-            tier, device = runtime.hops(event)
-            assert (tier.name, device.name) == ("disk", "")
-            assert device.stop - device.start >= LATE
-    assert target.eq(9).all()
-    runtime.stop_timing(HERE)
-
-
-def record(runtime: AcceleratorRuntime) -> Event:
-    return runtime.record(runtime.current_stream(HERE))
-
-
 # -- where there is none ----------------------------------------------------------------------------------------------
 
 
-class NoApi(Api):
-    def current_accelerator(self) -> None:
-        return None
-
-
-def test_a_process_has_one_runtime_and_without_an_accelerator_an_error(
-    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_has_one_runtime_and_without_an_accelerator_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_runtime", None)
     with monkeypatch.context() as patch:
-        patch.setattr(accelerator, "AcceleratorApi", NoApi)
+        patch.setattr(Api, "current_accelerator", lambda _: None)
+        patch.setattr(accelerator, "AcceleratorApi", Api)
         with pytest.raises(OffloadError, match="no usable accelerator"):
             accelerator_runtime()
     assert accelerator_runtime() is accelerator_runtime()

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from eager_offload import Offload, OffloadError, TransferError
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
-from eager_offload.runtime.staging import StagedEvent, Staging
+from eager_offload.runtime.staging import Staging
 from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
@@ -45,8 +46,14 @@ def backend(virtual: VirtualDevice) -> Iterator[VirtualBackend]:
 
 
 @pytest.fixture
-def offload(backend: VirtualBackend, tmp_path: Path) -> Offload:
-    return backend.offload(tier="disk", disk_path=tmp_path)
+def disk(backend: VirtualBackend, tmp_path: Path) -> Callable[..., Offload]:
+    """Makes an ``Offload`` to the disk that moves everything."""
+    return partial(backend.offload, tier="disk", disk_path=tmp_path)
+
+
+@pytest.fixture
+def offload(disk: Callable[..., Offload]) -> Offload:
+    return disk()
 
 
 @pytest.fixture
@@ -76,10 +83,9 @@ def assert_trains(offload: Offload, steps: int = 1) -> None:
 
 
 def test_a_step_with_checksums_and_staging_memory_for_one_tensor_at_a_time(
-    backend: VirtualBackend, tmp_path: Path, limited: Callable[[int], Staging]
+    disk: Callable[..., Offload], limited: Callable[[int], Staging]
 ) -> None:
-    staging = limited(8192)
-    offload = backend.offload(tier="disk", disk_path=tmp_path, verify=True)
+    staging, offload = limited(8192), disk(verify=True)
     assert_trains(offload, 2)
     assert staging_bytes(staging) <= 3 * 8192, "the bound, and one pair of larger ones that travel alone"
     stats = assert_settled(offload)
@@ -88,21 +94,6 @@ def test_a_step_with_checksums_and_staging_memory_for_one_tensor_at_a_time(
     assert stats.disk_bytes_peak > stats.host_bytes_peak == 0
     offload.close()
     assert staging_bytes(staging) == 0
-
-
-def test_the_host_tier_spills_to_the_disk(backend: VirtualBackend, tmp_path: Path) -> None:
-    roomy, full = (
-        backend.offload(tier="auto", disk_path=tmp_path, host_budget=nbytes, step_plans=True)
-        for nbytes in (1 << 22, 1 << 12)
-    )
-    assert_trains(roomy)
-    assert roomy.stats().host_bytes_peak > roomy.stats().disk_bytes_peak == 0, "the first tier has room for all"
-    with pytest.warns(RuntimeWarning, match="the host tier is full"):
-        assert_trains(full, 3)
-    stats = assert_settled(full)
-    assert_moved(stats)
-    assert stats.disk_bytes_peak > 0
-    assert stats.demotions["host_to_disk"] > 0
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -128,12 +119,11 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
 
 def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
     backend: VirtualBackend,
-    tmp_path: Path,
+    disk: Callable[..., Offload],
     limited: Callable[[int], Staging],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offload = backend.offload(tier="disk", disk_path=tmp_path, step_plans=False)
-    staging, waits, wait = limited(1 << 16), threading.Event(), HostEvent.wait
+    offload, staging, waits, wait = disk(step_plans=False), limited(1 << 16), threading.Event(), HostEvent.wait
     steps = [Step(seed) for seed in range(8)]
 
     def forward() -> None:
@@ -198,13 +188,9 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
     for megabytes in (32, 48, 33, 50):  # none of them fits beside, or into, the room of the one before
         target = runtime.allocate(Layout(megabytes << 20), HERE, compute).fill_(7)
         event = runtime.copy(target, Elsewhere(megabytes << 20), back, [runtime.record(compute)])
-        assert isinstance(event, StagedEvent)
-        assert event.work is not None
-        event.work.result()
+        runtime.synchronize(event)
         assert 0 < staging_bytes(staging) <= 64 << 20
-    runtime.synchronize(event)  # for the device too
-    assert runtime.query(event)
-    assert not virtual.peek(target).any()
+        assert not virtual.peek(target).any()
     staging.close()
     runtime.poll()
     assert staging_bytes(staging) == 0
@@ -214,12 +200,12 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
 
 
 def failing(call: Callable[..., Any], error: Callable[[], Exception], times: int) -> Callable[..., Any]:
-    left = [times]
+    """``call`` that raises the first times, a new error each time: it holds the frames that it has come through."""
+    left = iter(range(times))
 
     def fails(*arguments: Any, **named: Any) -> Any:
-        if left[0] > 0:
-            left[0] -= 1
-            raise error()  # a new one each time: it holds the frames that it has come through
+        if next(left, None) is not None:
+            raise error()
         return call(*arguments, **named)
 
     return fails
@@ -229,25 +215,26 @@ def input_output_error() -> OSError:
     return OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("what", ["write", "memory"])
 def test_h27_a_write_that_fails_leaves_the_source_on_the_device(
-    what: str, offload: Offload, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+    offload: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the memory to stage it in, of which there is none at all."""
-    if what == "write":
-        monkeypatch.setattr(DiskSlot, "write", failing(DiskSlot.write, input_output_error, 3))
-    else:
-        monkeypatch.setattr(
-            runtime, "host_buffer", failing(runtime.host_buffer, lambda: MemoryError("none left"), 1 << 20)
-        )
-    message = "offloading failed, the saved tensor stays" if what == "write" else "no .* bytes of memory left"
-    with pytest.warns(RuntimeWarning, match=message):
-        assert_trains(offload, 3 if what == "write" else 1)
+    monkeypatch.setattr(DiskSlot, "write", failing(DiskSlot.write, input_output_error, 3))
+    with pytest.warns(RuntimeWarning, match="offloading failed, the saved tensor stays"):
+        assert_trains(offload, 3)
     stats = assert_settled(offload)
     assert stats.kept_bytes["failed"] > 0
-    if what == "write":
-        assert stats.demotions["write_failed"] == 3
-        assert_moved(stats, 0.5)
+    assert stats.demotions["write_failed"] == 3
+    assert_moved(stats, 0.5)
+
+
+def test_h27_without_memory_to_stage_it_in_the_source_stays_on_the_device(
+    offload: Offload, runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = failing(runtime.host_buffer, lambda: MemoryError("none left"), 1 << 20)
+    monkeypatch.setattr(runtime, "host_buffer", none)
+    with pytest.warns(RuntimeWarning, match="no .* bytes of memory left"):
+        assert_trains(offload)
+    assert assert_settled(offload).kept_bytes["failed"] > 0
 
 
 def test_h27_a_read_that_fails_is_a_transfer_error_and_the_next_step_is_exact(
@@ -291,9 +278,11 @@ def test_h10_room_outlives_a_copy_that_was_not_noted(
 
 
 def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
-    virtual: VirtualDevice, backend: VirtualBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    virtual: VirtualDevice,
+    disk: Callable[..., Offload],
+    runtime: AcceleratorRuntime,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runtime = backend.runtime
     copy, targets = runtime.copy, list[int]()
 
     def interrupted(target: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +290,7 @@ def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
         copy(target, *args, **kwargs)
         raise KeyboardInterrupt
 
-    offload = backend.offload(tier="disk", disk_path=tmp_path, prefetch_bytes=0)
+    offload = disk(prefetch_bytes=0)
     step = Step(1).forward(Settled(offload))
     with virtual.held_stream(runtime.transfer_stream(HERE, Direction.IN)):
         with gate_before(DiskSlot, "read") as gate, monkeypatch.context() as patch:
@@ -357,15 +346,15 @@ def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
 @pytest.mark.parametrize("thread", [None, "write", "read"])
 def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
     virtual: VirtualDevice,
-    backend: VirtualBackend,
-    tmp_path: Path,
+    offload: Offload,
+    runtime: AcceleratorRuntime,
     limited: Callable[[int], Staging],
     monkeypatch: pytest.MonkeyPatch,
     thread: str | None,
 ) -> None:
     """The writer's for the copy into its room, the reader's for the last copy out of its room."""
     limited(1 << 14)
-    synchronize = backend.runtime.synchronize
+    synchronize = runtime.synchronize
 
     def forgetful(event: Any) -> None:
         if thread is None or not threading.current_thread().name.endswith(thread):
@@ -380,10 +369,9 @@ def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
             loss = y.sum()
         return torch.autograd.grad(loss, x)[0]
 
-    offload = backend.offload(tier="disk", disk_path=tmp_path)
     expected = gradient(nullcontext())
     with virtual.slow_links(latency=0.01), monkeypatch.context() as patch:
-        patch.setattr(backend.runtime, "synchronize", forgetful)
+        patch.setattr(runtime, "synchronize", forgetful)
         found = gradient(Settled(offload))
         assert torch.equal(expected, found) is (thread is None)
     assert offload.stats(synchronize=True).bytes_in > 0

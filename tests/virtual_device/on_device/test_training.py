@@ -1,8 +1,10 @@
-"""Training on the virtual device: exact, and with less of the device, whichever of copies and compute come late."""
+"""Where bytes rest on the virtual device: training is exact in each, and takes less of the device.
+
+The matrix has the programs, in memory that is registered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload.runtime import accelerator
-from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.tiers.slabs import ExactSizes
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.tiers.slabs import PowersOfTwo
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical
 from tests.virtual_device import NAME, VirtualDevice
@@ -21,23 +23,15 @@ from tests.virtual_device.api import Api
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS, WIDTH, STEPS = 64, 32, 3
-PACES: dict[str, Callable[[VirtualDevice], AbstractContextManager[None]]] = {
-    "copies late": lambda virtual: virtual.slow_links(latency=3e-4, bandwidth=100e6),
-    "compute late": lambda virtual: virtual.slow_compute(2e-4),
-}
-#: Where the bytes rest.
+#: Bytes that bound what the device holds.
+WINDOWS = {"max_inflight_bytes": 1 << 16, "prefetch_bytes": 1 << 16}
+#: Where the bytes rest, and how much is on its way at once.
 MEMORIES: dict[str, dict[str, Any]] = {
-    "registered": {},
-    "pinned by torch": {},
-    "pageable": {"pin_memory": False},
-    "disk": {"tier": "disk"},
-}
-_WINDOW = 1 << 16
-#: How much is on its way at once. Small windows bound what the device holds, wide ones have all of it late.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "small windows": {"max_inflight_bytes": _WINDOW, "prefetch_bytes": _WINDOW},
-    "all at once": {},
-    "one by one": {"max_inflight_bytes": 1, "prefetch_bytes": 0},
+    "registered": {"max_inflight_bytes": 1, "prefetch_bytes": 0},
+    "pinned by torch": WINDOWS,
+    "pageable": {"pin_memory": False, **WINDOWS},
+    "disk": {"tier": "disk", **WINDOWS},
+    "automatic windows": {"max_inflight_bytes": "auto", "prefetch_bytes": "auto"},
 }
 
 
@@ -63,35 +57,24 @@ def trained(around: AbstractContextManager[object]) -> tuple[list[Tensor], int]:
     return [one.cpu() for one in (*found, *model.parameters())], torch.accelerator.max_memory_allocated() - held
 
 
-def cases() -> list[Any]:
-    """Every two of memory, pace and schedule meet."""
-    found = []
-    for column, memory in enumerate(MEMORIES):
-        for row, schedule in enumerate(SCHEDULES):
-            is_quick = (column + row) % 4 == 0
-            case = memory, [*PACES][(row + column) % 2], schedule
-            found.append(pytest.param(*case, marks=() if is_quick else pytest.mark.long))
-    return found
-
-
-@pytest.mark.parametrize(("memory", "pace", "schedule"), cases())
+@pytest.mark.parametrize("memory", MEMORIES)
 def test_training_is_exact_and_takes_less_of_the_device(
-    memory: str, pace: str, schedule: str, virtual: VirtualDevice, offloads: Any, monkeypatch: pytest.MonkeyPatch
+    memory: str, virtual: VirtualDevice, offloads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if memory == "pinned by torch":
-        monkeypatch.setattr(accelerator, "_runtime", AcceleratorRuntime(Api(can_register=False)))
-    assert isinstance(accelerator_runtime().slab_sizes(), ExactSizes) == (memory != "pinned by torch")
+        runtime = AcceleratorRuntime(Api(can_register=False))
+        assert isinstance(runtime.slab_sizes(), PowersOfTwo)
+        monkeypatch.setattr(accelerator, "_runtime", runtime)
     expected, plain = trained(nullcontext())
-    windows = {"max_inflight_bytes": "auto", "prefetch_bytes": "auto"}
-    offload = offloads(**windows | MEMORIES[memory] | SCHEDULES[schedule])
-    with PACES[pace](virtual):
+    offload = offloads(**MEMORIES[memory])
+    with virtual.slow_links(latency=3e-4, bandwidth=100e6):
         actual, peak = trained(offload)
     assert_identical(expected, actual)
     assert all(one.isfinite().all() for one in expected), "new memory is painted: it was read before it was written"
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     tell = f"{peak} bytes of the device with offload, {plain} without"
-    if schedule == "all at once":  # two copies, one target and the part that a stream is given ahead above
+    if memory == "automatic windows":  # two copies, one target and the part that a stream is given ahead above
         assert peak <= plain * (1 + 1 / 32) + 3 * 4 * 48 * 4 * WIDTH * 4, tell
     else:
         assert stats.bytes_in > 0

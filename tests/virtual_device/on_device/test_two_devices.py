@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from tests.virtual_device import NAME, VirtualDevice
 DEVICES = [torch.device(NAME, index) for index in range(2)]
 
 
-def saves(device: torch.device, around: Offload, count: int = 3) -> Tensor:
-    """A graph that saves ``count`` tensors of 4 KiB."""
-    y = torch.linspace(0, 1, 1 << 10, device=device).requires_grad_() * 1
+def saves(device: torch.device, around: AbstractContextManager[object], count: int = 3) -> tuple[Tensor, Tensor]:
+    """A leaf, and the end of a graph that saves ``count`` tensors of 4 KiB."""
+    x = torch.linspace(0, 1, 1 << 10, device=device).requires_grad_()
+    y = x * 1
     with around:
         for _ in range(count):
             y = y.sin()
-    return y.sum()
+    return x, y.sum()
 
 
 @pytest.mark.parametrize("selected", [0, 1])
@@ -33,11 +35,10 @@ def test_h30_a_tensor_leaves_and_comes_back_by_its_own_device_whichever_is_selec
 ) -> None:
     offload, device, runtime = offloads(prefetch_bytes=0), DEVICES[owner], accelerator_runtime()
     out, back = (runtime.transfer_stream(device, way).stream_id for way in Direction)
-    x = torch.linspace(0, 1, 1 << 10, device=device).requires_grad_()
-    expected = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
+    x, loss = saves(device, nullcontext())
+    (expected,) = torch.autograd.grad(loss, x)
     with virtual.noted() as calls:
-        with offload:
-            loss = (x * 1).exp().sin().sum()
+        x, loss = saves(device, offload)
         offload.stats(synchronize=True)
         with torch.accelerator.device_index(selected):
             before = [torch.accelerator.current_stream(one) for one in DEVICES]
