@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -30,51 +29,77 @@ def of(signature: Signature, body: Any = scaled) -> Any:
     return as_torch_kernel(kernel(signature=signature, impls={"torch": body}), "torch")
 
 
-@pytest.fixture
-def scale() -> Any:
-    return of(Signature(({"x": FLOATS}, Scalar(torch.float32)), (FLOATS,)))
+#: A matrix in a structure, and a number.
+SCALE = of(Signature(({"x": FLOATS}, Scalar(torch.float32)), (FLOATS,)))
+ADD = of(Signature((FLOATS, FLOATS), (FLOATS,)), lambda x, y, out: out.copy_(x + y))
+TWO = of(Signature((FLOATS,), (FLOATS, FLOATS)), lambda x, one, other: (one.copy_(x), other.copy_(-x)))
+#: Of a number alone.
+FILL = of(Signature((Scalar(torch.float32),), (FLOATS, FLOATS)), lambda x, y, z: (y.fill_(x), z.copy_(x + y)))
+EMPTY = of(Signature((FLOATS,), (TensorSpec((0, 3), torch.float32),)), lambda x, y: None)
+COMPLEX = of(Signature((TensorSpec((2,), torch.complex64),), (TensorSpec((2,), torch.complex64),)))
+ALIGNED = of(Signature((TensorSpec((8,), torch.float32, align=64),), (TensorSpec((8,), torch.float32),)))
+ONES, META, MEMORY = torch.ones(4, 3), torch.ones(4, 3, device="meta"), torch.ones(8, 3)
 
 
-def test_what_fits_is_computed(scale: Any) -> None:
-    x = torch.randn(4, 3)
-    assert torch.equal(scale({"x": x}, 3), x * 3)
-    out = torch.empty(4, 3)
-    assert scale({"x": x}, 0.5, out=out) is out
+def beside(multiple: int) -> Tensor:
+    """Eight numbers that begin four bytes behind a multiple of so many bytes."""
+    buffer = torch.zeros(64)
+    first = -buffer.data_ptr() % multiple // 4
+    return buffer[first + 1 : first + 9]
+
+
+def test_what_fits_is_computed() -> None:
+    x, out, memory = torch.randn(4, 3), torch.empty(4, 3), torch.ones(8, 3)
+    assert torch.equal(SCALE({"x": x}, 3), x * 3)
+    assert SCALE({"x": x}, 0.5, out=out) is out
     assert torch.equal(out, x * 0.5)
+    assert SCALE({"x": memory[:4]}, 2, out=memory[4:]).data_ptr() == memory[4:].data_ptr()
+    EMPTY(memory[:4], out=memory[2:2])  # which shares no memory
+    assert FILL(1.0, out=(META, META.clone()))[0] is META
+    assert FILL(1.0)[1].tolist() == [[2.0] * 3] * 4
+    with torch.no_grad():
+        assert not SCALE({"x": x.requires_grad_()}, 2).requires_grad
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("call", "given", "out", "says"),
     [
-        ((torch.ones(4, 3), 1.0), r"expected 2 arguments at \[0\]\['x'\], \[1\], and got 2 at \[0\], \[1\]"),
-        (({"x": torch.ones(4, 3)},), "and got 1"),
-        (({"y": torch.ones(4, 3)}, 1.0), r"\[0\]\['y'\]"),
-        (({"x": torch.ones(3, 4)}, 1.0), r"tensor of \(4, 3\).*one of \(3, 4\)"),
-        (({"x": torch.ones(4, 3).double()}, 1.0), r"torch\.float32.*torch\.float64"),
-        (({"x": torch.ones(3, 4).t()}, 1.0), r"contiguous.*strides \(1, 4\)"),
-        (({"x": torch.ones(4, 3).to_sparse()}, 1.0), "layout torch.sparse_coo"),
-        (({"x": [1.0]}, 1.0), "expected 2 arguments"),
-        (({"x": 1.0}, 1.0), "got float 1.0"),
-        (({"x": torch.ones(4, 3)}, torch.ones(())), "a number that torch.float32 holds, and got tensor"),
-        (({"x": torch.ones(4, 3)}, "1"), "a number that torch.float32 holds, and got '1'"),
-        (({"x": torch.nested.nested_tensor([torch.ones(3)] * 4)}, 1.0), "tensor of .* and got a nested one"),
-        (({"x": torch.nested.nested_tensor([torch.ones(3)] * 4, layout=torch.jagged)}, 1.0), "and got a nested one"),
-        (({"x": torch._neg_view(torch.ones(4, 3))}, 1.0), r"negated .* pass its resolve_neg\(\)"),
-        (({"x": torch.ones(4, 3, requires_grad=True)}, 1.0), "requires grad, and a kernel has no backward"),
-        (({"x": torch.ones(4, 3, device="meta")}, 1.0, torch.empty(4, 3)), "and got 3"),
+        (SCALE, (ONES, 1.0), None, r"expected 2 arguments at \[0\]\['x'\], \[1\], and got 2 at \[0\], \[1\]"),
+        (SCALE, ({"x": ONES},), None, "and got 1"),
+        (SCALE, ({"y": ONES}, 1.0), None, r"\[0\]\['y'\]"),
+        (SCALE, ({"x": torch.ones(3, 4)}, 1.0), None, r"tensor of \(4, 3\).*one of \(3, 4\)"),
+        (SCALE, ({"x": ONES.double()}, 1.0), None, r"torch\.float32.*torch\.float64"),
+        (SCALE, ({"x": torch.ones(3, 4).t()}, 1.0), None, r"contiguous.*strides \(1, 4\)"),
+        (SCALE, ({"x": ONES.to_sparse()}, 1.0), None, "layout torch.sparse_coo"),
+        (SCALE, ({"x": [1.0]}, 1.0), None, "expected 2 arguments"),
+        (SCALE, ({"x": 1.0}, 1.0), None, "got float 1.0"),
+        (SCALE, ({"x": ONES}, torch.ones(())), None, "a number that torch.float32 holds, and got tensor"),
+        (SCALE, ({"x": ONES}, "1"), None, "a number that torch.float32 holds, and got '1'"),
+        (SCALE, ({"x": torch.nested.nested_tensor([*ONES])}, 1.0), None, "tensor of .* and got a nested one"),
+        (SCALE, ({"x": torch.nested.nested_tensor([*ONES], layout=torch.jagged)}, 1.0), None, "and got a nested one"),
+        (SCALE, ({"x": torch._neg_view(ONES)}, 1.0), None, r"negated .* pass its resolve_neg\(\)"),
+        (SCALE, ({"x": ONES.clone().requires_grad_()}, 1.0), None, "requires grad, and a kernel has no backward"),
+        (SCALE, ({"x": META}, 1.0, torch.empty(4, 3)), None, "and got 3"),
+        (SCALE, ({"x": ONES}, 1), torch.empty(4), r"one of \(4,\)"),
+        (SCALE, ({"x": ONES}, 1), [torch.empty(4, 3)] * 2, "expected 1 outputs"),
+        (SCALE, ({"x": MEMORY[:4]}, 2), MEMORY[:4], r"output \[0\] is written, and shares .* argument \[0\]\['x'"),
+        (SCALE, ({"x": MEMORY[:4]}, 2), MEMORY[2:6], r"output \[0\] is written, and shares .* argument \[0\]\['x'"),
+        (TWO, (ONES,), 3, r"expected 2 outputs at \[0\], \[1\], and got 1"),
+        (TWO, (ONES,), torch.empty(2, 4, 3), r"expected 2 outputs at \[0\], \[1\], and got 1"),
+        (TWO, (ONES,), [torch.empty(4, 3)] * 2, r"output \[\d\] is written, and shares memory with the output"),
+        (ADD, (ONES, META), None, r"\[0\] on cpu, \[1\] on meta"),
+        (ADD, (ONES, ONES), META, r"on cpu.*, and got .* on meta"),
+        (FILL, (1.0,), (META, ONES), r"the output \[1\]: expected .* on meta, and got .* on cpu"),
+        (COMPLEX, (torch.tensor([1j, 2j]).conj(),), None, r"conjugated .* resolve_conj\(\)"),
+        (ALIGNED, (beside(64),), None, "4 bytes behind a multiple of 64"),
     ],
 )
-def test_what_does_not_fit_is_an_error_with_both_sides(scale: Any, given: tuple[Any, ...], says: str) -> None:
+def test_what_does_not_fit_is_an_error_with_both_sides(call: Any, given: tuple[Any, ...], out: Any, says: str) -> None:
     with pytest.raises(KernelError, match=says) as raised:
-        scale(*given)
+        call(*given, out=out) if out is not None else call(*given)
     assert isinstance(raised.value, ValueError)
     assert isinstance(raised.value, OffloadError)
-
-
-def test_under_no_grad_what_requires_grad_is_taken(scale: Any) -> None:
-    x = torch.ones(4, 3, requires_grad=True)
-    with torch.no_grad():
-        assert not scale({"x": x}, 2).requires_grad
+    assert torch.equal(MEMORY, torch.ones(8, 3)), "nothing was launched"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +120,7 @@ def test_under_no_grad_what_requires_grad_is_taken(scale: Any) -> None:
 )
 def test_a_number_that_its_dtype_does_not_hold_is_an_error(dtype: torch.dtype, value: Any) -> None:
     with pytest.raises(KernelError, match=re.escape(f"holds, and got {value!r}")):
-        of(Signature((FLOATS, Scalar(dtype)), (FLOATS,)))(torch.ones(4, 3), value)
+        of(Signature((FLOATS, Scalar(dtype)), (FLOATS,)))(ONES, value)
 
 
 @pytest.mark.parametrize(
@@ -116,85 +141,22 @@ def test_a_number_that_its_dtype_holds_is_rounded_to_it(dtype: torch.dtype, valu
     assert torch.equal(kernel(value).nan_to_num(77), torch.full((4, 3), held).nan_to_num(77))
 
 
-def test_an_address_that_is_off_is_an_error_that_says_how_far() -> None:
-    kernel = of(Signature((TensorSpec((8,), torch.float32, align=64),), (TensorSpec((8,), torch.float32),)))
-    buffer = torch.zeros(64)
-    first = -buffer.data_ptr() % 64 // 4
-    with pytest.raises(KernelError, match="4 bytes behind a multiple of 64"):
-        kernel(buffer[first + 1 : first + 9])
-
-
-def test_a_conjugate_that_is_not_in_memory_is_an_error() -> None:
-    spec, x = TensorSpec((2,), torch.complex64), torch.tensor([1j, 2j]).conj()
-    kernel = of(Signature((spec,), (spec,)), lambda x, y: y.copy_(x))
-    with pytest.raises(KernelError, match=r"conjugated .* resolve_conj\(\)"):
-        kernel(x)
-    assert kernel(x.resolve_conj()).tolist() == [-1j, -2j]
-
-
-def test_all_tensors_are_on_one_device() -> None:
-    kernel = of(Signature((FLOATS, FLOATS), (FLOATS,)))
-    with pytest.raises(KernelError, match=r"\[0\] on cpu, \[1\] on meta"):
-        kernel(torch.ones(4, 3), torch.ones(4, 3, device="meta"))
-    with pytest.raises(KernelError, match=r"on cpu.*, and got .* on meta"):
-        kernel(torch.ones(4, 3), torch.ones(4, 3), out=torch.ones(4, 3, device="meta"))
-
-
-def test_numbers_alone_go_where_the_outputs_of_the_caller_are() -> None:
-    fills = of(Signature((Scalar(torch.float32),), (FLOATS, FLOATS)), lambda x, y, z: (y.fill_(x), z.copy_(x + y)))
-    out = torch.empty(4, 3, device="meta"), torch.empty(4, 3, device="meta")
-    assert fills(1.0, out=out)[0] is out[0]
-    assert fills(1.0)[1].tolist() == [[2.0] * 3] * 4
-    with pytest.raises(KernelError, match=r"the output \[1\]: expected .* on meta, and got .* on cpu"):
-        fills(1.0, out=(out[0], torch.empty(4, 3)))
-
-
-def test_an_output_has_memory_of_its_own(scale: Any) -> None:
-    memory = torch.ones(8, 3)
-    for out in (memory[:4], memory[2:6]):
-        with pytest.raises(
-            KernelError, match=r"output \[0\] is written, and shares memory with the argument \[0\]\['x'"
-        ):
-            scale({"x": memory[:4]}, 2, out=out)
-    assert torch.equal(memory, torch.ones(8, 3))
-    assert scale({"x": memory[:4]}, 2, out=memory[4:]).data_ptr() == memory[4:].data_ptr()
-    empty = of(Signature((FLOATS,), (TensorSpec((0, 3), torch.float32),)), lambda x, y: None)
-    empty(memory[:4], out=memory[2:2])  # which shares none
-
-
-def test_an_output_of_the_caller_is_checked_as_an_argument_is(scale: Any) -> None:
-    two = of(Signature((FLOATS,), (FLOATS, FLOATS)), lambda x, one, other: (one.copy_(x), other.copy_(-x)))
-    same, x = torch.empty(4, 3), torch.ones(4, 3)
-    for call, out, says in (
-        (partial(scale, {"x": x}, 1), torch.empty(4), r"one of \(4,\)"),
-        (partial(scale, {"x": x}, 1), [torch.empty(4, 3)] * 2, "expected 1 outputs"),
-        (partial(two, x), 3, r"expected 2 outputs at \[0\], \[1\], and got 1"),
-        (partial(two, x), torch.empty(2, 4, 3), r"expected 2 outputs at \[0\], \[1\], and got 1"),
-        (partial(two, x), (same, same), r"the output \[\d\] is written, and shares memory with the output"),
-    ):
-        with pytest.raises(KernelError, match=says):
-            call(out=out)
-
-
 def test_results_come_in_their_structure_and_what_is_inout_behind_them() -> None:
-    signature = Signature((FLOATS,), ({"sum": FLOATS},), inout=(FLOATS,))
-
     def body(x: Tensor, state: Tensor, total: Tensor) -> None:
         state.add_(x)
         total.copy_(x + state)
 
     state = torch.ones(4, 3)
-    first, second = of(signature, body)(torch.ones(4, 3), state)
+    first, second = of(Signature((FLOATS,), ({"sum": FLOATS},), inout=(FLOATS,)), body)(ONES, state)
     assert second is state
     assert torch.equal(first["sum"], torch.full((4, 3), 3.0))
     assert torch.equal(state, torch.full((4, 3), 2.0))
 
 
 def test_an_alias_is_written_where_its_input_is() -> None:
-    kernel = of(Signature((FLOATS,), (FLOATS,), aliases=((0, 0),)), lambda x, y: y.copy_(x + 1))
-    x = torch.zeros(4, 3)
+    kernel, x = of(Signature((FLOATS,), (FLOATS,), aliases=((0, 0),)), lambda x, y: y.copy_(x + 1)), torch.zeros(4, 3)
     assert kernel(x) is x
-    assert torch.equal(x, torch.ones(4, 3))
+    assert torch.equal(x, ONES)
     with pytest.raises(KernelError, match="out= is given"):
         kernel(x, out=torch.empty(4, 3))
 
