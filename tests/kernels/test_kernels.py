@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from typing import Any
 
@@ -73,31 +74,48 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert kept_count() == 0
 
 
+PALLAS = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="the pallas extra: make pallas")
+EACH = pytest.mark.parametrize("impl", ["inductor", pytest.param("pallas", marks=PALLAS)])
+
+
 @pytest.mark.long
-def test_what_inductor_compiles_has_the_bits_of_the_reference() -> None:
-    kernel = int8_blocks(len(BLOCKS))
-    expected = as_torch_kernel(kernel, "torch")(BLOCKS)
+@EACH
+def test_what_is_compiled_has_the_bits_of_the_reference(impl: str) -> None:
+    blocks = BLOCKS if impl == "inductor" else BLOCKS[BLOCKS.abs().amax(1) > 1e-30]  # JAX takes denormals for zeros
+    kernel = int8_blocks(len(blocks))
+    expected = as_torch_kernel(kernel, "torch")(blocks)
     assert expected[0].abs().max() == 127
-    compiled = as_torch_kernel(kernel, "inductor")
-    for _ in range(2):
-        assert all(map(torch.equal, compiled(BLOCKS), expected))
+    launch, memory = as_torch_kernel(kernel, impl), torch.empty(blocks.numel() + 1)
+    for at in (0, 1, 0):  # at any address
+        x = memory[at : at + blocks.numel()].view_as(blocks).copy_(blocks)
+        assert all(map(torch.equal, launch(x), expected))
     mine = tuple(torch.full_like(one, 99) for one in expected)
-    assert compiled(BLOCKS, out=mine)[0] is mine[0]
+    assert launch(blocks, out=mine)[0] is mine[0]
     assert all(map(torch.equal, mine, expected))
     # Another one of the same text, by another name for it: nothing is compiled anew.
     assert kept_count() == 1
-    again = as_torch_kernel(int8_blocks(len(BLOCKS)))
-    assert all(map(torch.equal, again(BLOCKS), expected))
+    again = as_torch_kernel(int8_blocks(len(blocks)), impl)
+    assert all(map(torch.equal, again(blocks), expected))
     assert kept_count() == 1
 
 
-def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() -> None:
-    add = kernel_of(lambda x, a, y: y.add_(x * a), EIGHT, Scalar(torch.float32), outputs=(), inout=(EIGHT,))
-    count, y = kernel_of(lambda x, y: y.copy_(x + 1), aliases=((0, 0),)), torch.zeros(8)
+@EACH
+def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles(impl: str) -> None:
+    def adds(x: Any, factor: Any, y: Any) -> None:
+        y[...] = y[...] + x[...] * factor[...]
+
+    def counts(x: Any, y: Any) -> None:
+        y[...] = x[...] + 1
+
+    add = kernel_of(adds, EIGHT, Scalar(torch.float32), outputs=(), inout=(EIGHT,), impl=impl)
+    count, y = kernel_of(counts, aliases=((0, 0),), impl=impl), torch.zeros(8)
     for number in range(1, 4):  # one compiled kernel for all numbers
         assert add(torch.ones(8), number, y) is y
         assert count(y) is y
     assert torch.equal(y, torch.full((8,), 1.0 + 1 + 2 + 1 + 3 + 1))
+    with torch.no_grad():
+        assert count(parameter := torch.nn.Parameter(y)) is parameter
+    assert parameter.tolist() == [10.0] * 8
     assert kept_count() == 2
 
 
