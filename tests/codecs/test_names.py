@@ -10,27 +10,10 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.codecs import BlockInt
-from eager_offload.codecs.names import CodecRules, shared_name
+from eager_offload.codecs.names import shared_name
 
 GONE = r"is not accepted: .* are gone: name the modules in which may be rounded"
 MIXED = {"*": "lossless", "*.mlp": "fp8", "*.mlp.out": "identity"}
-
-
-@pytest.mark.parametrize(
-    ("inside", "name"),
-    [
-        ((), "lossless"),
-        (("*.mlp",), "fp8"),
-        (("*.mlp", "*.mlp.out"), "identity"),
-        (("*.mlp.out", "*.mlp"), "identity"),
-        (("of another setting",), "lossless"),
-    ],
-)
-def test_of_the_patterns_that_match_the_last_one_counts(inside: tuple[str, ...], name: str) -> None:
-    assert CodecRules(MIXED).name_in(inside) == name
-    assert CodecRules(MIXED).of_modules == ("*.mlp", "*.mlp.out")
-    assert CodecRules({"*.mlp": "fp8", "*": "bf16"}).name_in(inside) == "bf16"
-    assert CodecRules({"*.mlp": "fp8"}).name_in(()) == "identity"
 
 
 def test_bytes_that_are_saved_under_several_names_are_rounded_for_none() -> None:

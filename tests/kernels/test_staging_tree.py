@@ -57,16 +57,6 @@ def test_members_lie_behind_each_other_and_those_of_a_union_on_each_other(drawn:
         assert max(inside) < at
 
 
-def test_a_workspace_that_two_kernels_share_is_as_large_as_the_larger_one() -> None:
-    pack = StagingTree({"codes": Slot((64, 64), torch.int8), "scales": Slot((64,), torch.int8)})
-    unpack = StagingTree({"values": Slot((64, 64), torch.float32)})
-    both = Union({"pack": pack, "unpack": unpack})
-    assert both.nbytes == max(64 * 64 + 64, 64 * 64 * 4)
-    views = StagingTree({"shared": both}).place(torch.zeros(both.nbytes, dtype=torch.uint8))
-    views["shared.pack.codes"].fill_(1)
-    assert views["shared.unpack.values"].view(torch.uint8).view(-1)[: 64 * 64].eq(1).all()
-
-
 def test_equal_layouts_are_one_key_and_what_they_were_made_of_may_change() -> None:
     def launch(members: Any) -> LaunchSpec:
         return LaunchSpec((1, 1, 1), (1, 1, 1), shared=StagingTree(members))
