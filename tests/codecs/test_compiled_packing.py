@@ -22,7 +22,7 @@ from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narro
 from eager_offload.codecs.names import is_compiled
 from eager_offload.kernels import TorchKernel, as_torch_kernel
 from eager_offload.kernels.codecs import CodecKernels
-from tests.hazards.backends import Backend, assert_settled
+from tests.hazards.backends import DiskBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, leaf
 from tests.threads import collect
 
@@ -44,9 +44,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CodecKernels:
     return found
 
 
-def steps(backend: Backend, codec: Codec, count: int, **fields: Any) -> tuple[list[Any], OffloadStats]:
+def steps(disk: DiskBackend, codec: Codec, count: int, **fields: Any) -> tuple[list[Any], OffloadStats]:
     """The gradients of so many steps."""
-    offload = backend.offload(codec=codec.name, **fields)
+    offload = disk.offload(codec=codec.name, **fields)
     found = []
     for _ in range(count):
         x, weight = leaf(ROWS, WIDTH), leaf(ROWS, WIDTH, seed=2)
@@ -62,10 +62,10 @@ def steps(backend: Backend, codec: Codec, count: int, **fields: Any) -> tuple[li
     return found, stats
 
 
-def steps_in_one_context(backend: Backend) -> tuple[list[Any], OffloadStats]:
+def steps_in_one_context(disk: DiskBackend) -> tuple[list[Any], OffloadStats]:
     """The gradients of four steps inside of one ``with``, the first of which packs by torch's own operators."""
     x, weights = leaf(ROWS, WIDTH), [leaf(ROWS, WIDTH, seed=seed) for seed in range(2, 6)]
-    offload, gradients = backend.offload(codec="fp8", step_plans=False), []
+    offload, gradients = disk.offload(codec="fp8", step_plans=False), []
     with offload:
         for _ in range(4):
             y = x
@@ -101,11 +101,11 @@ def assert_the_codecs_bits(kernels: CodecKernels, x: Tensor, around: Any = WITHO
 @pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("followed", [False, True], ids=["decided", "followed"])
 def test_compiled_kernels_pack_the_same_bits(
-    users_backend: Backend, kernels: CodecKernels, codec: Codec, followed: bool, monkeypatch: pytest.MonkeyPatch
+    disk: DiskBackend, kernels: CodecKernels, codec: Codec, followed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.MonkeyPatch.context() as none:
         none.setattr(module, "_MOST", 0)
-        expected, before = steps(users_backend, codec, 5, step_plans=followed)
+        expected, before = steps(disk, codec, 5, step_plans=followed)
     assert not kernels._kernels
     kernels._packed.clear()
     launched, launch = Counter[str](), TorchKernel.__call__
@@ -115,7 +115,7 @@ def test_compiled_kernels_pack_the_same_bits(
         return launch(kernel, *arguments, **named)
 
     monkeypatch.setattr(TorchKernel, "__call__", counting)
-    found, stats = steps(users_backend, codec, 5, step_plans=followed)
+    found, stats = steps(disk, codec, 5, step_plans=followed)
     assert_identical(expected, found)
     assert (stats.bytes_out, stats.packed_bytes) == (before.bytes_out, before.packed_bytes)
     assert [(size.codec, size.numel) for size in kernels._kernels] == [(codec, ROWS * WIDTH)]
@@ -144,8 +144,8 @@ def test_a_pack_compiles_nothing_and_what_the_caller_has_set_changes_nothing(ker
         assert kernels._kernels == compiled
 
 
-def test_one_context_around_all_steps_compiles_as_well(users_backend: Backend, kernels: CodecKernels) -> None:
-    steps_in_one_context(users_backend)
+def test_one_context_around_all_steps_compiles_as_well(disk: DiskBackend, kernels: CodecKernels) -> None:
+    steps_in_one_context(disk)
     assert len(kernels._kernels) == 1
 
 
@@ -220,7 +220,7 @@ def test_without_memory_to_try_a_kernel_it_is_not_compiled(
 
 @pytest.mark.parametrize("name", ["_torch.compile_fx", "kernels.compiled._capability", "kernels.codecs._compile"])
 def test_where_nothing_compiles_it_is_counted_one_warning_says_so_and_the_bits_are_the_same(
-    users_backend: Backend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch, name: str
+    disk: DiskBackend, kernels: CodecKernels, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Where a step begins, or in the midst of a context."""
 
@@ -231,7 +231,7 @@ def test_where_nothing_compiles_it_is_counted_one_warning_says_so_and_the_bits_a
     first = steps_in_one_context if name == "kernels.codecs._compile" else partial(steps, codec=FP8, count=4)
     for run in (first, partial(steps, codec=INT8, count=4)):  # a second Offload finds it too, and says so
         with pytest.warns(RuntimeWarning, match="no compiler.* packed by torch's own operators in its place") as told:
-            found, stats = run(users_backend)
+            found, stats = run(disk)
         assert_identical(found[1], found[2])
         assert len([one for one in told if "no compiler" in str(one.message)]) == 1
         assert stats.demotions == {"uncompiled_codec": 1}

@@ -135,12 +135,13 @@ def test_what_is_packed_and_what_travels_as_it_is(users_backend: Backend, kind: 
         loss.backward()
         return [x.grad, seen]
 
-    regimes = REGIMES[:2]
-    plain = same_gradients(saves, users_backend, regimes=regimes, codec="identity")
-    for one, two in zip(plain, same_gradients(saves, users_backend, regimes=regimes, codec="lossless"), strict=True):
+    # What an accelerator finds refused once its copy is over stays.
+    fields: dict[str, Any] = {"regimes": REGIMES[:2], "moved": 0.4 if refused and not LOOKS else 0.9}
+    plain = same_gradients(saves, users_backend, codec="identity", **fields)
+    for one, two in zip(plain, same_gradients(saves, users_backend, codec="lossless", **fields), strict=True):
         assert set(two.coded_bytes) == {codec} - {""}
         assert two.refused == ({refused: 1} if refused else {})
-        assert two.bytes_out < one.bytes_out if codec else two.bytes_out == one.bytes_out
+        assert two.bytes_out < one.bytes_out if codec or fields["moved"] < 0.9 else two.bytes_out == one.bytes_out
 
 
 def test_what_cannot_be_held_any_more_is_refused_in_a_step_like_others(backend: Backend) -> None:
