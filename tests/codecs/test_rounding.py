@@ -141,7 +141,10 @@ CASES: dict[str, Case] = {
     "in a custom function": Case(lambda h, weight, other: Summed.apply(h, weight) * other),
     "saved outside too": Case(lambda h, weight, other: h * weight + eo.codec("identity")(torch.mul)(h, other)),
     "rounded otherwise outside": Case(lambda h, weight, other: h * weight + eo.codec("bf16")(torch.mul)(h, other)),
-    "detached": Case(lambda h, weight, other: h.detach() * weight + h),
+    # A look for masks comes before, where there are no holes.
+    "detached": Case(
+        lambda h, weight, other: h.detach() * weight + h.detach().repeat(1, 8)[:, ::8] * other + h,
+    ),
     "made under no_grad": Case(lambda h, weight, other: torch.no_grad()(torch.exp)(h) * weight + h),
     "integers and bool": Case(lambda h, weight, other: torch.where(h > 0, weight, other)[:, (h[0] * 9).long().abs()]),
     "parameters": Case(parameters),
