@@ -54,7 +54,7 @@ fake-gpu-environment: $(CUDA_STAMP)
 
 pallas: $(STAMP) ## the tests of kernels by JAX's Pallas, which it installs (350 MB)
 	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[pallas]'
-	$(BIN)/python -m pytest tests/kernels/test_pallas.py $(ARGS)
+	$(BIN)/python -m pytest tests/kernels -k pallas $(ARGS)
 
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)

@@ -10,27 +10,10 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.codecs import BlockInt
-from eager_offload.codecs.names import CodecRules, shared_name
+from eager_offload.codecs.names import shared_name
 
 GONE = r"is not accepted: .* are gone: name the modules in which may be rounded"
 MIXED = {"*": "lossless", "*.mlp": "fp8", "*.mlp.out": "identity"}
-
-
-@pytest.mark.parametrize(
-    ("inside", "name"),
-    [
-        ((), "lossless"),
-        (("*.mlp",), "fp8"),
-        (("*.mlp", "*.mlp.out"), "identity"),
-        (("*.mlp.out", "*.mlp"), "identity"),
-        (("of another setting",), "lossless"),
-    ],
-)
-def test_of_the_patterns_that_match_the_last_one_counts(inside: tuple[str, ...], name: str) -> None:
-    assert CodecRules(MIXED).name_in(inside) == name
-    assert CodecRules(MIXED).of_modules == ("*.mlp", "*.mlp.out")
-    assert CodecRules({"*.mlp": "fp8", "*": "bf16"}).name_in(inside) == "bf16"
-    assert CodecRules({"*.mlp": "fp8"}).name_in(()) == "identity"
 
 
 def test_bytes_that_are_saved_under_several_names_are_rounded_for_none() -> None:
@@ -39,22 +22,16 @@ def test_bytes_that_are_saved_under_several_names_are_rounded_for_none() -> None
     assert shared_name(["fp8", "identity"]) == shared_name([]) == "identity"
 
 
-def test_a_mapping_is_a_setting_like_any_other() -> None:
-    config = eo.OffloadConfig(codec=MIXED)
+def test_a_mapping_is_a_setting_like_any_other_and_kept_as_it_was_given() -> None:
+    given = dict(MIXED)
+    config, turned = eo.OffloadConfig(codec=given), eo.OffloadConfig(codec=dict(reversed(MIXED.items())))
+    given["*.head"] = "bf16"
     assert config.codec == MIXED
     assert config == eo.OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC": json.dumps(MIXED)})
     assert hash(config) == hash(eo.OffloadConfig(codec=dict(MIXED)))
-    turned = eo.OffloadConfig(codec=dict(reversed(MIXED.items())))
     assert turned != config, "the order counts"
     assert turned == eo.OffloadConfig.from_text(turned.to_text())
     assert turned.to_text() != config.to_text()
-
-
-def test_it_is_kept_as_it_was_given() -> None:
-    given = dict(MIXED)
-    config = eo.OffloadConfig(codec=given)
-    given["*.head"] = "bf16"
-    assert config.codec == MIXED
     with pytest.raises(TypeError):
         config.codec["*"] = "fp8"  # type: ignore[index]  # which is to raise
 
@@ -89,29 +66,18 @@ def test_a_module_may_have_any_name(codec: dict[str, str]) -> None:
     assert eo.OffloadConfig(codec=codec).codec == codec
 
 
-def test_a_region_of_no_codec_is_an_error() -> None:
-    with pytest.raises(eo.ConfigError, match=r"eager_offload\.codec\('int9'\) is not accepted: the codecs are"):
-        eo.codec("int9")
-    with pytest.raises(eo.ConfigError, match=GONE):
-        eo.codec("int8:128")
-
-
-@pytest.mark.parametrize("name", ["CodecPolicy", "PrecisionError", "simulation"])
-def test_what_is_gone_says_what_to_write(name: str) -> None:
-    assert not hasattr(eo, name)
-    with pytest.raises(eo.ConfigError, match=f"eager_offload.{name} is gone: "):
-        getattr(eo, name)
-
-
 @pytest.mark.parametrize(
-    "give",
+    ("use", "message"),
     [
-        lambda: eo.OffloadConfig(codec_seed=1),  # type: ignore[call-arg]  # which is to raise
-        lambda: eo.Offload(codec_seed=1),  # type: ignore[call-arg]
-        lambda: eo.OffloadConfig.from_dict({"codec_seed": 1}),
-        lambda: eo.OffloadConfig.from_env({"EAGER_OFFLOAD_CODEC_SEED": "1"}),
+        (lambda: eo.codec("int9"), r"eager_offload\.codec\('int9'\) is not accepted: the codecs are"),
+        (lambda: eo.codec("int8:128"), GONE),
+        *(
+            (lambda name=name: getattr(eo, name), f"eager_offload.{name} is gone: ")
+            for name in ("CodecPolicy", "simulation")
+        ),
+        (lambda: eo.Offload(codec_seed=1), r"is gone: codecs round to nearest.*leave it out"),  # type: ignore[call-arg]
     ],
 )
-def test_a_setting_that_is_gone_says_what_to_do(give: Callable[[], object]) -> None:
-    with pytest.raises(eo.ConfigError, match=r"is gone: codecs round to nearest.*leave it out"):
-        give()
+def test_what_is_no_codec_or_gone_says_what_to_write(use: Callable[[], object], message: str) -> None:
+    with pytest.raises(eo.ConfigError, match=message):
+        use()

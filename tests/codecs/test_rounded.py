@@ -73,22 +73,16 @@ def test_the_bound_holds_for_numbers_that_are_hard_to_round(codec: Codec, dtype:
 def test_a_block_with_what_is_not_finite_comes_back_as_nan_and_no_other(codec: Codec, what: float) -> None:
     x = torch.randn(4, 192)
     x[1, 70] = what
-    back = coded(codec, x).back.view(-1, 64)
-    lost = torch.zeros(12, 64, dtype=torch.bool)
-    lost[(192 + 70) // 64] = True
-    assert torch.equal(back.isnan(), lost)
+    blocks = coded(codec, x).back.view(-1, 64).isnan()
+    assert [number for number, block in enumerate(blocks) if bool(block.all())] == [(192 + 70) // 64]
+    assert blocks.sum() == 64
 
 
 def test_bf16_keeps_what_is_not_finite_and_the_signs_of_zeros() -> None:
     x = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0, 0.0])
-    assert same_bits(coded(BF16(), x).back[1:], x[1:])
-    assert coded(BF16(), x).back[0].isnan()
-
-
-@EACH_DTYPE
-@EACH_BLOCK
-def test_zeros_come_back_as_zeros(codec: Codec, dtype: torch.dtype) -> None:
-    assert not coded(codec, torch.zeros(100, dtype=dtype)).back.any()
+    back = coded(BF16(), x).back
+    assert same_bits(back[1:], x[1:])
+    assert back[0].isnan()
 
 
 @EACH_BLOCK
@@ -99,22 +93,12 @@ def test_numbers_of_the_format_come_back_exactly_and_others_as_the_nearest(codec
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         values = every[every.isfinite()]
     most = values.max()
-    for factor in (1.0, 2.0**-20, 2.0**40):
+    for factor in (0.0, 1.0, 2.0**-20, 2.0**40):
         x = torch.cat([torch.cat((most[None], some)) for some in values.split(63)]) * factor
         assert torch.equal(coded(codec, x).back, x)
     if isinstance(codec, BlockInt):
         x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, 3.4])
         assert torch.equal(coded(codec, x).back, torch.tensor([127.0, 0.0, 2.0, 2.0, 0.0, 3.0]))
-
-
-@ALL
-def test_the_same_numbers_come_back_every_time(codec: Codec) -> None:
-    x = torch.randn(256)
-    torch.manual_seed(1)
-    first = coded(codec, x).back
-    torch.manual_seed(2)
-    assert same_bits(coded(codec, x).back, first)
-    assert not same_bits(x, first)
 
 
 @ALL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +26,21 @@ from eager_offload.graphs import (
 from tests.processes import printed_by
 from tests.threads import collect
 
-ERRORS = [name for name in graphs.__all__ if name.endswith("Error")]
-
 
 @pytest.fixture
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-def test_names_are_sorted_documented_and_there() -> None:
+def test_names_are_sorted_documented_and_errors_are_of_one_kind_that_travels() -> None:
     assert list(graphs.__all__) == sorted(graphs.__all__)
-    assert all(getattr(graphs, name).__doc__ for name in graphs.__all__)
+    for one in map(graphs.__dict__.get, graphs.__all__):
+        assert one.__doc__
+        if one.__name__.endswith("Error"):
+            assert issubclass(one, graphs.GraphError)
+            assert issubclass(one, eo.OffloadError)
+            assert issubclass(one, ValueError) == (one is CaptureInputError)
+            assert str(pickle.loads(pickle.dumps(one("why")))) == "why"
 
 
 def test_the_package_is_imported_by_who_asks_for_it() -> None:
@@ -47,25 +48,13 @@ def test_the_package_is_imported_by_who_asks_for_it() -> None:
     assert printed_by("-c", program).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_of_one_kind_and_travel(name: str) -> None:
-    kind = getattr(graphs, name)
-    assert issubclass(kind, graphs.GraphError)
-    assert issubclass(graphs.GraphError, eo.OffloadError)
-    assert issubclass(kind, ValueError) == (name == "CaptureInputError")
-    assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
-
-
-def test_nothing_is_captured_where_nothing_can_be() -> None:
+@pytest.mark.usefixtures("no_accelerator")
+def test_nothing_is_captured_where_nothing_can_be_and_what_needs_a_device_says_so() -> None:
     assert graphs.capture_status() is graphs.capture_status(torch.Stream(device="cpu")) is CaptureStatus.NONE
     assert not graphs.is_capturing()
     found = [(status.is_capturing, status.is_invalidated) for status in CaptureStatus]
     assert found == [(False, False), (True, False), (False, True)]
     assert [mode.value for mode in graphs.CaptureMode] == ["global", "thread_local", "relaxed"]
-
-
-@pytest.mark.usefixtures("no_accelerator")
-def test_what_needs_a_device_says_so() -> None:
     for call in (
         graphs.GraphCaptureGuard,
         lambda: graphs.capture_step(lambda: None),
@@ -77,8 +66,6 @@ def test_what_needs_a_device_says_so() -> None:
 
 
 # -- which of torch's calls -------------------------------------------------------------------------------------------
-
-CUDA = torch.device("cuda")
 
 
 class OfCuda(torch.cuda.CUDAGraph):
@@ -102,23 +89,28 @@ class OfCuda(torch.cuda.CUDAGraph):
 
 def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA)
-    assert _torch.graph_kind.__wrapped__() is torch.cuda.CUDAGraph
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
-    assert _torch.graph_kind.__wrapped__() is None
+    for device, kind in (("cuda", torch.cuda.CUDAGraph), ("xpu", None)):
+        found = torch.device(device)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False, found=found: found)
+        assert _torch.graph_kind.__wrapped__() is kind
     graph = OfCuda()
     _torch.begin_graph(graph, (0, 7), "thread_local")
-    assert graph.calls == [((0, 7), "thread_local")]
     _torch.forget_workspaces()  # as a build without CUDA has it
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: graph.calls.append("forget"), raising=False)
     _torch.forget_workspaces()
-    assert graph.calls[1:] == ["forget"]
+    assert graph.calls == [((0, 7), "thread_local"), "forget"]
 
 
 @pytest.mark.parametrize(
     ("version", "knows", "ended", "calls"),
     [
-        ("2.11.0+cu130", False, True, ["end", "release", *(small := ["begin", "zero", "finish"])]),
+        # 2.11 goes on to take the capture for one that is under way: another one ends well, on a stream of its own.
+        (
+            "2.11.0+cu130",
+            False,
+            True,
+            ["end", "release", *(small := ["select", "begin", "zero", "finish", "deselect"])],
+        ),
         ("2.11.0+cu130", True, False, small),  # what began it has told the generator
         ("2.13.0+cu130", True, True, ["release"]),
         ("2.13.0+cu130", True, False, []),  # the pool was never taken
@@ -128,44 +120,31 @@ def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest
 def test_what_torch_keeps_of_a_failed_capture_is_given_back_once_and_its_generator_draws_again(
     monkeypatch: pytest.MonkeyPatch, version: str, knows: bool, ended: bool, calls: list[str]
 ) -> None:
-    """2.11 goes on to take the capture for one that is under way."""
     found: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        return lambda *_, **named: found.append(name)
 
     def end(index: int, memory: tuple[int, int]) -> None:
         if knows:
             raise RuntimeError("not currently recording to mempool_id")
         found.append("end")
 
-    class Small:
-        """A capture of next to nothing."""
-
-        def capture_begin(self, capture_error_mode: str) -> None:
-            assert selected == ["a stream of its own"]
-            found.append("begin")
-
-        def capture_end(self) -> None:
-            found.append("finish")
-
-        def reset(self) -> None:
-            assert not selected
-
     @contextmanager
-    def select(stream: str) -> Iterator[None]:
-        selected.append(stream)
+    def select(stream: object) -> Iterator[None]:
+        found.append("select")
         yield
-        selected.remove(stream)
+        found.append("deselect")
 
-    selected: list[str] = []
-    cell = SimpleNamespace(zero_=lambda: found.append("zero"))
-    graph = OfCuda()
+    graph, other = OfCuda(), SimpleNamespace(capture_begin=noting("begin"), capture_end=noting("finish"))
+    other.reset = list
     monkeypatch.setattr(_torch, "_never_ended", [])
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: found.append("release"), raising=False)
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch, "empty", lambda size, device: cell)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Small)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: "a stream of its own")
-    monkeypatch.setattr(torch.cuda, "stream", select)
+    monkeypatch.setattr(torch, "empty", lambda size, device: SimpleNamespace(zero_=noting("zero")))
+    for name, value in {"CUDAGraph": lambda: other, "Stream": lambda index: index, "stream": select}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {"_cuda_endAllocateToPool": end, "_cuda_releasePool": noting("release")}.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
     _torch.release_failed_graph(graph, 0, (0, 7), ended=ended)
     assert (graph.calls, found) == (["reset"], calls)
     assert _torch._never_ended == [graph] * version.startswith("2.11")  # whose address torch goes on to use
@@ -179,8 +158,7 @@ def test_an_older_torch_is_asked_about_a_stream_while_it_is_selected(monkeypatch
     monkeypatch.setattr(torch.accelerator, "set_stream", selected.append)
     monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
     monkeypatch.setattr(_torch, "is_capturing", lambda index: selected[-1].name == "captured")
-    stream: Any = SimpleNamespace(name="captured", device_index=0)
-    assert _torch.stream_is_capturing(stream)
+    assert _torch.stream_is_capturing(SimpleNamespace(name="captured", device_index=0))  # type: ignore[arg-type]
     assert [getattr(one, "name", one) for one in selected] == ["before", "captured", "before", 0]
 
 
@@ -192,37 +170,23 @@ class Anything:
 
 
 def test_a_pool_keeps_anything_in_order_until_it_is_cleared() -> None:
-    pool, one = CapturePool(), Anything()
-    gone: list[int] = []
+    pool, one, gone = CapturePool(), Anything(), list[int]()
     for number in range(3):
         weakref.finalize(buffer := Anything(), gone.append, number)
         assert pool.record_buffer(buffer) == number
-    assert pool.record_buffer(one) == 3
-    assert pool.record_buffer("text") == 4
-    assert pool.buffer_count == 5
+    assert [pool.record_buffer(one), pool.record_buffer("text"), pool.buffer_count] == [3, 4, 5]
     del buffer
     collect()
     assert gone == []
     pool.clear_buffers()
-    assert (gone, pool.buffer_count) == ([0, 1, 2], 0)
-    assert pool.record_buffer(one) == 0
+    assert (gone, pool.buffer_count, pool.record_buffer(one)) == ([0, 1, 2], 0, 0)
 
 
-def test_a_sealed_pool_takes_nothing() -> None:
-    pool = CapturePool()
-    assert not pool.sealed
-    pool.seal()
-    assert pool.sealed
-    for call in (lambda: pool.record_buffer(1), lambda: pool.begin(object())):
-        with pytest.raises(PoolSealedError, match=r"sealed.*unseal"):
-            call()
-    pool.unseal()
-    assert pool.record_buffer(1) == 0
-    pool.begin(object())
-
-
-def test_what_is_in_use_is_cleared_by_force_only() -> None:
+def test_a_pool_takes_nothing_while_it_is_sealed_and_what_is_in_use_is_cleared_by_force_only() -> None:
     pool, graph = CapturePool(), Anything()
+    pool.begin(object())
+    pool.end(None)  # a capture that fails leaves its pool open
+    assert not pool.sealed
     pool.record_buffer(1)
     pool.begin(object())
     with pytest.raises(graphs.PoolInUseError, match="one at a time"):
@@ -231,21 +195,19 @@ def test_what_is_in_use_is_cleared_by_force_only() -> None:
         pool.clear_buffers()
     pool.end(graph)
     assert pool.sealed
+    for call in (lambda: pool.record_buffer(1), lambda: pool.begin(object())):
+        with pytest.raises(PoolSealedError, match=r"sealed.*unseal"):
+            call()
     with pytest.raises(graphs.PoolInUseError, match=r"the 1 buffers.*by 1 graphs"):
         pool.clear_buffers()
     pool.clear_buffers(force=True)
-    assert pool.buffer_count == 0
     del graph
     collect()
     pool.clear_buffers()
-
-
-def test_a_capture_that_fails_leaves_its_pool_open() -> None:
-    pool = CapturePool()
-    pool.begin(object())
-    pool.end(None)
-    assert not pool.sealed
-    pool.begin(object())
+    pool.unseal()
+    assert pool.record_buffer(1) == 0
+    pool.seal()
+    assert pool.sealed
 
 
 def test_handles_name_pools_until_they_are_released() -> None:
@@ -266,9 +228,6 @@ def test_handles_name_pools_until_they_are_released() -> None:
     collect()
     assert there() is None
     graphs.release_graph_pool_handle(other)
-
-
-def test_a_size_that_is_none_is_an_error() -> None:
     with pytest.raises(eo.ConfigError, match="host_bytes"):
         CapturePool(host_bytes="much")
 

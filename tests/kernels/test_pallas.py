@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -13,42 +13,23 @@ from eager_offload.kernels import (
     CapabilityError,
     Kernel,
     LaunchSpec,
-    Scalar,
     Signature,
     TensorSpec,
     as_torch_kernel,
-    compiled,
 )
-from tests.kernels.int8 import int8_blocks
-from tests.kernels.test_kernels import BLOCKS, kept_count
-from tests.threads import collect
+from tests.kernels.test_kernels import BLOCKS, SPEC, kernel_of
 
 jax = pytest.importorskip("jax", reason="the pallas extra is not installed: make pallas")
 
-SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
+pallas_kernel = partial(kernel_of, impl="pallas")
 # Bodies have no types here: their arguments are tensors, or references of JAX, which is optional.
 
 
-def test_all_implementations_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_kept", {})
-    normal = BLOCKS[BLOCKS.abs().amax(1) > 1e-30]  # XLA takes denormals for zeros on a CPU
-    kernel = int8_blocks(len(normal))
-    expected = as_torch_kernel(kernel, "torch")(normal)
-    for impl in ("inductor", "pallas"):
-        assert all(map(torch.equal, as_torch_kernel(kernel, impl)(normal), expected)), impl
-    launch = as_torch_kernel(kernel, "pallas")
-    launch(normal)
-    assert kept_count() == 1
-    del launch
-    collect()
-    assert kept_count() == 0
-
-
 def test_a_codec_in_pallas_has_the_bits_of_the_codec() -> None:
-    """``BlockInt(8)``: its arithmetic is of a kind that no backend can round otherwise."""
+    """``BlockInt()``: its arithmetic is of a kind that no backend can round otherwise."""
     from jax import lax, numpy
 
-    codec = BlockInt(8)
+    codec = BlockInt()
 
     def pack(x: Tensor, scales: Tensor, values: Tensor) -> None:
         layout = codec.layout(TensorMeta.of(x.view(-1)))
@@ -78,35 +59,6 @@ def test_a_codec_in_pallas_has_the_bits_of_the_codec() -> None:
         assert all(map(torch.equal, as_torch_kernel(kernel, impl)(blocks), expected)), impl
 
 
-def test_inputs_at_any_address_and_outputs_of_the_caller() -> None:
-    count = 8
-    kernel = int8_blocks(count)
-    memory = torch.randn(count * 64 + 1)
-    for x in (memory[1:].view(count, 64), memory[:-1].view(count, 64)):
-        codes, exponents = torch.empty(count, 64, dtype=torch.int8), torch.empty(count, 1, dtype=torch.int8)
-        assert as_torch_kernel(kernel, "pallas")(x, out=(codes, exponents))[0] is codes
-        assert torch.equal(codes, as_torch_kernel(kernel, "torch")(x)[0])
-
-
-def test_what_is_read_and_written_and_what_is_an_alias() -> None:
-    spec = TensorSpec((8,), torch.float32)
-
-    def add(x, factor, y):  # type: ignore[no-untyped-def]
-        y[...] = y[...] + x[...] * factor[...]
-
-    def negate(x, y):  # type: ignore[no-untyped-def]
-        y[...] = -x[...]
-
-    adds = Kernel("adds", Signature((spec, Scalar(torch.float32)), (), (spec,)), SPEC, {"torch": add, "pallas": add})
-    negates = Kernel("n", Signature((spec,), (spec,), aliases=((0, 0),)), SPEC, {"torch": negate, "pallas": negate})
-    y = torch.ones(8)
-    for number in (1, 2.5):
-        assert as_torch_kernel(adds, "pallas")(torch.ones(8), number, y) is y
-    assert torch.equal(y, torch.full((8,), 4.5))
-    assert as_torch_kernel(negates, "pallas")(y) is y
-    assert torch.equal(y, torch.full((8,), -4.5))
-
-
 def test_a_grid_runs_a_program_for_each_of_its_blocks() -> None:
     from jax.experimental import pallas
 
@@ -121,55 +73,34 @@ def test_a_grid_runs_a_program_for_each_of_its_blocks() -> None:
     assert torch.equal(as_torch_kernel(kernel, "pallas")(x), as_torch_kernel(kernel, "torch")(x))
 
 
-def test_numbers_that_jax_would_change_in_silence_are_an_error() -> None:
-    spec = TensorSpec((4,), torch.int64)
-    kernel = Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": print, "pallas": print})
-    with pytest.raises(CapabilityError, match=r"JAX makes int32 of torch\.int64, silently: set jax_enable_x64"):
-        as_torch_kernel(kernel, "pallas")(torch.arange(4))
+def copy(x, y):  # type: ignore[no-untyped-def]
+    y[...] = x[...]
 
 
-def test_numbers_that_jax_does_not_have_are_an_error_and_complex_ones_are_computed() -> None:
-    def copy(x, y):  # type: ignore[no-untyped-def]
-        y[...] = x[...]
+@pytest.mark.parametrize(
+    ("dtype", "says"),
+    [
+        (torch.int64, r"JAX makes int32 of torch\.int64, silently: set jax_enable_x64"),
+        (torch.complex32, r"takes no torch\.complex32: what is accepted are torch\.bool, whole"),
+        (torch.bits8, r"takes no torch\.bits8: what is accepted are torch\.bool, whole"),
+    ],
+)
+def test_numbers_that_jax_does_not_have_are_an_error(dtype: torch.dtype, says: str) -> None:
+    with pytest.raises(CapabilityError, match=says):
+        pallas_kernel(copy, TensorSpec((4,), dtype))(torch.empty(4, dtype=dtype))
 
-    def copying(dtype: torch.dtype) -> Any:
-        spec = TensorSpec((4,), dtype)
-        return as_torch_kernel(
-            Kernel("k", Signature((spec,), (spec,)), SPEC, {"torch": copy, "pallas": copy}), "pallas"
-        )
 
-    for dtype in (torch.complex32, torch.bits8):
-        with pytest.raises(CapabilityError, match=rf"takes no {dtype}: what is accepted are torch\.bool, whole"):
-            copying(dtype)(torch.empty(4, dtype=dtype))
+def test_complex_numbers_are_computed() -> None:
     x = torch.tensor([1, 1j, -2, 0])
-    assert torch.equal(copying(torch.complex64)(x), x)
-
-
-def test_a_parameter_is_taken_under_no_grad() -> None:
-    def add(x, y):  # type: ignore[no-untyped-def]
-        y[...] = y[...] + x[...]
-
-    spec = TensorSpec((8,), torch.float32)
-    adds = as_torch_kernel(Kernel("k", Signature((spec,), (), (spec,)), SPEC, {"torch": add, "pallas": add}), "pallas")
-    x, y = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
-    with torch.no_grad():
-        assert adds(x, y) is y
-    assert y.tolist() == [2.0] * 8
+    assert torch.equal(pallas_kernel(copy, TensorSpec((4,), torch.complex64))(x), x)
 
 
 def test_nothing_is_launched_where_no_element_is_written() -> None:
-    def copy(x, y):  # type: ignore[no-untyped-def]
-        y[...] = x[...]
-
-    def copying(given: int, written: int) -> Any:
-        specs = [TensorSpec((count,), torch.float32) for count in (given, written)]
-        bodies = {"torch": copy, "pallas": copy}
-        return as_torch_kernel(Kernel("k", Signature(specs[:1], specs[1:]), SPEC, bodies), "pallas")
-
-    assert copying(0, 0)(torch.empty(0)).shape == (0,)
-    assert copying(2, 0)(torch.empty(2)).shape == (0,)
+    empty, two = (TensorSpec((count,), torch.float32) for count in (0, 2))
+    assert pallas_kernel(copy, empty)(torch.empty(0)).shape == (0,)
+    assert pallas_kernel(copy, two, outputs=(empty,))(torch.empty(2)).shape == (0,)
     with pytest.raises(CapabilityError, match="takes no empty tensor"):
-        copying(0, 2)(torch.empty(0))
+        pallas_kernel(copy, empty, outputs=(two,))(torch.empty(0))
 
 
 def test_what_a_body_does_not_write_stays_and_an_alias_is_read_as_it_was_written() -> None:
@@ -181,11 +112,9 @@ def test_what_a_body_does_not_write_stays_and_an_alias_is_read_as_it_was_written
         y[1] = x[0]
 
     spec = TensorSpec((3,), torch.float32)
-    bodies = [{"torch": body, "pallas": body} for body in (first, twice)]
-    part = Kernel("part", Signature((spec,), (spec,)), SPEC, bodies[0])
-    alias = Kernel("alias", Signature((spec,), (spec,), aliases=((0, 0),)), SPEC, bodies[1])
     for impl in ("torch", "pallas"):
-        out = torch.full((3,), 7.0)
+        part, out = kernel_of(first, spec, impl=impl), torch.full((3,), 7.0)
         for number in (1.0, 2.0):
-            assert as_torch_kernel(part, impl)(torch.full((3,), number), out=out).tolist() == [number, 7, 7], impl
-        assert as_torch_kernel(alias, impl)(torch.tensor([1.0, 2, 3])).tolist() == [2, 2, 3], impl
+            assert part(torch.full((3,), number), out=out).tolist() == [number, 7, 7], impl
+        alias = kernel_of(twice, spec, aliases=((0, 0),), impl=impl)
+        assert alias(torch.tensor([1.0, 2, 3])).tolist() == [2, 2, 3], impl
