@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import threading
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile, Usage
 from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
+from tests.tiers.files import failure
 
 #: The system calls that a fault may strike.
 OPERATIONS = ("write", "read", "allocate", "usage")
@@ -90,7 +90,8 @@ class Faulty(RawFile):
         self._meet("usage")
         return super().usage()
 
-    def _meet(self, *kinds: str) -> str:
+    @staticmethod
+    def _meet(*kinds: str) -> str:
         return "" if Faulty.faults is None else Faulty.faults.meet(*kinds)
 
 
@@ -163,6 +164,6 @@ def fail_with(number: int) -> Callable[[], None]:
     """Something that fails as a system call does."""
 
     def strike() -> None:
-        raise OSError(number, os.strerror(number))
+        raise failure(number)
 
     return strike

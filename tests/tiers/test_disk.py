@@ -220,7 +220,11 @@ def test_h27_where_room_cannot_be_promised_what_was_not_written_yet_counts_as_ta
 
 CANNOT = [
     *[("on_allocate", number, "") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)],
-    *[(call, number, "cannot grow: ") for number in (errno.EIO, errno.EROFS) for call in ("on_allocate", "on_truncate")],
+    *[
+        (call, number, "cannot grow: ")
+        for number in (errno.EIO, errno.EROFS)
+        for call in ("on_allocate", "on_truncate")
+    ],
     ("on_usage", errno.EIO, ""),
 ]
 

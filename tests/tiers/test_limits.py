@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +16,9 @@ from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
 from eager_offload.tiers.nodes import RollCall, this_node
 from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
+from tests.processes import printed_by
 from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
 
-ROOT = Path(__file__).parents[2]
 #: The name of this machine, which is in its own tables.
 HERE = socket.gethostname()
 
@@ -87,16 +85,6 @@ def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
     assert local_ranks({}) == 1
 
 
-def test_h26_ranks_started_by_hand_that_meet_on_this_machine_are_all_on_it(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    assert local_ranks({"MASTER_ADDR": "localhost"}) == 1
-    dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, none of which talks
-    try:
-        assert local_ranks({"MASTER_ADDR": "localhost"}) == 6
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of six ranks of which this process is rank 1, and none talks."""
@@ -111,6 +99,7 @@ def test_h26_ranks_that_say_in_the_store_of_their_group_that_they_are_elsewhere_
 ) -> None:
     """The ranks speak one after the other, and each is asked twice; none waits for another one."""
     environ = {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "6"}
+    assert local_ranks({"MASTER_ADDR": "localhost"}) == 6, "started by hand, they meet on this machine"
     assert ranks_here(environ) == (6, False), "until others have said where they are, they may be here"
     counts = []
     for rank, node in ((0, "a"), (2, this_node()), (3, "a"), (4, "b"), (5, "b")):
@@ -169,9 +158,7 @@ assert train("192.0.2.7") == []
 
 
 def test_h26_where_nothing_tells_how_many_ranks_are_here_the_user_is_told_once(directory: Path) -> None:
-    command = [sys.executable, "-c", WARNED, str(directory)]
-    ran = subprocess.run(command, env=os.environ | {"WORLD_SIZE": "4"}, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
+    printed_by("-c", WARNED, directory, WORLD_SIZE="4")
 
 
 def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:
@@ -347,16 +334,14 @@ def test_this_machine_has_headroom_and_says_what_binds(tmp_path: Path) -> None:
 
 
 def test_the_limits_that_a_process_has_are_those_that_it_was_given() -> None:
-    resource = pytest.importorskip("resource")
-    program = "from eager_offload.tiers.limits import System; print(System().process_limit('RLIMIT_AS'))"
-
-    def limit(nbytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, preexec_fn=lambda: limit(16 * GIB)
-    )
-    assert done.stdout.strip() == str(16 * GIB), done.stderr
+    program = """
+import resource
+from eager_offload.tiers.limits import System
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+print(System().process_limit("RLIMIT_AS"))
+"""
+    pytest.importorskip("resource")
+    assert printed_by("-c", program) == f"{16 * GIB}\n"
     assert System().process_limit("RLIMIT_OF_NOTHING") is None
 
 
@@ -377,11 +362,7 @@ print(found.binding.where, found.nbytes, less.nbytes)
 def test_h26_a_process_in_a_real_control_group_finds_its_limit_and_what_it_uses_of_it() -> None:
     with real_group() as group:
         group.set_limit(512 * MIB)
-        done = subprocess.run(
-            [sys.executable, "-c", IN_GROUP, str(group.directory)], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr[-1000:]
-        where, before, after = done.stdout.split()
+        where, before, after = printed_by("-c", IN_GROUP, group.directory).split()
         assert Path(where).parent == group.directory
         assert 64 * MIB < int(before) < 512 * MIB
         assert 56 * MIB < int(before) - int(after) < 72 * MIB
