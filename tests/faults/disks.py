@@ -23,16 +23,13 @@ from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
 from tests.tiers.files import failure
 
-#: The system calls that a fault may strike.
-OPERATIONS = ("write", "read", "allocate", "usage")
-
 
 class Faults:
     """Counts the operations of one kind, and has chosen ones call ``strike``.
 
     Args:
-        kind: one of ``OPERATIONS``, or ``"any"``; or ``"short"``, a read or write that stops halfway, or ``"corrupt"``,
-            a read that succeeds and brings back something else.
+        kind: ``"write"``, ``"read"``, ``"allocate"``, ``"usage"`` or ``"any"``; or ``"short"``, a read or write that
+            stops halfway, or ``"corrupt"``, a read that succeeds and brings back something else.
         first: the operation that is struck, from 1.
         strike: what happens there; it may raise, or not come back.
         for_good: whether all later ones are struck as well.
@@ -52,9 +49,10 @@ class Faults:
             self.seen += 1
             struck = self.seen == self.first or (self.for_good and self.seen > self.first)
             self.injected += struck
-        if struck:
-            self._strike()
-        return self.kind if struck else ""
+        if not struck:
+            return ""
+        self._strike()
+        return self.kind
 
 
 class Faulty(RawFile):
@@ -67,10 +65,6 @@ class Faulty(RawFile):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         Faulty.alive.add(self)
-
-    @classmethod
-    def any_is_open(cls) -> bool:
-        return any(file.descriptor >= 0 for file in cls.alive)
 
     def write_from(self, source: memoryview, offset: int) -> int:
         short = self._meet("write", "short") == "short"
@@ -109,9 +103,8 @@ def on_faulty_disk(file_type: type[RawFile] = Faulty) -> Iterator[None]:
             yield
         finally:
             Faulty.faults = None
-            if Faulty.any_is_open():
-                gc.collect()
-    assert not Faulty.any_is_open(), "a spill file was left open"
+            gc.collect()
+    assert all(file.descriptor < 0 for file in Faulty.alive), "a spill file was left open"
 
 
 def make_offload(directory: Path, **fields: object) -> eo.Offload:

@@ -6,7 +6,6 @@ import errno
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 import torch
@@ -48,45 +47,38 @@ def _cases() -> Iterator[object]:
                 yield pytest.param(kind, number, for_good, id=name, marks=marks)
 
 
-Loss: TypeAlias = Callable[[Tensor], Tensor]
-
-
-def one_step(offload: eo.Offload, faults: Faults, number: int, loss: Loss) -> bool:
-    """A step that meets ``faults``: exact, or an error that says which; returns whether it was an error."""
-    Faulty.faults = faults
-    failed = None
-    try:
-        assert same_bits(step(offload, 1, loss), expected(1))
-    except eo.TransferError as error:
-        failed = error.errno, error.tier
-    finally:
-        offload.stats(synchronize=True)
-        Faulty.faults = None
-    if failed is None:
-        return False
-    assert faults.kind == "read", "only what cannot be read may stop a step"
-    assert failed == (errno.EIO if number in _AGAIN else number, "disk")
-    return True
-
-
 def strike_each(
-    offload: eo.Offload, kind: str, number: int, loss: Loss = loss_of, *, for_good: bool = False
+    offload: eo.Offload,
+    kind: str,
+    number: int,
+    loss: Callable[[Tensor], Tensor] = loss_of,
+    *,
+    for_good: bool = False,
 ) -> tuple[int, int, int]:
-    """Takes steps of each of which another operation fails, and exact ones in between.
+    """Takes steps of each of which another operation fails, exact or with an error that says so; exact ones in between.
 
     Returns:
         How many operations were struck first, how many faults there were, and how many steps ended with an error.
     """
     struck = injected = errors = 0
     while True:
-        faults = Faults(kind, struck + 1, fail_with(number), for_good=for_good)
+        Faulty.faults = faults = Faults(kind, struck + 1, fail_with(number), for_good=for_good)
         if kind in ("allocate", "usage"):
             offload.close()  # it grows in the first step of a file only
-        error = one_step(offload, faults, number, loss)
-        nothing_is_held(offload, after_error=error or loss is not loss_of)
+        failed = None
+        try:
+            assert same_bits(step(offload, 1, loss), expected(1))
+        except eo.TransferError as error:
+            failed = error.errno, error.tier
+        offload.stats(synchronize=True)
+        Faulty.faults = None
+        if failed is not None:
+            assert kind == "read", "only what cannot be read may stop a step"
+            assert failed == (errno.EIO if number in _AGAIN else number, "disk")
+        nothing_is_held(offload, after_error=failed is not None or loss is not loss_of)
         if not faults.injected:
             return struck, injected, errors
-        struck, injected, errors = struck + 1, injected + faults.injected, errors + error
+        struck, injected, errors = struck + 1, injected + faults.injected, errors + (failed is not None)
         step_is_exact(offload, 2, loss)
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.processes import printed_by
 
-pytestmark = pytest.mark.xdist_group("processes that die")
-
 PRELUDE = """
 import os, random, signal, sys, threading, traceback
 from pathlib import Path
@@ -66,12 +64,6 @@ with on_faulty_disk():
         assert code_of(pid) == -signal.SIGKILL, number
         assert os.listdir(directory) == [], "a file is left"
         killed.add(first)
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        pass  # no child is left, dead or alive
-    else:
-        raise AssertionError("a child is left")
     offload = make_offload(directory)
     step_is_exact(offload, 3)
     assert_settled(offload)
@@ -119,34 +111,12 @@ print(f"{len(codes)} forked at {operations} operations")
 """
 
 
-def run(program: str, directory: Path, argument: int) -> str:
-    """Runs ``program`` in a process of its own; returns what it said."""
-    said = printed_by("-c", PRELUDE + program, directory, str(argument))
-    assert list(directory.iterdir()) == []
-    return said.strip()
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What one process said that ran both programs: to import torch takes longer than they do."""
-    return run(KILLS + FORKS, tmp_path_factory.mktemp("spills"), 20).splitlines()
-
-
-@pytest.mark.short
-def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(
-    said: list[str], record_property: Callable[[str, object], None]
+@pytest.mark.parametrize("kills", [pytest.param(20, marks=pytest.mark.short), pytest.param(60, marks=pytest.mark.long)])
+def test_h28_a_process_that_is_killed_or_forked_at_any_operation_leaves_nothing_and_all_exact(
+    kills: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    assert said[0].startswith("20 killed at ")
-    record_property("faults", 20)
-
-
-def test_h28_a_fork_at_any_operation_leaves_both_sides_exact(said: list[str]) -> None:
-    assert int(said[1].removesuffix(" operations").split(" forked at ")[0]) > 5
-
-
-@pytest.mark.long
-def test_h28_many_processes_that_are_killed_leave_nothing(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    assert run(KILLS, tmp_path, 60).startswith("60 killed at ")
-    record_property("faults", 60)
+    killed, forked = printed_by("-c", PRELUDE + KILLS + FORKS, tmp_path, str(kills)).splitlines()
+    assert list(tmp_path.iterdir()) == []
+    assert killed.startswith(f"{kills} killed at ")
+    assert int(forked.split(" forked at ")[0]) > 5
+    record_property("faults", kills)

@@ -64,42 +64,28 @@ class FakeMachine:
         self.write("proc/self/cgroup", "\n".join(self._membership) + "\n")
         self.write("proc/self/mountinfo", "\n".join(self._mounts) + "\n")
 
-    def set_group_v2(
-        self,
-        directory: str,
-        *,
-        most: int | None = None,
-        high: int | None = None,
-        used: int = 0,
-        cache: int = 0,
-        dirty: int = 0,
-    ) -> None:
-        self.write(f"{directory}/memory.max", f"{'max' if most is None else most}\n")
-        self.write(f"{directory}/memory.high", f"{'max' if high is None else high}\n")
-        self.write(f"{directory}/memory.current", f"{used}\n")
+    def set_group_v2(self, directory: str, **numbers: int) -> None:
+        """A group with these of: ``most`` and ``high``, its limits; ``used`` bytes, ``cache`` and ``dirty`` of them."""
+        used, cache, dirty = (numbers.get(name, 0) for name in ("used", "cache", "dirty"))
         # What lies in tmpfs counts as file, and cannot be dropped.
         statistics = {"anon": used - cache, "file": cache + MIB, "shmem": MIB, "active_file": cache // 2}
         statistics |= {"inactive_file": cache - cache // 2, "file_dirty": dirty, "file_writeback": 0}
-        self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
+        limits = {"max": numbers.get("most", "max"), "high": numbers.get("high", "max"), "current": used}
+        self._set_group(directory, limits, statistics)
 
-    def set_group_v1(
-        self,
-        directory: str,
-        *,
-        most: int = NO_LIMIT,
-        with_swap: int = NO_LIMIT,
-        used: int = 0,
-        cache: int = 0,
-        least_around: int | None = None,
-        hierarchical: bool = True,
-    ) -> None:
-        self.write(f"{directory}/memory.limit_in_bytes", f"{most}\n")
-        self.write(f"{directory}/memory.usage_in_bytes", f"{used}\n")
-        self.write(f"{directory}/memory.memsw.limit_in_bytes", f"{with_swap}\n")
-        self.write(f"{directory}/memory.memsw.usage_in_bytes", f"{used}\n")
-        self.write(f"{directory}/memory.use_hierarchy", f"{int(hierarchical)}\n")
-        statistics = {"cache": cache, "active_file": 0, "hierarchical_memory_limit": least_around or most}
-        statistics |= {"total_active_file": cache // 2, "total_inactive_file": cache - cache // 2, "total_dirty": 0}
+    def set_group_v1(self, directory: str, *, hierarchical: bool = True, **numbers: int) -> None:
+        """A group with these of: ``most``, ``with_swap`` and ``least_around``, its limits; ``used`` and ``cache``."""
+        most, used, cache = numbers.get("most", NO_LIMIT), numbers.get("used", 0), numbers.get("cache", 0)
+        limits = {"limit_in_bytes": most, "usage_in_bytes": used, "use_hierarchy": int(hierarchical)}
+        limits |= {"memsw.limit_in_bytes": numbers.get("with_swap", NO_LIMIT), "memsw.usage_in_bytes": used}
+        statistics = {"cache": cache, "active_file": 0}
+        statistics |= {"hierarchical_memory_limit": numbers.get("least_around", most), "total_dirty": 0}
+        statistics |= {"total_active_file": cache // 2, "total_inactive_file": cache - cache // 2}
+        self._set_group(directory, limits, statistics)
+
+    def _set_group(self, directory: str, numbers: dict[str, object], statistics: dict[str, int]) -> None:
+        for name, number in numbers.items():
+            self.write(f"{directory}/memory.{name}", f"{number}\n")
         self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
 
 

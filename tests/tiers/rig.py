@@ -154,11 +154,10 @@ class Made:
 
 
 class WatchedLock:
-    """A lock that says who is about to wait for it."""
+    """A lock that says when a thread is about to wait for it."""
 
     def __init__(self, lock: ReentrantLock) -> None:
-        self._lock = lock
-        self.waits = threading.Event()
+        self._lock, self._is_owned, self.waits = lock, lock._is_owned, threading.Event()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -167,9 +166,6 @@ class WatchedLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-    def _is_owned(self) -> bool:
-        return self._lock._is_owned()
 
 
 def equal(slots: Sequence[Slot], seeds: Sequence[int]) -> bool:

@@ -140,18 +140,6 @@ def test_measuring_moves_little_and_leaves_no_trace(directory: Path) -> None:
         DiskTier([directory], MIB).measure()
 
 
-def test_bytes_written_are_counted_over_all_files_and_slots(directory: Path) -> None:
-    tier = DiskTier([directory, directory], 512 * MIB, file_type=Watched)
-    assert tier.written_bytes == 0
-    for seed in range(3):
-        stored(tier, noise(10 * MIB + 1, seed))
-    probes = len(Watched.opened) * 4 * 4096
-    assert tier.written_bytes == sum(file.written for file in Watched.opened) - probes == 3 * (10 * MIB + 4096)
-    slot = stored(tier, noise(MIB))
-    tier.close()
-    assert tier.written_bytes == 3 * (10 * MIB + 4096) + slot.nbytes
-
-
 # -- room -------------------------------------------------------------------------------------------------------------
 
 

@@ -110,12 +110,17 @@ def test_several_disks_share_what_is_written_exactly(
     if not threads:
         refuse_threads(monkeypatch)
     tier, files = tier_over(directory, 3, file_type)
+    tried = sum(file.written for file in files)
     slots = [stored(tier, noise(12 * MIB + 12_345 * seed, seed)) for seed in range(6)]
     assert equal(slots, range(6))
     shares = [file.written for file in files]
+    assert tier.written_bytes == sum(shares) - tried
     assert sum(shares) >= sum(slot.nbytes for slot in slots)
     assert min(shares) > sum(shares) // 4, "each has about a third"
     assert min(file.read for file in files) > sum(shares) // 4
+    tier.close()
+    slots[0].write(noise(slots[0].nbytes))
+    assert tier.written_bytes == sum(file.written for file in files) - tried, "those of a closed tier count too"
     assert threads_of_transfers() == []
 
 
@@ -137,9 +142,13 @@ def test_h27_of_several_disks_one_that_fails_to_write_is_named_and_the_others_se
     source = noise(16 * MIB)
     before, slots = stored(tier, source), [reserve(tier, 16 * MIB) for _ in range(2)]
     two.on_write = failure(errno.EIO)
-    with pytest.raises(TransferError, match=r"could not write 16777216 bytes .*/1'.*Input/output error"):
+
+    def write() -> None:
         for slot in slots:
             slot.write(source)
+
+    with pytest.raises(TransferError, match=r"could not write 16777216 bytes .*/1'.*Input/output error"):
+        write()
     again = stored(tier, source)
     assert tier.directories == [directory / "0"]
     assert len(Watched.opened) == 3
@@ -147,7 +156,7 @@ def test_h27_of_several_disks_one_that_fails_to_write_is_named_and_the_others_se
     assert torch.equal(content(again), source)
     assert torch.equal(content(before), source), "what the failing disk has can still be read"
     two.on_write = None  # the error that it raised leads to the frames that it ended
-    del before, slot
+    del before
     slots.clear()
     assert tier.used_bytes == 16 * MIB
     assert tier.held_bytes == Watched.opened[2].stat.st_size, "the files of before have gone"

@@ -75,17 +75,6 @@ def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) 
     assert tier.held_bytes == sum(slab.numel() for slab in system.alive) == 1536 * MIB
 
 
-def test_h26_memory_that_others_take_in_mid_training_is_seen(readings: Readings) -> None:
-    tier, _ = guarded(readings)
-    slots = [tier.reserve(64 * MIB) for _ in range(8)]
-    assert None not in slots
-    readings.available = GIB
-    assert len(fill(tier, 64 * MIB)) <= 4, "what the last look found is trusted for an eighth"
-    readings.available = 3 * GIB
-    del slots[:4]
-    assert all(tier.reserve(64 * MIB) is not None for _ in range(4)), "what is held already serves on"
-
-
 def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
     readings.available, readings.total = 800 * GIB, 1024 * GIB
     watch = Guard()
@@ -120,46 +109,27 @@ def test_h26_what_was_refused_is_refused_again_without_a_look_but_not_for_ever_a
     watch.admit(16 * MIB)
 
 
-def test_h26_when_a_forward_begins_idle_memory_goes_back_as_far_as_it_is_missed(
-    readings: Readings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "_guard", Guard())
-    tier, system = guarded(readings)
-    slots = [tier.reserve(256 * MIB) for _ in range(4)]
-    slots.clear()
-    tier.release_idle()
-    readings.available = 1536 * MIB
-    tier.release_idle()
-    assert tier.held_bytes == GIB, "it has not handed out enough to look again"
-    monkeypatch.setattr(host, "_LOOK_BYTES", 0)
-    tier._next_look = 0
-    tier.release_idle()
-    assert tier.held_bytes == 512 * MIB, "and the reserve is whole again"
-    assert len(system.alive) == 2
-    looks = readings.looks
-    tier.release_idle()
-    assert tier.held_bytes == 512 * MIB
-    assert readings.looks == looks + 1
-
-
-def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
+def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_far_as_it_is_missed(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_guard", Guard())
     tier, _ = guarded(readings)
-    runtime, system = SimulatedRuntime(), System()
-    other = HostTier(shared_arena(runtime, False, lambda: Arena(system, idle_bytes=GIB)))
-    idle = other.reserve(512 * MIB)
-    del idle
-    own = tier._arena
+    own, other = tier._arena, HostTier(shared_arena(SimulatedRuntime(), False, lambda: Arena(System(), idle_bytes=GIB)))
     readings.held = lambda: own._held + other.held_bytes
-    slots = fill(tier, 256 * MIB)
-    assert len(slots) == 6
-    assert tier.reserve(512 * MIB) is None
-    readings.available -= 256 * MIB
+    slots = [tier.reserve(256 * MIB) for _ in range(4)]
+    other.reserve(512 * MIB)
+    slots.clear()
     tier.release_idle()
-    assert len(system.alive) == 0
-    assert tier.reserve(256 * MIB) is not None
+    readings.available = 2304 * MIB
+    tier.release_idle()
+    assert tier.held_bytes == GIB, "it has not handed out enough to look again"
+    monkeypatch.setattr(host, "_LOOK_BYTES", 0)
+    tier._next_look = 0
+    for available, held in ((2304, (768, 512)), (2304, (768, 512)), (1536, (0, 512)), (1280, (0, 0))):
+        readings.available, looks = available * MIB, readings.looks
+        tier.release_idle()
+        assert readings.looks == looks + 1
+        assert (tier.held_bytes, other.held_bytes) == (held[0] * MIB, held[1] * MIB)
 
 
 # -- a budget in bytes, and one that follows the machine --------------------------------------------------------------

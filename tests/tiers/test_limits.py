@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_
 from eager_offload.tiers.nodes import RollCall, this_node
 from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
 from tests.processes import printed_by
-from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
+from tests.tiers.machines import GIB, MIB, FakeMachine
 
 #: The name of this machine, which is in its own tables.
 HERE = socket.gethostname()
@@ -161,10 +162,14 @@ def test_h26_where_nothing_tells_how_many_ranks_are_here_the_user_is_told_once(d
     printed_by("-c", WARNED, directory, WORLD_SIZE="4")
 
 
-def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:
+def test_h26_ranks_on_one_node_divide_what_binds_them_all_and_not_what_binds_each(
+    machine: FakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.belongs_to("/job", version=2)
     machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, used=2 * GIB)
-    alone = host_headroom(machine.system)
+    usage = type("Usage", (), {"free": 400 * GIB, "total": 900 * GIB})
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: usage)
+    alone, disk = host_headroom(machine.system), disk_budget(tmp_path, machine.system)
     machine.environ["LOCAL_WORLD_SIZE"] = "2"
     both = host_headroom(machine.system)
     assert (alone.nbytes, both.nbytes) == (6 * GIB, 3 * GIB)
@@ -172,21 +177,10 @@ def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMach
     assert "shared by 2 processes" in both.binding.reason
     assert "shared by" not in alone.binding.reason
     assert host_budget(machine.system) == both.nbytes // 2
-
-
-def test_h26_ranks_do_not_divide_what_binds_each_process_alone(machine: FakeMachine) -> None:
+    assert (disk, disk_budget(tmp_path, machine.system)) == (300 * GIB, 150 * GIB)
     machine.set_process(addresses=3 * GIB, data=GIB)
-    machine.process_limits["RLIMIT_AS"] = 8 * GIB
-    machine.environ["LOCAL_WORLD_SIZE"] = "8"
-    assert host_headroom(machine.system).nbytes == 5 * GIB
-
-
-def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine, usage = FakeMachine(tmp_path), type("Usage", (), {"free": 400 * GIB, "total": 900 * GIB})
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: usage)
-    assert disk_budget(tmp_path, machine.system) == 300 * GIB
-    machine.environ["LOCAL_WORLD_SIZE"] = "8"
-    assert disk_budget(tmp_path, machine.system) == 300 * GIB // 8
+    machine.process_limits["RLIMIT_AS"] = 5 * GIB
+    assert host_headroom(machine.system).nbytes == 2 * GIB
 
 
 # -- what binds -------------------------------------------------------------------------------------------------------
@@ -194,27 +188,26 @@ def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tm
 V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
 
 
-def v2(group: str, **limits: int) -> Callable[[FakeMachine], None]:
+Arrange: TypeAlias = Callable[[FakeMachine], object]
+
+
+def v2(group: str, **limits: int) -> Arrange:
     """The process is in ``group`` of version 2, which has these limits."""
-
-    def arrange(machine: FakeMachine) -> None:
-        machine.belongs_to(group, version=2)
-        machine.set_group_v2(f"{V2}{group.rstrip('/')}", **limits)
-
-    return arrange
+    return lambda machine: (
+        machine.belongs_to(group, version=2),
+        machine.set_group_v2(f"{V2}{group.rstrip('/')}", **limits),
+    )
 
 
-def v1(group: str, mounted: str = "/", below: str | None = None, **limits: int) -> Callable[[FakeMachine], None]:
+def v1(group: str, mounted: str = "/", below: str | None = None, **limits: int) -> Arrange:
     """The process is in ``group`` of version 1; what is at ``below`` of its mount has these limits."""
-
-    def arrange(machine: FakeMachine) -> None:
-        machine.belongs_to(group, version=1, mounted=mounted)
-        machine.set_group_v1(f"{V1}{group if below is None else below}", **limits)
-
-    return arrange
+    return lambda machine: (
+        machine.belongs_to(group, version=1, mounted=mounted),
+        machine.set_group_v1(f"{V1}{group if below is None else below}", **limits),
+    )
 
 
-def ancestors_v2(binding: str) -> Callable[[FakeMachine], None]:
+def ancestors_v2(binding: str) -> Arrange:
     def arrange(machine: FakeMachine) -> None:
         machine.belongs_to("/a/b/c", version=2)
         for group in ("/a", "/a/b", "/a/b/c"):
@@ -223,7 +216,7 @@ def ancestors_v2(binding: str) -> Callable[[FakeMachine], None]:
     return arrange
 
 
-def ancestors_v1(binding: str) -> Callable[[FakeMachine], None]:
+def ancestors_v1(binding: str) -> Arrange:
     def arrange(machine: FakeMachine) -> None:
         machine.belongs_to("/slurm/job_7", version=1)
         machine.belongs_to("/", version=2, point=f"{V2}/unified")  # beside them, without controllers
@@ -244,24 +237,22 @@ def nothing_to_be_read(machine: FakeMachine) -> None:
     machine.write("proc/self/cgroup", "0::/nowhere\n")
 
 
-def of_the_process(name: str) -> Callable[[FakeMachine], None]:
-    def arrange(machine: FakeMachine) -> None:
-        machine.set_process(addresses=3 * GIB, data=GIB)
-        machine.process_limits[name] = 8 * GIB
+def of_the_process(name: str) -> Arrange:
+    return lambda machine: (
+        machine.set_process(addresses=3 * GIB, data=GIB),
+        machine.process_limits.update({name: 8 * GIB}),
+    )
 
-    return arrange
 
-
-def committed(overcommits: int) -> Callable[[FakeMachine], None]:
-    def arrange(machine: FakeMachine) -> None:
-        machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB))
-        machine.write("proc/sys/vm/overcommit_memory", f"{overcommits}\n")
-
-    return arrange
+def committed(overcommits: int) -> Arrange:
+    return lambda machine: (
+        machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB)),
+        machine.write("proc/sys/vm/overcommit_memory", f"{overcommits}\n"),
+    )
 
 
 #: Arranges a machine of 48 GiB; the room that a process has there; a part of what binds it, by its place or its reason.
-BINDING: dict[str, tuple[Callable[[FakeMachine], object], int, str]] = {
+BINDING: dict[str, tuple[Arrange, int, str]] = {
     "no group": (lambda machine: None, 48 * GIB, "48.0 GiB of this machine's 64.0 GiB of memory are available"),
     "v2, below physical memory": (
         v2("/job", most=8 * GIB, used=7 * GIB, cache=2 * GIB, dirty=256 * MIB),
@@ -313,56 +304,18 @@ def test_h26_where_the_system_tells_nothing_its_memory_binds(machine: FakeMachin
     assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
 
 
-def test_the_size_that_a_file_may_have_bounds_a_disk(machine: FakeMachine, tmp_path: Path) -> None:
-    assert disk_headroom(tmp_path, machine.system).binding.kind == "disk"
-    machine.process_limits["RLIMIT_FSIZE"] = MIB
-    found = disk_headroom(tmp_path, machine.system)
-    assert found.nbytes == MIB
-    assert found.binding.where == "RLIMIT_FSIZE"
-
-
-def test_this_machine_has_headroom_and_says_what_binds(tmp_path: Path) -> None:
+def test_this_machine_has_headroom_and_says_what_binds(machine: FakeMachine, tmp_path: Path) -> None:
     found = host_headroom()
     assert 0 < found.nbytes <= psutil.virtual_memory().total
     assert found.nbytes == found.binding.nbytes == min(limit.nbytes for limit in found.limits)
     assert found.binding.reason
     assert found.binding.remedy
+    assert System().process_limit("RLIMIT_OF_NOTHING") is None
     assert 0 < host_budget() < psutil.virtual_memory().total
     assert 0 < disk_budget(tmp_path) < psutil.disk_usage(str(tmp_path)).total
     with pytest.raises(FileNotFoundError):
         disk_budget(tmp_path / "missing")
-
-
-def test_the_limits_that_a_process_has_are_those_that_it_was_given() -> None:
-    program = """
-import resource
-from eager_offload.tiers.limits import System
-resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-print(System().process_limit("RLIMIT_AS"))
-"""
-    pytest.importorskip("resource")
-    assert printed_by("-c", program) == f"{16 * GIB}\n"
-    assert System().process_limit("RLIMIT_OF_NOTHING") is None
-
-
-# -- a real group ---------------------------------------------------------------------------------------------------
-
-IN_GROUP = """
-import os, sys
-from pathlib import Path
-Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from eager_offload.tiers.limits import host_headroom
-found = host_headroom()
-held = bytearray(os.urandom(1 << 20)) * 64
-less = host_headroom()
-print(found.binding.where, found.nbytes, less.nbytes)
-"""
-
-
-def test_h26_a_process_in_a_real_control_group_finds_its_limit_and_what_it_uses_of_it() -> None:
-    with real_group() as group:
-        group.set_limit(512 * MIB)
-        where, before, after = printed_by("-c", IN_GROUP, group.directory).split()
-        assert Path(where).parent == group.directory
-        assert 64 * MIB < int(before) < 512 * MIB
-        assert 56 * MIB < int(before) - int(after) < 72 * MIB
+    assert disk_headroom(tmp_path, machine.system).binding.kind == "disk"
+    machine.process_limits["RLIMIT_FSIZE"] = MIB  # the size that a file may have
+    assert disk_headroom(tmp_path, machine.system).nbytes == MIB
+    assert disk_headroom(tmp_path, machine.system).binding.where == "RLIMIT_FSIZE"

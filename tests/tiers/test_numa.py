@@ -55,15 +55,6 @@ def test_the_node_of_a_device_is_known_from_its_address(tmp_path: Path, online: 
     assert node_of_device("0000:3b:00.0", tmp_path / "nothing") is None
 
 
-@pytest.mark.usefixtures("kernel_tells")
-def test_pages_are_bound_before_they_are_touched() -> None:
-    slab = resident_slab(MIB, node=0)
-    assert policy_of(slab.data_ptr()) == policy_of(slab.data_ptr() + MIB - 1) == (PREFERRED, 1)
-    assert int(slab.fill_(1).sum()) == MIB
-    anywhere = resident_slab(MIB)
-    assert policy_of(anywhere.data_ptr())[0] != PREFERRED
-
-
 def test_a_node_or_a_processor_that_the_system_does_not_know_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     slab = resident_slab(MIB, node=900)
     assert not prefer_node(slab.data_ptr(), MIB, 900)

@@ -9,9 +9,8 @@ from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers import host
 from eager_offload.tiers.arena import Arena
-from eager_offload.tiers.host import HostTier, shared_arena
+from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.limits import host_headroom
-from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, equal, noise, reserve, stored
 
@@ -79,15 +78,6 @@ def test_memory_goes_back_with_the_last_tier_and_what_only_a_closed_one_had_a_bu
     assert third.held_bytes == third.used_bytes == 2 * MIB
     slots.clear()
     assert third.held_bytes == third.used_bytes == one.used_bytes == len(system.alive) == 0
-
-
-def test_there_is_one_arena_for_a_runtime_and_a_kind_of_memory_as_long_as_someone_has_it() -> None:
-    runtime = SimulatedRuntime()
-    arena = shared_arena(runtime, False, Arena)
-    assert shared_arena(runtime, False, Arena) is arena
-    assert arena not in (shared_arena(runtime, True, Arena), shared_arena(SimulatedRuntime(), False, Arena))
-    HostTier(arena, MIB).close()
-    assert shared_arena(runtime, False, Arena) is not arena, "all have left it"
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
