@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 import eager_offload as eo
 from tests.faults.disks import (
@@ -17,7 +15,6 @@ from tests.faults.disks import (
     Faulty,
     expected,
     fail_with,
-    loss_of,
     make_offload,
     nothing_is_held,
     on_faulty_disk,
@@ -51,7 +48,6 @@ def strike_each(
     offload: eo.Offload,
     kind: str,
     number: int,
-    loss: Callable[[Tensor], Tensor] = loss_of,
     *,
     for_good: bool = False,
 ) -> tuple[int, int, int]:
@@ -67,7 +63,7 @@ def strike_each(
             offload.close()  # it grows in the first step of a file only
         failed = None
         try:
-            assert same_bits(step(offload, 1, loss), expected(1))
+            assert same_bits(step(offload, 1), expected(1))
         except eo.TransferError as error:
             failed = error.errno, error.tier
         offload.stats(synchronize=True)
@@ -75,11 +71,11 @@ def strike_each(
         if failed is not None:
             assert kind == "read", "only what cannot be read may stop a step"
             assert failed == (errno.EIO if number in _AGAIN else number, "disk")
-        nothing_is_held(offload, after_error=failed is not None or loss is not loss_of)
+        nothing_is_held(offload, after_error=failed is not None)
         if not faults.injected:
             return struck, injected, errors
         struck, injected, errors = struck + 1, injected + faults.injected, errors + (failed is not None)
-        step_is_exact(offload, 2, loss)
+        step_is_exact(offload, 2)
 
 
 @pytest.mark.parametrize(("kind", "number", "for_good"), list(_cases()))
@@ -110,22 +106,3 @@ def test_h27_a_file_that_cannot_be_made_anew_is_an_error_that_says_why(kind: str
         nothing_is_held(offload, after_error=True)
         step_is_exact(offload, 2)
         offload.close()
-
-
-@pytest.mark.parametrize("kind", ["write", "read"])
-def test_h27_compiled_code_of_which_any_call_fails_is_exact_or_says_why(
-    kind: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(loss_of, backend="aot_eager")
-    with on_faulty_disk():
-        offload = make_offload(tmp_path)
-        step_is_exact(offload, 2, compiled)
-        struck, injected, _ = strike_each(offload, kind, errno.EIO, compiled)
-        stats = offload.stats()
-        assert stats.compiled_regions > 0
-        assert stats.bytes_in > 0
-        offload.close()
-    torch._dynamo.reset()
-    assert injected == struck > 3
-    record_property("faults", injected)

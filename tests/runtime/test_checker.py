@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import pytest
 from hypothesis import strategies as st
@@ -77,21 +76,14 @@ class Graph:
                     self.for_nothing.add(index)
             self.before.append(parents.union(*(self.before[parent] for parent in parents)))
 
-    def races(self) -> set[Pair]:
-        """Every pair of conflicting entries of which neither comes before the other."""
+    def races(self) -> set[tuple[int, int]]:
+        """Every pair of conflicting entries, by index, of which neither comes before the other."""
         return {
-            Pair(earlier, later)
+            (earlier, later)
             for later in range(len(self.log))
             for earlier in set(range(later)) - self.before[later]
             if conflict(self.log[earlier], self.log[later])
         }
-
-
-class Pair(NamedTuple):
-    """Two entries by index."""
-
-    earlier: int
-    later: int
 
 
 def touched(entry: Entry) -> tuple[tuple[ByteRegion, ...], tuple[ByteRegion, ...]]:
@@ -120,10 +112,10 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, monkeypatch: p
             checker.write(entry)
         graph = Graph(log)
         races = graph.races()
-        found = {Pair(v.earlier.number, v.later.number) for v in checker.violations if v.earlier is not None}
+        found = {(v.earlier.number, v.later.number) for v in checker.violations if v.earlier is not None}
         assert found <= races
         # An access that a later one stands for is not reported again, but every access that is out of order is.
-        assert {race.later for race in found} == {race.later for race in races}
+        assert {later for _, later in found} == {later for _, later in races}
         assert {v.later.number for v in checker.violations if v.earlier is None} == graph.for_nothing
 
     search(check, st.lists(entries, max_size=40), fixed=300)

@@ -136,11 +136,6 @@ class Made:
             if error is not None:
                 raise error
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether this thread has the lock that others need for room that there is."""
-        return self.owner._lock.is_held()
-
     def waits_for_growth(self) -> threading.Event:
         """Is set once a thread has to wait until another one's growth is over."""
         lock = self.owner._growth

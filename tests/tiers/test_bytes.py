@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.memory import anonymous_slab
@@ -37,23 +35,6 @@ def test_bytes_come_back_exact_from_and_to_any_address(tier: Tier, nbytes: int) 
     assert bytes(memory) == source.numpy().tobytes()
     slot.write(noise(nbytes, 64))
     assert bytes(memory) == noise(nbytes, 64).numpy().tobytes(), "it shows what is written later"
-
-
-def test_slots_that_live_together_share_no_byte(tier: Tier) -> None:
-    chance = random.Random(0)
-    slots: list[tuple[Any, Tensor]] = []
-    for seed in range(100):
-        if slots and chance.random() < 0.4:
-            slot, source = slots.pop(chance.randrange(len(slots)))
-            assert torch.equal(content(slot), source)
-            del slot
-        source = noise(chance.choice([1, 100, 4096, 5000, 70_000, 600_000, 4 * MIB + 1]), seed)
-        slots.append((stored(tier, source), source))
-    assert all(torch.equal(content(slot), source) for slot, source in slots)
-    assert tier.used_bytes == sum(source.numel() for _, source in slots) > MIB
-    assert len({slot.region for slot, _ in slots}) == len(slots)
-    slots.clear()
-    assert tier.used_bytes == 0
 
 
 def test_threads_that_transfer_at_once_keep_their_bytes(tier: Tier) -> None:

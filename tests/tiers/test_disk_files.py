@@ -164,17 +164,6 @@ def test_h27_of_several_disks_one_that_fails_to_write_is_named_and_the_others_se
     assert threads_of_transfers() == []
 
 
-def test_h27_of_several_disks_one_that_fails_to_read_is_named(directory: Path) -> None:
-    tier, (one, _) = tier_over(directory, 2)
-    slots = [stored(tier, noise(24 * MIB, seed)) for seed in range(2)]
-    one.on_read = failure(errno.EIO)
-    with pytest.raises(TransferError, match=r"could not read 25165824 bytes .*/0'"):
-        equal(slots, range(2))
-    assert threads_of_transfers() == [], "nothing is under way then"
-    one.on_read = None
-    assert equal(slots, range(2))
-
-
 def test_without_a_budget_the_tier_takes_a_share_of_what_is_free_on_each_disk_once(directory: Path) -> None:
     tier = DiskTier([directory, directory], None)
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize

@@ -132,9 +132,6 @@ def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_f
         assert (tier.held_bytes, other.held_bytes) == (held[0] * MIB, held[1] * MIB)
 
 
-# -- a budget in bytes, and one that follows the machine --------------------------------------------------------------
-
-
 def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

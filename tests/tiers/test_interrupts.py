@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 
 import eager_offload.tiers
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import ByteRegion, Tier
 from tests.sampling import one_in
-from tests.tiers.rig import MIB, Made, System, Verdicts, equal, noise, reserve, stored
+from tests.tiers.rig import MIB, Made, Verdicts, equal, noise, reserve, stored
 
 _HERE = str(Path(eager_offload.tiers.__file__).parent)
 
@@ -99,33 +97,3 @@ def test_h10_an_interrupt_at_any_line_loses_no_room_and_no_use(kind: str, direct
         verdicts.over.update([*range(10), "reload"])
         assert tier.used_bytes == tier.held_bytes == 0, number
         assert not made.system.alive, number
-
-
-def test_h10_an_interrupt_at_any_line_hands_no_lease_out_twice() -> None:
-    def lease_again(arena: Arena) -> None:
-        leases = [arena.lease(nbytes) for nbytes in (8192, 8192, 70_000)]
-        for _ in range(3):
-            del leases[0]
-            leases.append(arena.lease(8192))
-            del leases[0]
-            leases.append(arena.lease(100))
-
-    with interrupted_at(0) as lines:
-        lease_again(Arena(System(), slab_bytes=MIB))
-    for number in one_in(3, list(range(1, lines[0] + 1))):
-        system = System()
-        arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
-        kept = arena.lease(8192).copy_(noise(8192, 99))
-        with suppress(KeyboardInterrupt), interrupted_at(number):
-            lease_again(arena)
-        leases = [arena.lease(nbytes) for nbytes in (8192, 100, 8192, 70_000, 8192, 8192)]
-        for seed, lease in enumerate(leases):
-            lease.copy_(noise(lease.numel(), seed))
-        assert all(torch.equal(lease, noise(lease.numel(), seed)) for seed, lease in enumerate(leases)), number
-        assert torch.equal(kept, noise(8192, 99)), number
-        assert arena.used_bytes == 8192 + sum(lease.numel() for lease in leases), number
-        del lease, kept
-        leases.clear()
-        assert arena.used_bytes == 0, number
-        arena.close()
-        assert arena.held_bytes == len(system.alive) == 0, number

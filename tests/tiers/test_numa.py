@@ -103,17 +103,14 @@ def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
     assert torch.equal(near.fill_(3), far.fill_(3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "properties", "address"),
-    [
-        ("cuda", {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}, "0000:3b:00.0"),
+def test_the_address_of_a_device_is_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+    for kind, properties, address in (
+        ("cuda", known, "0000:3b:00.0"),
         ("cuda", {"pci_bus_id": 0x3B}, None),
         ("xpu", {}, None),
-    ],
-)
-def test_the_address_of_a_device_is_what_torch_says(
-    monkeypatch: pytest.MonkeyPatch, kind: str, properties: dict[str, int], address: str | None
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
-    assert AcceleratorApi().pci_address(0) == address
+    ):
+        device, told = torch.device(kind), SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, found=device, **__: found)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, told=told: told)
+        assert AcceleratorApi().pci_address(0) == address

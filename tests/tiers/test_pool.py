@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -24,7 +25,6 @@ from tests.tiers.files import failure
 from tests.tiers.rig import MIB, Made, System, Verdicts, noise, reserve, stored
 
 GIB = 1 << 30
-PAGES = MIB // PAGE
 
 # -- which bytes a slot gets ------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
     def check(data: st.DataObject) -> None:
         tier = Made(kind, directory, MIB, one_slab=True).tier
         verdicts, events, space = Verdicts(), 0, reserve(tier, PAGE).region.space
-        uses: list[set[Fence] | None] = [set() for _ in range(PAGES)]  # `None` where a slot lives
+        uses: list[set[Fence] | None] = [set() for _ in range(MIB // PAGE)]  # `None` where a slot lives
         live: list[Slot] = []
         for _ in range(data.draw(st.integers(1, 60), "steps")):
             what = data.draw(st.sampled_from(["reserve", "reserve", "drop", "pass", "interrupt"]), "what")
@@ -53,7 +53,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
             elif what in ("reserve", "interrupt"):
                 nbytes = data.draw(st.integers(PAGE, 80 * PAGE), "bytes")
                 pages = -(-nbytes // PAGE)
-                verdicts.meanwhile = interrupt if what == "interrupt" else None
+                verdicts.meanwhile = Mock(side_effect=KeyboardInterrupt) if what == "interrupt" else None
                 try:
                     slot = tier.reserve(nbytes)
                 except KeyboardInterrupt:
@@ -81,10 +81,6 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
         assert not [fence for fence in reserve(tier, MIB).fences if not fence.passed()]
 
     search(check, st.data(), fixed=150 if kind == "host" else 30)  # a real file each
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def pages_of(slot: Slot) -> range:
@@ -171,12 +167,11 @@ STEPS = {
     "few tokens": saved_by_a_llama(777, 64),
     "an odd width": saved_by_a_llama(5000, 24, width=2304, inner=5760, shared=768),
 }
-LLAMAS = list(STEPS)[-4:]
 
 
 @pytest.mark.parametrize(
     ("step", "sizes"),
-    [*[(step, ExactSizes(64 * MIB)) for step in STEPS], *[(step, PowersOfTwo()) for step in LLAMAS]],
+    [*[(step, ExactSizes(64 * MIB)) for step in STEPS], *[(step, PowersOfTwo()) for step in list(STEPS)[-4:]]],
 )
 def test_what_is_held_for_a_step_is_at_most_5_percent_more_than_it_saves(step: str, sizes: SlabSizes) -> None:
     taken: list[int] = []
