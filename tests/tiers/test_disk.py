@@ -102,7 +102,7 @@ def test_h27_a_call_that_asks_to_be_repeated_is_repeated_but_not_for_ever(direct
             raise failure(number)
 
     file.on_write = file.on_read = strike
-    for transfer in (slot.read, slot.write):
+    for transfer in (slot.write, slot.read):
         for left in (5, 50):
             with pytest.raises(TransferError, match="Input/output error") if left > 5 else nullcontext():
                 transfer(source)
