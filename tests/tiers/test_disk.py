@@ -115,7 +115,8 @@ def test_h27_a_call_that_asks_to_be_repeated_is_repeated_but_not_for_ever(direct
 def test_h33_a_neighbour_that_changes_while_it_leaves_is_not_taken_for_a_fault_of_the_disk(directory: Path) -> None:
     # The storage of a GRU's gates leaves for one gate while the next one is still computed in place.
     tier, file = open_tier(directory, verify=True)
-    source, slot = noise(100_000), reserve(tier, 100_000)
+    # A page's address: it is written in two calls, and changes after the first.
+    source, slot = anonymous_slab(100_000).copy_(noise(100_000)), reserve(tier, 100_000)
     file.on_write = lambda: source[50_000:].add_(1)
     slot.write(source)
     assert not torch.equal(source, noise(100_000))
