@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import threading
 import warnings
 import weakref
@@ -22,17 +21,15 @@ from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.rawfile import RawFile, Usage
 from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
-
-#: The system calls that a fault may strike.
-OPERATIONS = ("write", "read", "allocate", "usage")
+from tests.tiers.files import failure
 
 
 class Faults:
     """Counts the operations of one kind, and has chosen ones call ``strike``.
 
     Args:
-        kind: one of ``OPERATIONS``, or ``"any"``; or ``"short"``, a read or write that stops halfway, or ``"corrupt"``,
-            a read that succeeds and brings back something else.
+        kind: ``"write"``, ``"read"``, ``"allocate"``, ``"usage"`` or ``"any"``; or ``"short"``, a read or write that
+            stops halfway, or ``"corrupt"``, a read that succeeds and brings back something else.
         first: the operation that is struck, from 1.
         strike: what happens there; it may raise, or not come back.
         for_good: whether all later ones are struck as well.
@@ -52,9 +49,10 @@ class Faults:
             self.seen += 1
             struck = self.seen == self.first or (self.for_good and self.seen > self.first)
             self.injected += struck
-        if struck:
-            self._strike()
-        return self.kind if struck else ""
+        if not struck:
+            return ""
+        self._strike()
+        return self.kind
 
 
 class Faulty(RawFile):
@@ -67,10 +65,6 @@ class Faulty(RawFile):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         Faulty.alive.add(self)
-
-    @classmethod
-    def any_is_open(cls) -> bool:
-        return any(file.descriptor >= 0 for file in cls.alive)
 
     def write_from(self, source: memoryview, offset: int) -> int:
         short = self._meet("write", "short") == "short"
@@ -90,7 +84,8 @@ class Faulty(RawFile):
         self._meet("usage")
         return super().usage()
 
-    def _meet(self, *kinds: str) -> str:
+    @staticmethod
+    def _meet(*kinds: str) -> str:
         return "" if Faulty.faults is None else Faulty.faults.meet(*kinds)
 
 
@@ -108,9 +103,8 @@ def on_faulty_disk(file_type: type[RawFile] = Faulty) -> Iterator[None]:
             yield
         finally:
             Faulty.faults = None
-            if Faulty.any_is_open():
-                gc.collect()
-    assert not Faulty.any_is_open(), "a spill file was left open"
+            gc.collect()
+    assert all(file.descriptor < 0 for file in Faulty.alive), "a spill file was left open"
 
 
 def make_offload(directory: Path, **fields: object) -> eo.Offload:
@@ -125,11 +119,11 @@ def loss_of(x: Tensor) -> Tensor:
     return (torch.cat([wide, wide.sin()]).tanh() * 3).square().sum()
 
 
-def step(around: object, seed: int, loss: Callable[[Tensor], Tensor] = loss_of) -> Tensor:
+def step(around: object, seed: int) -> Tensor:
     """One training step; returns its gradient."""
     x = torch.randn(48, 48, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     with around:
-        value = loss(x)
+        value = loss_of(x)
     if isinstance(around, eo.Offload):
         around.stats(synchronize=True)  # all of it is away: the order of the calls is the same each time
     value.backward()
@@ -142,10 +136,10 @@ def expected(seed: int) -> Tensor:
     return step(nullcontext(), seed)
 
 
-def step_is_exact(offload: eo.Offload, seed: int, loss: Callable[[Tensor], Tensor] = loss_of) -> None:
+def step_is_exact(offload: eo.Offload, seed: int) -> None:
     """Asserts that a step of which nothing is known to fail is exact, and moves its bytes."""
     before = offload.stats(synchronize=True)
-    assert same_bits(step(offload, seed, loss), expected(seed))
+    assert same_bits(step(offload, seed), expected(seed))
     after = offload.stats(synchronize=True)
     assert after.bytes_out > before.bytes_out, "nothing moved"
 
@@ -163,6 +157,6 @@ def fail_with(number: int) -> Callable[[], None]:
     """Something that fails as a system call does."""
 
     def strike() -> None:
-        raise OSError(number, os.strerror(number))
+        raise failure(number)
 
     return strike

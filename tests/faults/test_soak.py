@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import Faults, fail_with, on_faulty_disk
 from tests.processes import printed_by
-from tools.soak.__main__ import Soak
-from tools.soak.census import compare
 
 
 @pytest.mark.long
 def test_h25_a_short_soak_is_exact_and_flat(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     printed = printed_by("-m", "tools.soak", "--minutes", "0.05", "--disk-path", tmp_path)
-    last = printed.splitlines()[-1]
-    found = re.fullmatch(
-        r"([\d,]+) steps, ([\d,]+) faults injected, (?:[\d,]+ errors that said so, )?([\d,]+) MiB moved, "
-        "0 that must not happen",
-        last,
-    )
+    last = printed.splitlines()[-1].replace(",", "")
+    found = re.fullmatch(r"(\d+) steps (\d+) faults injected (?:.* )?(\d+) MiB moved 0 that must not happen", last)
     assert found is not None, last
-    steps, faults, moved = (int(number.replace(",", "")) for number in found.groups())
+    steps, faults, moved = map(int, found.groups())
     assert steps > 42
-    assert faults > 0
+    assert min(faults, moved) > 0
     record_property("faults", faults)
-    assert moved > 0
     assert "GREW" not in printed
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fault_that_strikes_a_file_that_is_being_opened_explains_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with on_faulty_disk():
-        run = Soak(tmp_path, seed=0)
-        for kind, number in (("write", errno.EROFS), ("read", errno.EIO)):
-            run.offloads["disk"].close()
-            fault = Faults(kind, 1, fail_with(number))
-            monkeypatch.setattr("tools.soak.__main__.any_fault", lambda *_, fault=fault: fault)
-            run.step("train", "disk", faulty=True)
-            run.step("train", "disk", faulty=False)
-        assert run.counts == {"steps": 4, "faults injected": 2, "errors that said so": 2}
-        assert run.trouble == []
-        run.close()
-        assert run.moved["disk"] > 0
-
-
-def test_what_grows_is_seen() -> None:
-    before = {"resident memory": 1 << 30, "descriptors": 7, "objects: eager_offload.stats.Counters": 3}
-    after = {"resident memory": (1 << 30) + (1 << 20), "descriptors": 8, "objects: eager_offload.stats.Counters": 300}
-    assert {row.what: row.flat for row in compare(before, after)} == {
-        "resident memory": True,
-        "descriptors": False,
-        "objects: eager_offload.stats.Counters": False,
-    }
-    assert all(row.flat for row in compare(after, before))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.errors import TransferError
-from eager_offload.runtime.base import Event
 from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
 from tests.simulation.checker import Checker, OrderingError
 from tests.simulation.log import WrittenLog
@@ -23,109 +19,55 @@ def rig() -> Rig:
     return Rig(SimulatedRuntime())
 
 
-# -- the way of one saved tensor, with every edge by name -------------------------------------------------------------
-
-EDGES = [
-    "the offload waits for the producer",
-    "the source goes after its copy",
-    "the reload waits for the block's last owner",
-    "the slot's next writer waits for its last reader",
-    "the next offload waits for its producer",
-    "compute waits for the reload",
-]
+# -- the way of one saved tensor --------------------------------------------------------------------------------------
 
 
-class Waits:
-    """Lets streams wait, except where the edge of that name is to be missing."""
-
-    def __init__(self, rig: Rig, missing: str | None) -> None:
-        self.names: list[str] = []
-        self._rig = rig
-        self._missing = missing
-
-    def __call__(self, name: str, stream: SimulatedStream, event: Event) -> None:
-        self.names.append(name)
-        if name != self._missing:
-            self._rig.runtime.wait(stream, event)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came back, what should have, and what else was offloaded over it."""
-
-    got: Tensor
-    want: Tensor
-    names: list[str]
-
-
-def way_of_a_saved_tensor(rig: Rig, missing: str | None = None) -> Outcome:
+def way_of_a_saved_tensor(rig: Rig) -> None:
     """Offloads one tensor and reloads it, where others use the same block and the same slot before and after."""
     runtime, main, out, inward = rig.runtime, rig.main, rig.out, rig.inward
-    waits = Waits(rig, missing)
     saved = torch.randn(1024) * 2
     want = saved.clone()
-    waits("the offload waits for the producer", out, runtime.record(main))
+    runtime.wait(out, runtime.record(main))  # the offload waits for the producer
     slot = rig.slot(4096)
     runtime.copy(slot, flat(saved), out)
-    waits("the source goes after its copy", main, runtime.record(out))
+    runtime.wait(main, runtime.record(out))  # the source goes after its copy
     del saved
     scratch = torch.full((1024,), 7.0)  # takes the block
     del scratch
     target = rig.target(4096)  # takes it again
-    waits("the reload waits for the block's last owner", inward, runtime.record(main))
+    runtime.wait(inward, runtime.record(main))  # the reload waits for the block's last owner
     runtime.copy(target, slot, inward)
     reloaded = runtime.record(inward)
     other = torch.ones(1024)
     produced = runtime.record(main)
-    waits("the slot's next writer waits for its last reader", out, reloaded)
-    waits("the next offload waits for its producer", out, produced)
+    runtime.wait(out, reloaded)  # the slot's next writer waits for its last reader
+    runtime.wait(out, produced)  # the next offload waits for its producer
     runtime.copy(slot, flat(other), out)
     offloaded = runtime.record(out)
-    waits("compute waits for the reload", main, reloaded)
+    runtime.wait(main, reloaded)  # compute waits for the reload
     got = target.view(torch.float32) + 0.0
-    runtime.synchronize(offloaded)
-    assert torch.equal(slot.tensor, flat(other)) or missing is not None
-    return Outcome(got, want, waits.names)
+    runtime.synchronize(offloaded)  # lets the second source go
+    assert torch.equal(slot.tensor, flat(other))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_full_way_is_exact_and_in_order(at_once: bool) -> None:
-    rig = Rig(SimulatedRuntime(at_once=at_once))
-    with rig.runtime.checked() as checker:
-        outcome = way_of_a_saved_tensor(rig)
-    checker.assert_clean()
-    assert torch.equal(outcome.got, outcome.want)
-    assert outcome.names == EDGES
-    assert [span.nbytes for span in rig.runtime.timeline.spans if span.is_transfer] == [4096, 4096, 4096]
-    assert rig.runtime.faults == []
-
-
-@pytest.mark.parametrize("missing", EDGES)
-def test_every_edge_that_is_missing_is_reported(rig: Rig, missing: str) -> None:
-    with rig.runtime.checked() as checker:
-        way_of_a_saved_tensor(rig, missing)
-    with pytest.raises(OrderingError, match="nothing orders"):
-        checker.assert_clean()
-
-
-@pytest.mark.parametrize("missing", ["the source goes after its copy", "compute waits for the reload"])
-def test_a_missing_edge_between_compute_and_a_copy_brings_wrong_bytes(rig: Rig, missing: str) -> None:
-    outcome = way_of_a_saved_tensor(rig, missing)
-    assert not torch.equal(outcome.got, outcome.want)
-
-
-def test_a_recorded_run_lacks_each_of_its_edges_in_turn(rig: Rig) -> None:
-    recording = WrittenLog()
+def test_the_full_way_is_exact_and_lacks_each_of_its_edges_in_turn(at_once: bool) -> None:
+    rig, recording = Rig(SimulatedRuntime(at_once=at_once)), WrittenLog()
     with rig.runtime.checked(recording) as checker:
         way_of_a_saved_tensor(rig)
     checker.assert_clean()
+    assert [span.nbytes for span in rig.runtime.timeline.spans if span.is_transfer] == [4096, 4096, 4096]
+    assert rig.runtime.faults == []
     assert len(recording.entries) == checker.entries
-    needed = []
+    recording.replay(again := WrittenLog())
+    assert recording.entries == again.entries
+    assert len(recording.edges) == 7
     for index in recording.edges:
         recording.replay(lacking := Checker(), without=index)
-        needed.append(bool(lacking.violations))
-    # The last one is the host's: it lets the second source go.
-    assert needed == [True] * (len(EDGES) + 1)
+        with pytest.raises(OrderingError, match="nothing orders"):
+            lacking.assert_clean()
+        assert all(race.earlier.number < index <= race.later.number for race in lacking.violations)
 
 
 # -- the end of a transfer --------------------------------------------------------------------------------------------
@@ -198,55 +140,42 @@ def test_h25_a_thousand_transfers_leave_nothing_behind(rig: Rig) -> None:
 # -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
 
 
-def test_h16_a_source_that_is_dropped_too_early_leaves_garbage(rig: Rig) -> None:
-    source = torch.randn(64)
-    slot = rig.slot(256)
+def test_h16_h19_what_is_dropped_before_its_copy_ran_is_a_fault_and_leaves_garbage(rig: Rig) -> None:
+    source, target, slot = torch.randn(64), rig.target(256), rig.slot(256)
     rig.runtime.copy(slot, flat(source), rig.out)
-    offloaded = rig.runtime.record(rig.out)
-    del source
-    rig.runtime.synchronize(offloaded)
-    assert slot.tensor.eq(0xFF).all()
-    (fault,) = rig.runtime.faults
-    assert "the source was freed before the copy ran" in str(fault)
-
-
-def test_h17_a_reload_that_does_not_wait_for_the_offload_brings_the_slots_old_bytes(rig: Rig) -> None:
-    for ordered in (False, True):
-        slot = rig.slot(256)
-        slot.tensor.fill_(9)
-        source, target = torch.ones(64), rig.target(256)
-        rig.runtime.copy(slot, flat(source), rig.out)
-        offloaded = rig.runtime.record(rig.out)
-        if ordered:
-            rig.runtime.wait(rig.inward, offloaded)
-        rig.runtime.copy(target, slot, rig.inward)
-        rig.runtime.wait(rig.main, rig.runtime.record(rig.inward))
-        assert torch.equal(target, flat(source)) == ordered
-
-
-def test_h18_a_slot_that_goes_back_too_early_is_overwritten_before_it_is_read(rig: Rig) -> None:
-    for ordered in (False, True):
-        slot = rig.slot(256)
-        slot.tensor.fill_(9)
-        target, source = rig.target(256), torch.ones(64)
-        rig.runtime.copy(target, slot, rig.inward)
-        reloaded = rig.runtime.record(rig.inward)
-        del slot
-        if ordered:
-            rig.runtime.wait(rig.out, reloaded)
-        rig.runtime.copy(rig.slot(256), flat(source), rig.out)
-        rig.runtime.wait(rig.main, rig.runtime.record(rig.out))
-        rig.runtime.wait(rig.main, reloaded)
-        assert bool(target.eq(9).all()) == ordered
-
-
-def test_h19_a_target_that_is_dropped_before_its_copy_ran_is_a_fault(rig: Rig) -> None:
-    target = rig.target(256)
-    rig.runtime.copy(target, rig.slot(256), rig.inward)
-    del target
+    rig.runtime.copy(target, rig.slot(256, 256), rig.inward)
+    del source, target
     rig.runtime.synchronize_all()
-    (fault,) = rig.runtime.faults
-    assert "the target was freed before the copy ran" in str(fault)
+    assert slot.tensor.eq(0xFF).all()
+    for end, fault in zip(("source", "target"), rig.runtime.faults, strict=True):
+        assert f"the {end} was freed before the copy ran" in str(fault)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_h17_h18_copies_run_as_late_as_the_order_allows(ordered: bool, rig: Rig) -> None:
+    runtime, slot, source = rig.runtime, rig.slot(256), torch.ones(64)
+    slot.tensor.fill_(9)
+    first, second, early = rig.target(256), rig.target(256), rig.target(256)
+    runtime.copy(first, slot, rig.inward)
+    reloaded = runtime.record(rig.inward)
+    if ordered:
+        runtime.wait(rig.out, reloaded)  # the slot's next writer after its last reader
+    runtime.copy(slot, flat(source), rig.out)
+    offloaded = runtime.record(rig.out)
+    other = SimulatedStream("another way in")
+    if ordered:
+        runtime.wait(other, offloaded)  # a reload after the offload of the same bytes
+    runtime.copy(second, slot, other)
+    runtime.wait(rig.main, runtime.record(other))
+    assert bool(second.eq(flat(source)).all()) == ordered
+    runtime.wait(rig.main, offloaded)
+    runtime.wait(rig.main, reloaded)
+    assert bool(first.eq(9).all()) == ordered
+    slot.tensor.fill_(9)
+    runtime.copy(early, slot, rig.inward)
+    if ordered:
+        runtime.wait(rig.main, runtime.record(rig.inward))  # compute after the reload
+    assert bool(early.clone().eq(9).all()) == ordered
 
 
 # -- the clock: how long things take, what stalls and what overlaps ---------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.directories import filesystem_of
 from tests.tiers.files import Watched
-from tests.tiers.rig import MIB, System
+from tests.tiers.rig import MIB, Made, System
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +35,8 @@ def system() -> System:
 @pytest.fixture
 def arena(system: System) -> Arena:
     return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
+
+
+@pytest.fixture(params=["host", "disk"])
+def made(request: pytest.FixtureRequest, directory: Path) -> Made:
+    return Made(request.param, directory)

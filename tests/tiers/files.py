@@ -8,13 +8,26 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias, TypeVar
 
-from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.rawfile import RawFile, Usage
+
+T = TypeVar("T")
+#: What becomes of a call: an error in its place, or what is done once it has been made.
+Strike: TypeAlias = OSError | Callable[[], object] | None
 
 
 def failure(number: int) -> OSError:
     return OSError(number, os.strerror(number))
+
+
+def _struck(strike: Strike, call: Callable[..., T], *arguments: object) -> T:
+    if isinstance(strike, OSError):
+        raise strike
+    result = call(*arguments)
+    if strike is not None:
+        strike()
+    return result
 
 
 class Watched(RawFile):
@@ -26,29 +39,31 @@ class Watched(RawFile):
         super().__init__(directory)
         self.directory = directory
         self.written = self.read = 0
-        self.on_write: OSError | None = None
-        self.on_read: OSError | None = None
-        self.on_allocate: OSError | None = None
+        self.on_write: Strike = None
+        self.on_read: Strike = None
+        self.on_allocate: Strike = None
+        self.on_truncate: Strike = None
+        self.on_usage: Strike = None
         Watched.opened.append(self)
 
     def write_from(self, source: memoryview, offset: int) -> int:
-        if self.on_write is not None:
-            raise self.on_write
-        moved = super().write_from(source, offset)
+        moved = _struck(self.on_write, super().write_from, source, offset)
         self.written += moved
         return moved
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        if self.on_read is not None:
-            raise self.on_read
-        moved = super().read_into(target, offset)
+        moved = _struck(self.on_read, super().read_into, target, offset)
         self.read += moved
         return moved
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        if self.on_allocate is not None:
-            raise self.on_allocate
-        super().allocate(offset, nbytes)
+        _struck(self.on_allocate, super().allocate, offset, nbytes)
+
+    def truncate(self, length: int) -> None:
+        _struck(self.on_truncate, super().truncate, length)
+
+    def usage(self) -> Usage:
+        return _struck(self.on_usage, super().usage)
 
     @property
     def stat(self) -> os.stat_result:
@@ -95,29 +110,13 @@ class Picky(Watched):
         return super().write_from(source, offset)
 
 
-class Computing(Watched):
-    """While it writes, compute goes on."""
-
-    goes_on: Callable[[], object] | None = None
-
-    def write_from(self, source: memoryview, offset: int) -> int:
-        moved = super().write_from(source, offset)
-        if self.goes_on is not None:
-            self.goes_on()
-        return moved
-
-
 class Halting(Watched):
     """Moves part of what it is asked to, in the pattern of ``lengths``; 0 is a call that succeeds and moves nothing."""
 
-    lengths: ClassVar[tuple[int, ...]] = ()
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self._next: Iterator[int] = iter(())
+    lengths: Iterator[int] = iter(())
 
     def halt(self, *lengths: int) -> None:
-        self._next = iter(lengths * 10_000)
+        self.lengths = iter(lengths * 10_000)
 
     def write_from(self, source: memoryview, offset: int) -> int:
         return self._some_of(super().write_from, source, offset)
@@ -126,7 +125,7 @@ class Halting(Watched):
         return self._some_of(super().read_into, target, offset)
 
     def _some_of(self, move: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> int:
-        length = next(self._next, len(memory))
+        length = next(self.lengths, len(memory))
         if length % 512:  # the call stops early, after whole sectors, and says less than it did
             move(memory[: -(-length // 4096) * 4096], offset)
             return min(length, len(memory))

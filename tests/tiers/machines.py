@@ -64,42 +64,28 @@ class FakeMachine:
         self.write("proc/self/cgroup", "\n".join(self._membership) + "\n")
         self.write("proc/self/mountinfo", "\n".join(self._mounts) + "\n")
 
-    def set_group_v2(
-        self,
-        directory: str,
-        *,
-        most: int | None = None,
-        high: int | None = None,
-        used: int = 0,
-        cache: int = 0,
-        dirty: int = 0,
-    ) -> None:
-        self.write(f"{directory}/memory.max", f"{'max' if most is None else most}\n")
-        self.write(f"{directory}/memory.high", f"{'max' if high is None else high}\n")
-        self.write(f"{directory}/memory.current", f"{used}\n")
+    def set_group_v2(self, directory: str, **numbers: int) -> None:
+        """A group with these of: ``most`` and ``high``, its limits; ``used`` bytes, ``cache`` and ``dirty`` of them."""
+        used, cache, dirty = (numbers.get(name, 0) for name in ("used", "cache", "dirty"))
         # What lies in tmpfs counts as file, and cannot be dropped.
         statistics = {"anon": used - cache, "file": cache + MIB, "shmem": MIB, "active_file": cache // 2}
         statistics |= {"inactive_file": cache - cache // 2, "file_dirty": dirty, "file_writeback": 0}
-        self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
+        limits = {"max": numbers.get("most", "max"), "high": numbers.get("high", "max"), "current": used}
+        self._set_group(directory, limits, statistics)
 
-    def set_group_v1(
-        self,
-        directory: str,
-        *,
-        most: int = NO_LIMIT,
-        with_swap: int = NO_LIMIT,
-        used: int = 0,
-        cache: int = 0,
-        least_around: int | None = None,
-        hierarchical: bool = True,
-    ) -> None:
-        self.write(f"{directory}/memory.limit_in_bytes", f"{most}\n")
-        self.write(f"{directory}/memory.usage_in_bytes", f"{used}\n")
-        self.write(f"{directory}/memory.memsw.limit_in_bytes", f"{with_swap}\n")
-        self.write(f"{directory}/memory.memsw.usage_in_bytes", f"{used}\n")
-        self.write(f"{directory}/memory.use_hierarchy", f"{int(hierarchical)}\n")
-        statistics = {"cache": cache, "active_file": 0, "hierarchical_memory_limit": least_around or most}
-        statistics |= {"total_active_file": cache // 2, "total_inactive_file": cache - cache // 2, "total_dirty": 0}
+    def set_group_v1(self, directory: str, *, hierarchical: bool = True, **numbers: int) -> None:
+        """A group with these of: ``most``, ``with_swap`` and ``least_around``, its limits; ``used`` and ``cache``."""
+        most, used, cache = numbers.get("most", NO_LIMIT), numbers.get("used", 0), numbers.get("cache", 0)
+        limits = {"limit_in_bytes": most, "usage_in_bytes": used, "use_hierarchy": int(hierarchical)}
+        limits |= {"memsw.limit_in_bytes": numbers.get("with_swap", NO_LIMIT), "memsw.usage_in_bytes": used}
+        statistics = {"cache": cache, "active_file": 0}
+        statistics |= {"hierarchical_memory_limit": numbers.get("least_around", most), "total_dirty": 0}
+        statistics |= {"total_active_file": cache // 2, "total_inactive_file": cache - cache // 2}
+        self._set_group(directory, limits, statistics)
+
+    def _set_group(self, directory: str, numbers: dict[str, object], statistics: dict[str, int]) -> None:
+        for name, number in numbers.items():
+            self.write(f"{directory}/memory.{name}", f"{number}\n")
         self.write(f"{directory}/memory.stat", "".join(f"{name} {n}\n" for name, n in statistics.items()))
 
 
@@ -119,31 +105,23 @@ class RealGroup:
     @property
     def used(self) -> int:
         """Bytes that what is in it uses, file cache counted."""
-        files = [self.directory / "memory.current", self.directory / "memory.usage_in_bytes"]
-        return next(int(file.read_text()) for file in files if file.exists())
+        return int(self._first("memory.current", "memory.usage_in_bytes"))
 
     @property
     def kills(self) -> int:
         """How many processes in it the kernel has killed for its limit."""
-        for name in ("memory.events", "memory.oom_control"):
-            file = self.directory / name
-            if file.exists():
-                pairs = dict(line.split(" ", 1) for line in file.read_text().splitlines())
-                return int(pairs.get("oom_kill", 0))
-        return 0
+        pairs = dict(line.split(" ", 1) for line in self._first("memory.events", "memory.oom_control").splitlines())
+        return int(pairs.get("oom_kill", 0))
+
+    def _first(self, *names: str) -> str:
+        """The text of the one of these files that it has: of version 2, or of version 1."""
+        return next(file.read_text() for file in map(self.directory.joinpath, names) if file.exists())
 
 
 @contextmanager
 def real_group() -> Iterator[RealGroup]:
     """A new group below this process's own, which is gone at the end; skips the test where none can be made."""
     parent, limit_file = _own_group()
-    with group_in(parent, limit_file) as group:
-        yield group
-
-
-@contextmanager
-def group_in(parent: Path, limit_file: str) -> Iterator[RealGroup]:
-    """As ``real_group``, below the group at ``parent``."""
     directory = parent / f"eager_offload_test_{os.getpid()}"
     try:
         directory.mkdir()
@@ -158,29 +136,21 @@ def group_in(parent: Path, limit_file: str) -> Iterator[RealGroup]:
             pytest.skip("control groups here do not limit memory")
         yield RealGroup(directory, limit_file)
     finally:
-        _remove(directory)
-
-
-def _remove(directory: Path) -> None:
-    """Removes a group, which may stay for a moment after its last process; one that stays hides no failure."""
-    for _ in range(10):
-        with suppress(OSError):
-            directory.rmdir()
-            return
-        time.sleep(0.05)
+        for _ in range(10):  # it may stay for a moment after its last process; one that stays hides no failure
+            with suppress(OSError):
+                directory.rmdir()
+                break
+            time.sleep(0.05)
 
 
 def _own_group() -> tuple[Path, str]:
     """The directory of this process's group, and the file that sets a limit in it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        pytest.skip("this system has no control groups")
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
-    for line in lines:
-        if line.startswith("0::"):
-            return Path("/sys/fs/cgroup") / line[3:].lstrip("/"), "memory.max"
+    with suppress(OSError):
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        for _, controllers, path in lines:
+            if "memory" in controllers.split(","):
+                return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
+        for number, _, path in lines:
+            if number == "0":
+                return Path("/sys/fs/cgroup") / path.lstrip("/"), "memory.max"
     pytest.skip("this process is in no control group")

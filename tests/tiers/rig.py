@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.forking import ReentrantLock
+from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import anonymous_slab
-from tests.tiers.files import Watched
+from tests.tiers.files import Cached, Watched
 
 MIB = 1 << 20
 
@@ -43,7 +47,8 @@ def content(slot: Slot) -> Tensor:
 
 def open_tier(
     directory: Path, file_type: type[Watched] = Watched, budget: int = 256 * MIB, *, verify: bool = False
-) -> tuple[DiskTier, Watched]:
+) -> tuple[DiskTier, Any]:
+    """A tier on one disk, and its file."""
     tier = DiskTier([directory], budget, verify=verify, file_type=file_type)
     return tier, Watched.opened[-1]
 
@@ -53,8 +58,13 @@ class Verdicts:
 
     def __init__(self) -> None:
         self.over: set[Hashable] = set()
+        #: Is called once, in the midst of the next question.
+        self.meanwhile: Callable[[], object] | None = None
 
     def query(self, event: Hashable) -> bool:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
         return event in self.over
 
     def fence(self, event: Hashable) -> Fence:
@@ -67,12 +77,92 @@ class System:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self.refuse = False
+        self.refusal: OSError | None = None
+        #: Is called once, before the next slab is given.
+        self.meanwhile: Callable[[], object] | None = None
 
     def __call__(self, nbytes: int) -> Tensor:
-        if self.refuse:
-            raise MemoryError("none left")
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        if self.refusal is not None:
+            raise MemoryError(self.refusal.strerror)
         slab = anonymous_slab(nbytes)
         self.sizes.append(nbytes)
         self.alive.add(slab)
         return slab
+
+
+class Made:
+    """A tier of one kind, what it takes its room from, and its locks.
+
+    Args:
+        kind: ``"host"``, ``"disk"``, ``"page cache"`` (a disk without direct I/O) or ``"two disks"``.
+        one_slab: whether room of all of ``budget`` is taken at once, and all slots are cut from that.
+    """
+
+    def __init__(self, kind: str, directory: Path, budget: int = 256 * MIB, *, one_slab: bool = False) -> None:
+        self.system, self.files, self.owner = System(), list[Watched](), None
+        self.tier: Tier
+        if kind == "host":
+            self.owner = Arena(self.system, slab_bytes=64 * MIB if one_slab else MIB, idle_bytes=64 * MIB)
+            self.tier = HostTier(self.owner, budget)
+        else:
+            paths = [directory] * (2 if kind == "two disks" else 1)
+            Watched.opened.clear()
+            self.owner = self.tier = DiskTier(paths, budget, file_type=Cached if kind == "page cache" else Watched)
+            self.files = list(Watched.opened)
+        if one_slab:
+            reserve(self.tier, 4096)
+            assert self.tier.held_bytes == budget
+
+    def in_the_next_growth(self, meanwhile: Callable[[], object]) -> None:
+        """Calls ``meanwhile`` once, in the midst of the next call that takes room from the system."""
+
+        def once() -> None:
+            for file in self.files:
+                file.on_allocate = None
+            meanwhile()
+
+        self.system.meanwhile = meanwhile
+        for file in self.files:
+            file.on_allocate = once
+
+    def refuses(self, error: OSError | None) -> None:
+        """From now on the system gives nothing and says why, or gives again."""
+        self.system.refusal = error
+        for file in self.files:
+            file.on_allocate = error
+            if error is not None:
+                raise error
+
+    def waits_for_growth(self) -> threading.Event:
+        """Is set once a thread has to wait until another one's growth is over."""
+        lock = self.owner._growth
+        lock.lock = watched = WatchedLock(lock.lock)
+        return watched.waits
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the system has given, as it says itself."""
+        return sum(slab.numel() for slab in self.system.alive) + sum(file.stat.st_size for file in self.files)
+
+
+class WatchedLock:
+    """A lock that says when a thread is about to wait for it."""
+
+    def __init__(self, lock: ReentrantLock) -> None:
+        self._lock, self._is_owned, self.waits = lock, lock._is_owned, threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def equal(slots: Sequence[Slot], seeds: Sequence[int]) -> bool:
+    """Whether each slot has the noise of its seed."""
+    return all(torch.equal(content(slot), noise(slot.nbytes, seed)) for slot, seed in zip(slots, seeds, strict=True))

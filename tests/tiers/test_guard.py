@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,10 @@ from tests.tiers.rig import System
 class Readings:
     """What a machine of files says whenever it is looked at; counts the looks."""
 
+    total = 16 * GIB
+    #: All that there is for this process; the reserve is a GiB.
+    available = 3 * GIB
+
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
         self.looks = 0
@@ -33,10 +36,6 @@ class Readings:
         self.machine.set_memory(total=self.total, available=max(self.available - self.held(), 0))
         return host_headroom(self.machine.system)
 
-    total = 16 * GIB
-    #: All that there is for this process; the reserve is a GiB.
-    available = 3 * GIB
-
 
 @pytest.fixture
 def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
@@ -47,12 +46,11 @@ def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
     return readings
 
 
-def guarded(readings: Readings, budget: int | None = None, **fields: Any) -> tuple[HostTier, Guard, System]:
+def guarded(readings: Readings) -> tuple[HostTier, System]:
     system, watch = System(), Guard()
-    common = {"slab_bytes": MIB, "idle_bytes": GIB, "admit": watch.admit, "given_back": watch.forget}
-    arena = Arena(system, **common | fields)
+    arena = Arena(system, slab_bytes=MIB, idle_bytes=GIB, admit=watch.admit, given_back=watch.forget)
     readings.held = lambda: arena._held
-    return HostTier(arena, budget), watch, system
+    return HostTier(arena), system
 
 
 def fill(tier: HostTier, nbytes: int) -> list[HostSlot]:
@@ -63,7 +61,7 @@ def fill(tier: HostTier, nbytes: int) -> list[HostSlot]:
 
 
 def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) -> None:
-    tier, _, _ = guarded(readings)
+    tier, system = guarded(readings)
     slots = fill(tier, 64 * MIB)
     assert len(slots) == 32, "2 GiB; the rest is for others"
     assert tier.shortage.reason == (
@@ -71,28 +69,10 @@ def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) 
         "16.0 GiB of memory are available"
     )
     assert "take a machine with more of it" in tier.shortage.remedy
-
-
-def test_h26_what_is_idle_goes_back_before_memory_is_refused(readings: Readings) -> None:
-    tier, _, system = guarded(readings)
-    idle = [tier.reserve(512 * MIB) for _ in range(2)]
-    idle.clear()
-    assert tier.held_bytes == GIB
-    slot = tier.reserve(1536 * MIB)
-    assert slot is not None
-    assert tier.held_bytes == 1536 * MIB
-    assert len(system.alive) == 1
-
-
-def test_h26_memory_that_others_take_in_mid_training_is_seen(readings: Readings) -> None:
-    tier, _, _ = guarded(readings)
-    slots = [tier.reserve(64 * MIB) for _ in range(8)]
-    assert None not in slots
-    readings.available = GIB
-    assert len(fill(tier, 64 * MIB)) <= 4, "what the last look found is trusted for an eighth"
-    readings.available = 3 * GIB
-    del slots[:4]
-    assert all(tier.reserve(64 * MIB) is not None for _ in range(4)), "what is held already serves on"
+    slots.clear()
+    slots.append(tier.reserve(1536 * MIB))
+    assert slots[0] is not None, "what is idle goes back before memory is refused"
+    assert tier.held_bytes == sum(slab.numel() for slab in system.alive) == 1536 * MIB
 
 
 def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
@@ -109,13 +89,19 @@ def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -
     assert 1 < readings.looks - before <= 8
 
 
-def test_what_was_refused_is_refused_again_without_a_look_but_not_for_ever(readings: Readings) -> None:
-    readings.available = GIB
+def test_h26_what_was_refused_is_refused_again_without_a_look_but_not_for_ever_and_not_less(
+    readings: Readings,
+) -> None:
+    readings.available = GIB + 8 * MIB
     watch = Guard()
     for _ in range(200):
         with pytest.raises(NoHeadroomError):
             watch.admit(16 * MIB)
     assert readings.looks <= 200 * 16 // 256 + 1
+    watch.admit(8 * MIB)
+    readings.available = GIB
+    with pytest.raises(NoHeadroomError):
+        watch.admit(16 * MIB)
     readings.available = 3 * GIB
     with pytest.raises(NoHeadroomError):
         watch.admit(16 * MIB)
@@ -123,57 +109,27 @@ def test_what_was_refused_is_refused_again_without_a_look_but_not_for_ever(readi
     watch.admit(16 * MIB)
 
 
-def test_h26_a_smaller_request_than_the_one_refused_is_looked_at_for_itself(readings: Readings) -> None:
-    readings.available = GIB + 8 * MIB
-    watch = Guard()
-    with pytest.raises(NoHeadroomError):
-        watch.admit(16 * MIB)
-    watch.admit(8 * MIB)
-
-
-def test_h26_when_a_forward_begins_idle_memory_goes_back_as_far_as_it_is_missed(
+def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_far_as_it_is_missed(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_guard", Guard())
-    tier, _, system = guarded(readings)
+    tier, _ = guarded(readings)
+    own, other = tier._arena, HostTier(shared_arena(SimulatedRuntime(), False, lambda: Arena(System(), idle_bytes=GIB)))
+    readings.held = lambda: own._held + other.held_bytes
     slots = [tier.reserve(256 * MIB) for _ in range(4)]
+    other.reserve(512 * MIB)
     slots.clear()
     tier.release_idle()
-    readings.available = 1536 * MIB
+    readings.available = 2304 * MIB
     tier.release_idle()
     assert tier.held_bytes == GIB, "it has not handed out enough to look again"
     monkeypatch.setattr(host, "_LOOK_BYTES", 0)
     tier._next_look = 0
-    tier.release_idle()
-    assert tier.held_bytes == 512 * MIB, "and the reserve is whole again"
-    assert len(system.alive) == 2
-    looks = readings.looks
-    tier.release_idle()
-    assert tier.held_bytes == 512 * MIB
-    assert readings.looks == looks + 1
-
-
-def test_h26_what_is_idle_elsewhere_in_the_process_goes_back_too(
-    readings: Readings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "_guard", Guard())
-    tier, _, _ = guarded(readings)
-    runtime, system = SimulatedRuntime(), System()
-    other = HostTier(shared_arena(runtime, False, lambda: Arena(system, idle_bytes=GIB)))
-    idle = other.reserve(512 * MIB)
-    del idle
-    own = tier._arena
-    readings.held = lambda: own._held + other.held_bytes
-    slots = fill(tier, 256 * MIB)
-    assert len(slots) == 6
-    assert tier.reserve(512 * MIB) is None
-    readings.available -= 256 * MIB
-    tier.release_idle()
-    assert len(system.alive) == 0
-    assert tier.reserve(256 * MIB) is not None
-
-
-# -- a budget in bytes, and one that follows the machine --------------------------------------------------------------
+    for available, held in ((2304, (768, 512)), (2304, (768, 512)), (1536, (0, 512)), (1280, (0, 0))):
+        readings.available, looks = available * MIB, readings.looks
+        tier.release_idle()
+        assert readings.looks == looks + 1
+        assert (tier.held_bytes, other.held_bytes) == (held[0] * MIB, held[1] * MIB)
 
 
 def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
@@ -182,7 +138,7 @@ def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
     monkeypatch.setattr(host, "HOST_FRACTION", 0.5)
     looks = Readings(readings.machine)
     monkeypatch.setattr(host, "host_headroom", looks)
-    tier, _, _ = guarded(readings)
+    tier, _ = guarded(readings)
     looks.held = readings.held
     assert tier.budget == 3 * GIB // 2
     slots = fill(tier, 32 * MIB)

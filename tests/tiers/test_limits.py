@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -18,9 +17,9 @@ from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
 from eager_offload.tiers.nodes import RollCall, this_node
 from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
-from tests.tiers.machines import GIB, MIB, FakeMachine, real_group
+from tests.processes import printed_by
+from tests.tiers.machines import GIB, MIB, FakeMachine
 
-ROOT = Path(__file__).parents[2]
 #: The name of this machine, which is in its own tables.
 HERE = socket.gethostname()
 
@@ -87,16 +86,6 @@ def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
     assert local_ranks({}) == 1
 
 
-def test_h26_ranks_started_by_hand_that_meet_on_this_machine_are_all_on_it(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    assert local_ranks({"MASTER_ADDR": "localhost"}) == 1
-    dist.init_process_group("fake", store=store, rank=0, world_size=6)  # as of six, none of which talks
-    try:
-        assert local_ranks({"MASTER_ADDR": "localhost"}) == 6
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of six ranks of which this process is rank 1, and none talks."""
@@ -111,6 +100,7 @@ def test_h26_ranks_that_say_in_the_store_of_their_group_that_they_are_elsewhere_
 ) -> None:
     """The ranks speak one after the other, and each is asked twice; none waits for another one."""
     environ = {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "6"}
+    assert local_ranks({"MASTER_ADDR": "localhost"}) == 6, "started by hand, they meet on this machine"
     assert ranks_here(environ) == (6, False), "until others have said where they are, they may be here"
     counts = []
     for rank, node in ((0, "a"), (2, this_node()), (3, "a"), (4, "b"), (5, "b")):
@@ -169,15 +159,17 @@ assert train("192.0.2.7") == []
 
 
 def test_h26_where_nothing_tells_how_many_ranks_are_here_the_user_is_told_once(directory: Path) -> None:
-    command = [sys.executable, "-c", WARNED, str(directory)]
-    ran = subprocess.run(command, env=os.environ | {"WORLD_SIZE": "4"}, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
+    printed_by("-c", WARNED, directory, WORLD_SIZE="4")
 
 
-def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMachine) -> None:
+def test_h26_ranks_on_one_node_divide_what_binds_them_all_and_not_what_binds_each(
+    machine: FakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.belongs_to("/job", version=2)
     machine.set_group_v2("/sys/fs/cgroup/job", most=8 * GIB, used=2 * GIB)
-    alone = host_headroom(machine.system)
+    usage = type("Usage", (), {"free": 400 * GIB, "total": 900 * GIB})
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: usage)
+    alone, disk = host_headroom(machine.system), disk_budget(tmp_path, machine.system)
     machine.environ["LOCAL_WORLD_SIZE"] = "2"
     both = host_headroom(machine.system)
     assert (alone.nbytes, both.nbytes) == (6 * GIB, 3 * GIB)
@@ -185,21 +177,10 @@ def test_h26_two_ranks_on_one_node_divide_what_binds_them_both(machine: FakeMach
     assert "shared by 2 processes" in both.binding.reason
     assert "shared by" not in alone.binding.reason
     assert host_budget(machine.system) == both.nbytes // 2
-
-
-def test_h26_ranks_do_not_divide_what_binds_each_process_alone(machine: FakeMachine) -> None:
+    assert (disk, disk_budget(tmp_path, machine.system)) == (300 * GIB, 150 * GIB)
     machine.set_process(addresses=3 * GIB, data=GIB)
-    machine.process_limits["RLIMIT_AS"] = 8 * GIB
-    machine.environ["LOCAL_WORLD_SIZE"] = "8"
-    assert host_headroom(machine.system).nbytes == 5 * GIB
-
-
-def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine, usage = FakeMachine(tmp_path), type("Usage", (), {"free": 400 * GIB, "total": 900 * GIB})
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: usage)
-    assert disk_budget(tmp_path, machine.system) == 300 * GIB
-    machine.environ["LOCAL_WORLD_SIZE"] = "8"
-    assert disk_budget(tmp_path, machine.system) == 300 * GIB // 8
+    machine.process_limits["RLIMIT_AS"] = 5 * GIB
+    assert host_headroom(machine.system).nbytes == 2 * GIB
 
 
 # -- what binds -------------------------------------------------------------------------------------------------------
@@ -207,27 +188,26 @@ def test_h26_ranks_on_one_node_divide_a_disk(monkeypatch: pytest.MonkeyPatch, tm
 V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
 
 
-def v2(group: str, **limits: int) -> Callable[[FakeMachine], None]:
+Arrange: TypeAlias = Callable[[FakeMachine], object]
+
+
+def v2(group: str, **limits: int) -> Arrange:
     """The process is in ``group`` of version 2, which has these limits."""
-
-    def arrange(machine: FakeMachine) -> None:
-        machine.belongs_to(group, version=2)
-        machine.set_group_v2(f"{V2}{group.rstrip('/')}", **limits)
-
-    return arrange
+    return lambda machine: (
+        machine.belongs_to(group, version=2),
+        machine.set_group_v2(f"{V2}{group.rstrip('/')}", **limits),
+    )
 
 
-def v1(group: str, mounted: str = "/", below: str | None = None, **limits: int) -> Callable[[FakeMachine], None]:
+def v1(group: str, mounted: str = "/", below: str | None = None, **limits: int) -> Arrange:
     """The process is in ``group`` of version 1; what is at ``below`` of its mount has these limits."""
-
-    def arrange(machine: FakeMachine) -> None:
-        machine.belongs_to(group, version=1, mounted=mounted)
-        machine.set_group_v1(f"{V1}{group if below is None else below}", **limits)
-
-    return arrange
+    return lambda machine: (
+        machine.belongs_to(group, version=1, mounted=mounted),
+        machine.set_group_v1(f"{V1}{group if below is None else below}", **limits),
+    )
 
 
-def ancestors_v2(binding: str) -> Callable[[FakeMachine], None]:
+def ancestors_v2(binding: str) -> Arrange:
     def arrange(machine: FakeMachine) -> None:
         machine.belongs_to("/a/b/c", version=2)
         for group in ("/a", "/a/b", "/a/b/c"):
@@ -236,7 +216,7 @@ def ancestors_v2(binding: str) -> Callable[[FakeMachine], None]:
     return arrange
 
 
-def ancestors_v1(binding: str) -> Callable[[FakeMachine], None]:
+def ancestors_v1(binding: str) -> Arrange:
     def arrange(machine: FakeMachine) -> None:
         machine.belongs_to("/slurm/job_7", version=1)
         machine.belongs_to("/", version=2, point=f"{V2}/unified")  # beside them, without controllers
@@ -257,24 +237,22 @@ def nothing_to_be_read(machine: FakeMachine) -> None:
     machine.write("proc/self/cgroup", "0::/nowhere\n")
 
 
-def of_the_process(name: str) -> Callable[[FakeMachine], None]:
-    def arrange(machine: FakeMachine) -> None:
-        machine.set_process(addresses=3 * GIB, data=GIB)
-        machine.process_limits[name] = 8 * GIB
+def of_the_process(name: str) -> Arrange:
+    return lambda machine: (
+        machine.set_process(addresses=3 * GIB, data=GIB),
+        machine.process_limits.update({name: 8 * GIB}),
+    )
 
-    return arrange
 
-
-def committed(overcommits: int) -> Callable[[FakeMachine], None]:
-    def arrange(machine: FakeMachine) -> None:
-        machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB))
-        machine.write("proc/sys/vm/overcommit_memory", f"{overcommits}\n")
-
-    return arrange
+def committed(overcommits: int) -> Arrange:
+    return lambda machine: (
+        machine.set_memory(available=48 * GIB, committed=(32 * GIB, 30 * GIB)),
+        machine.write("proc/sys/vm/overcommit_memory", f"{overcommits}\n"),
+    )
 
 
 #: Arranges a machine of 48 GiB; the room that a process has there; a part of what binds it, by its place or its reason.
-BINDING: dict[str, tuple[Callable[[FakeMachine], object], int, str]] = {
+BINDING: dict[str, tuple[Arrange, int, str]] = {
     "no group": (lambda machine: None, 48 * GIB, "48.0 GiB of this machine's 64.0 GiB of memory are available"),
     "v2, below physical memory": (
         v2("/job", most=8 * GIB, used=7 * GIB, cache=2 * GIB, dirty=256 * MIB),
@@ -321,67 +299,20 @@ def test_h26_the_least_of_all_limits_binds_and_is_named(name: str, machine: Fake
         assert where not in found.binding.where or remedy in found.binding.remedy
 
 
-def test_h26_where_the_system_tells_nothing_its_memory_binds(machine: FakeMachine) -> None:
-    machine.write("proc/meminfo", "")
-    assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total
-
-
-def test_the_size_that_a_file_may_have_bounds_a_disk(machine: FakeMachine, tmp_path: Path) -> None:
-    assert disk_headroom(tmp_path, machine.system).binding.kind == "disk"
-    machine.process_limits["RLIMIT_FSIZE"] = MIB
-    found = disk_headroom(tmp_path, machine.system)
-    assert found.nbytes == MIB
-    assert found.binding.where == "RLIMIT_FSIZE"
-
-
-def test_this_machine_has_headroom_and_says_what_binds(tmp_path: Path) -> None:
+def test_this_machine_has_headroom_and_says_what_binds(machine: FakeMachine, tmp_path: Path) -> None:
     found = host_headroom()
     assert 0 < found.nbytes <= psutil.virtual_memory().total
     assert found.nbytes == found.binding.nbytes == min(limit.nbytes for limit in found.limits)
     assert found.binding.reason
     assert found.binding.remedy
+    assert System().process_limit("RLIMIT_OF_NOTHING") is None
+    machine.write("proc/meminfo", "")
+    assert host_headroom(machine.system).binding.capacity == psutil.virtual_memory().total, "where nothing is told"
     assert 0 < host_budget() < psutil.virtual_memory().total
     assert 0 < disk_budget(tmp_path) < psutil.disk_usage(str(tmp_path)).total
     with pytest.raises(FileNotFoundError):
         disk_budget(tmp_path / "missing")
-
-
-def test_the_limits_that_a_process_has_are_those_that_it_was_given() -> None:
-    resource = pytest.importorskip("resource")
-    program = "from eager_offload.tiers.limits import System; print(System().process_limit('RLIMIT_AS'))"
-
-    def limit(nbytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, preexec_fn=lambda: limit(16 * GIB)
-    )
-    assert done.stdout.strip() == str(16 * GIB), done.stderr
-    assert System().process_limit("RLIMIT_OF_NOTHING") is None
-
-
-# -- a real group ---------------------------------------------------------------------------------------------------
-
-IN_GROUP = """
-import os, sys
-from pathlib import Path
-Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from eager_offload.tiers.limits import host_headroom
-found = host_headroom()
-held = bytearray(os.urandom(1 << 20)) * 64
-less = host_headroom()
-print(found.binding.where, found.nbytes, less.nbytes)
-"""
-
-
-def test_h26_a_process_in_a_real_control_group_finds_its_limit_and_what_it_uses_of_it() -> None:
-    with real_group() as group:
-        group.set_limit(512 * MIB)
-        done = subprocess.run(
-            [sys.executable, "-c", IN_GROUP, str(group.directory)], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr[-1000:]
-        where, before, after = done.stdout.split()
-        assert Path(where).parent == group.directory
-        assert 64 * MIB < int(before) < 512 * MIB
-        assert 56 * MIB < int(before) - int(after) < 72 * MIB
+    assert disk_headroom(tmp_path, machine.system).binding.kind == "disk"
+    machine.process_limits["RLIMIT_FSIZE"] = MIB  # the size that a file may have
+    assert disk_headroom(tmp_path, machine.system).nbytes == MIB
+    assert disk_headroom(tmp_path, machine.system).binding.where == "RLIMIT_FSIZE"

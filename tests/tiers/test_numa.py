@@ -40,19 +40,14 @@ def kernel_tells() -> None:
         pytest.skip("this system lets no process say where its memory comes from")
 
 
-def tree(root: Path, online: str, nodes: dict[str, int]) -> Path:
-    (root / "sys/devices/system/node").mkdir(parents=True)
-    (root / "sys/devices/system/node/online").write_text(f"{online}\n")
-    for address, node in nodes.items():
-        device = root / "sys/bus/pci/devices" / address
-        device.mkdir(parents=True)
-        (device / "numa_node").write_text(f"{node}\n")
-    return root
-
-
 @pytest.mark.parametrize(("online", "node"), [("0-1", 1), ("0,2-3", 1), ("0", None)])
 def test_the_node_of_a_device_is_known_from_its_address(tmp_path: Path, online: str, node: int | None) -> None:
-    root = tree(tmp_path, online, {"0000:3b:00.0": 1, "0000:86:00.0": -1})
+    root, nodes = tmp_path, {"devices/system/node/online": online}
+    nodes |= {f"bus/pci/devices/{at}/numa_node": node for at, node in (("0000:3b:00.0", "1"), ("0000:86:00.0", "-1"))}
+    for name, text in nodes.items():
+        file = root / "sys" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{text}\n")
     assert node_of_device("0000:3B:00.0", root) == node
     assert node_of_device("0000:86:00.0", root) is None, "a virtual machine may not know"
     assert node_of_device("0000:ff:00.0", root) is None
@@ -60,24 +55,12 @@ def test_the_node_of_a_device_is_known_from_its_address(tmp_path: Path, online: 
     assert node_of_device("0000:3b:00.0", tmp_path / "nothing") is None
 
 
-@pytest.mark.usefixtures("kernel_tells")
-def test_pages_are_bound_before_they_are_touched() -> None:
-    slab = resident_slab(MIB, node=0)
-    assert policy_of(slab.data_ptr()) == policy_of(slab.data_ptr() + MIB - 1) == (PREFERRED, 1)
-    assert int(slab.fill_(1).sum()) == MIB
-    anywhere = resident_slab(MIB)
-    assert policy_of(anywhere.data_ptr())[0] != PREFERRED
-
-
-def test_a_node_that_does_not_exist_is_refused_and_nothing_changes() -> None:
+def test_a_node_or_a_processor_that_the_system_does_not_know_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     slab = resident_slab(MIB, node=900)
     assert not prefer_node(slab.data_ptr(), MIB, 900)
     assert int(slab.fill_(1).sum()) == MIB
-
-
-def test_a_processor_whose_system_calls_are_unknown_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MBIND", {})
-    assert not prefer_node(anonymous_slab(PAGE).data_ptr(), PAGE, 0)
+    assert not prefer_node(slab.data_ptr(), PAGE, 0)
 
 
 class TwoDevices(AcceleratorApi):
@@ -120,17 +103,14 @@ def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
     assert torch.equal(near.fill_(3), far.fill_(3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "properties", "address"),
-    [
-        ("cuda", {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}, "0000:3b:00.0"),
+def test_the_address_of_a_device_is_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+    for kind, properties, address in (
+        ("cuda", known, "0000:3b:00.0"),
         ("cuda", {"pci_bus_id": 0x3B}, None),
         ("xpu", {}, None),
-    ],
-)
-def test_the_address_of_a_device_is_what_torch_says(
-    monkeypatch: pytest.MonkeyPatch, kind: str, properties: dict[str, int], address: str | None
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
-    assert AcceleratorApi().pci_address(0) == address
+    ):
+        device, told = torch.device(kind), SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, found=device, **__: found)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, told=told: told)
+        assert AcceleratorApi().pci_address(0) == address

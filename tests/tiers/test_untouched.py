@@ -32,8 +32,8 @@ def pages(nbytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
-def partly_touched(parts: list[tuple[float, float]], phase: int = 0, nbytes: int = SIZE) -> Tensor:
-    source = pages(nbytes + PAGE)[phase : phase + nbytes]
+def partly_touched(parts: list[tuple[float, float]], phase: int = 0) -> Tensor:
+    source = pages(SIZE + PAGE)[phase : phase + SIZE]
     for seed, (start, stop) in enumerate(parts):
         part = source[int(start * MIB) : int(stop * MIB)]
         part.copy_(noise(part.numel(), seed))

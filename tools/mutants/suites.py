@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-# A suite is named without what all of them have: ``tiers/arena`` is ``tests/tiers/test_arena.py``. One with ``=`` in
+# A suite is named without what all of them have: ``tiers/pool`` is ``tests/tiers/test_pool.py``. One with ``=`` in
 # front stands for those of another module.
 
 #: Of training steps; the cheap ones first: most sites are noticed there.
@@ -17,7 +17,7 @@ _STEPS = (
 _FIRST = {
     "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
     "=host": "host_runtime",
-    "=disk": ("tiers/disk tiers/interrupted_slots tiers/disk_files tiers/disk_room tiers/disk_stripes"),
+    "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
     "compile": "compile/order compile/select compile/insert compile/hazards_compiled compile/backend",
     "codecs": "codecs/exact codecs/rounded codecs/names",
@@ -51,21 +51,21 @@ _FIRST = {
     "runtime/device_clock": "",
     "runtime/host": "=host",
     "runtime/link_probe": "",
-    "runtime/pinned": "runtime/pinned tiers/numa",
+    "runtime/pinned": "tiers/numa",
     "runtime/staging": "",
     "runtime/transfer_threads": "=host",
-    "tiers/arena": "tiers/arena tiers/growth tiers/interrupted_slots tiers/leases hazards/copies",
+    "tiers/arena": "tiers/pool tiers/growth tiers/interrupts tiers/leases hazards/copies",
     "tiers/cgroups": "tiers/limits",
     "tiers/guard": "tiers/guard hazards/short_memory",
-    "tiers/host": "tiers/shares tiers/arena hazards/short_memory",
+    "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
     "tiers/limits": "tiers/limits",
     "tiers/memory": "tiers/numa tiers/untouched",
     "tiers/nodes": "tiers/limits",
     "tiers/ranks": "tiers/limits",
-    "tiers/base": "tiers/arena tiers/disk",
+    "tiers/base": "tiers/pool tiers/disk",
     "tiers/disk": "=disk",
-    "tiers/extents": "tiers/extents",
-    "tiers/slabs": "tiers/arena runtime/pinned",
+    "tiers/extents": "tiers/pool",
+    "tiers/slabs": "tiers/pool",
     "tiers/space": "=disk",
     "tiers/spill": "=disk",
 }
