@@ -13,7 +13,11 @@ import torch
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--virtual", action="store_true", help="on the virtual device; see tests/virtual_device")
-    parser.add_argument("names", nargs="*", help="parts of the names of scenarios; all of them, if none is given")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help='parts of names, "" for all; if none is given, those of devices and one in four of the corpus',
+    )
     arguments = parser.parse_args()
     if arguments.virtual:
         from tests.virtual_device import install
@@ -23,11 +27,11 @@ def main() -> int:
         print("python -m tests.gpu: torch finds no accelerator on this machine", file=sys.stderr)
         return 2
     from tests.gpu.machine import Machine, Skipped  # torch is asked for its accelerator, which is there by now
-    from tests.gpu.scenarios import PROGRAMS, SCENARIOS
+    from tests.gpu.scenarios import OF_DEVICES, PROGRAMS, SCENARIOS
 
-    failed = 0
-    names = arguments.names or [""]
-    chosen = [one for one in (*SCENARIOS, *PROGRAMS) if any(name in one.__name__ for name in names)]
+    failed, names = 0, arguments.names
+    few = (*SCENARIOS, *OF_DEVICES, *[one for one in PROGRAMS[::4] if one not in OF_DEVICES])
+    chosen = [one for one in (*SCENARIOS, *PROGRAMS) if any(name in one.__name__ for name in names)] if names else few
     for scenario in chosen:
         machine, began = Machine(), time.perf_counter()
         try:

@@ -103,9 +103,10 @@ def scenario_of(program: OfCorpus) -> Scenario:
     return run
 
 
-PROGRAMS = [scenario_of(one) for one in corpus() if Flag.HOST not in one.flags]
+_SHOWN = [one for one in corpus() if Flag.HOST not in one.flags]
+PROGRAMS = [scenario_of(one) for one in _SHOWN]
 #: Those that a device alone can run.
-OF_DEVICES = [scenario_of(one) for one in corpus() if Flag.DEVICE in one.flags]
+OF_DEVICES = [one for one, shown in zip(PROGRAMS, _SHOWN, strict=True) if Flag.DEVICE in shown.flags]
 
 
 def gradients(machine: Machine, around: Around, seed: int = 1) -> tuple[Tensor, ...]:
