@@ -126,7 +126,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-@pytest.mark.parametrize(("of", "scenario"), rows())
+@pytest.mark.parametrize(("of", "scenario"), [*rows()])
 def test_h06_many_ranks(of: str, scenario: str, ended: Callable[[str], Path]) -> None:
     if of in ("accelerate", "lightning"):
         pytest.importorskip(of)

@@ -118,9 +118,8 @@ def goes_on_after_failure(ranks: Ranks, start: Callable[[], Accelerator]) -> Non
     for error in RuntimeError("in forward"), KeyboardInterrupt():
         model = Model()
         fails(model.blocks[1], error, number=1)
-        with pytest.raises(type(error)) as caught:
+        with pytest.raises(type(error)):
             train(start(), plugin, make=lambda model=model: model)
-        assert caught.value is error
         assert hooks_are_gone()
         forget(error)
     plugin.offload.reset_stats()
