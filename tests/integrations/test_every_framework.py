@@ -50,6 +50,8 @@ def test_training_that_fails_leaves_no_hook_and_the_next_is_exact(
     assert hooks_are_gone()
     assert moved(given.offload) > 0
     forget(error)
+    way.end(given)
+    assert spill_files(tmp_path) == []
     given.offload.reset_stats()
     exact(way.train(tmp_path, None), way.train(tmp_path, given), given.offload)
     way.end(given)

@@ -122,10 +122,13 @@ class WithCallback:
         return run(trainer_of(path, given, model, **changes))
 
     def end(self, given: Any) -> None:
-        """Nothing is left to do."""
+        given.remove()  # after training that failed
 
 
 class WithMixin(WithCallback):
     """A trainer of a class with the mixin."""
 
     given = ForMixin
+
+    def end(self, given: Any) -> None:
+        """Nothing is left to do."""
