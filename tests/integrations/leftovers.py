@@ -1,12 +1,10 @@
-"""What this process has open, and that what tests of frameworks leave behind goes before others count it."""
+"""What tests of frameworks leave behind goes before others count it."""
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,14 +28,3 @@ def nothing_outlives_a_file() -> Iterator[None]:
         if thread.name in transfer_threads():
             thread.join(timeout=60)  # a tier's own, which its finalizer has asked to end
     assert transfer_threads() == []
-
-
-def spill_files(directory: Path) -> list[str]:
-    """Files in ``directory`` that this process has open; a spill file has no name any more."""
-    opened = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            opened.append(os.readlink(descriptor))
-        except FileNotFoundError:
-            continue  # the listing's own
-    return [path for path in opened if path.startswith(str(directory))]

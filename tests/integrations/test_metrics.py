@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,14 @@ import torch
 
 import eager_offload as eo
 from eager_offload.integrations.metrics import OffloadMetrics, StepTrace, summarize
+from tests.integrations.training import fields
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[eo.Offload]:
+    made = eo.Offload(**fields(tmp_path))
+    yield made
+    made.close()
 
 
 def step(offload: eo.Offload) -> None:
@@ -87,19 +96,6 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
     offload.close()
 
 
-def test_three_figures_by_default_and_none_if_none_are_wanted(offload: eo.Offload) -> None:
-    three, none = OffloadMetrics(offload), OffloadMetrics(offload, False)
-    step(offload)
-    stats = offload.stats()
-    expected = {"device_peak_mib": stats.device_bytes_peak / 2**20, "moved_mib": stats.bytes_out / 2**20}
-    expected["stall_seconds"] = stats.stall_seconds
-    assert three.read() == {f"offload/{name}": figure for name, figure in expected.items()}
-    assert min(expected["device_peak_mib"], expected["moved_mib"]) > 0
-    assert none.read() == {}
-    with pytest.raises(eo.ConfigError, match='takes True, False or "all"'):
-        OffloadMetrics(offload, "some")  # type: ignore[arg-type]  # what is tested
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_step_is_traced_into_a_file_for_each_rank(
     offload: eo.Offload, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,20 +104,12 @@ def test_one_step_is_traced_into_a_file_for_each_rank(
     trace = StepTrace(offload, 2, tmp_path / "step.json")
     for number in 1, 2, 3:
         trace.begin(number)
-        assert (offload._accounts.observer is not None) is (number == 2)
         step(offload)
     trace.end()
     (path,) = tmp_path.glob("*.json")
     assert path.name == ("step.rank1.json" if rank else "step.json")
-    assert json.loads(path.read_text())["traceEvents"]
-
-
-@pytest.mark.parametrize("number", [0, -1, "5", True, 1.0])
-def test_a_step_that_is_none_is_refused(number: object, tmp_path: Path) -> None:
-    with pytest.raises(eo.ConfigError, match="trace_step takes a step"):
-        StepTrace(eo.Offload(), number, tmp_path / "step.json")  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(eo.ConfigError, match="a directory that exists"):
-        StepTrace(eo.Offload(), 1, tmp_path / "nowhere" / "step.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(one["name"] == "forward" for one in events) <= 1, "of one step"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

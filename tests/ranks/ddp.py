@@ -4,61 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tests.ranks.launch import Ranks
-from tests.ranks.training import Around, Block, Storages, batch, blocks, exact, steps
+from tests.ranks.training import Around, Block, Checkpointed, Storages, batch, blocks, exact, steps
 
 
 def trained(
-    ranks: Ranks, model: nn.Module, accumulate: int = 1, around: Callable[[], Around] = nullcontext, **options: Any
+    ranks: Ranks,
+    build: Callable[[], nn.Module] = blocks,
+    accumulate: int = 1,
+    around: Callable[[], Around] = nullcontext,
+    **options: Any,
 ) -> None:
-    """Trains ``model`` under DDP with these ``options``, with offload and without.
+    """Trains a model under DDP with these ``options``, with offload and without.
 
     Args:
         accumulate: how many backwards there are in a step; gradients are averaged after the last.
         around: what else stands around each forward.
     """
-    fresh = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(offload: Around, weights: Storages) -> object:
-        model.load_state_dict(fresh)
-        parallel = DistributedDataParallel(model, **options)
+        torch.manual_seed(0)
+        parallel = DistributedDataParallel(build(), **options)
 
         def step(number: int) -> Tensor:
-            for part in range(accumulate - 1):
-                with parallel.no_sync():
+            for part in range(1, accumulate + 1):
+                with parallel.no_sync() if part < accumulate else nullcontext():
                     with offload, around():
-                        loss = parallel(batch(ranks, 10 * number + part)).square().mean()
+                        loss: Tensor = parallel(batch(ranks, 10 * number + part)).square().mean()
                     loss.backward()
-            with offload, around():
-                loss = parallel(batch(ranks, 10 * number + accumulate)).square().mean()
-            loss.backward()
             return loss
 
         weights += [parameter.untyped_storage() for parameter in parallel.parameters()]
-        seen = steps(parallel, step)
-        model.zero_grad()
-        return seen
+        return steps(parallel, step)
 
     exact(ranks, program)
-
-
-def bits_are_those_without_offload(ranks: Ranks) -> None:
-    trained(ranks, blocks())
-
-
-def gradients_that_are_views_of_buckets(ranks: Ranks) -> None:
-    trained(ranks, blocks(), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
-
-
-def accumulation_with_no_sync(ranks: Ranks) -> None:
-    trained(ranks, blocks(), accumulate=3)
 
 
 class Branches(nn.Module):
@@ -74,40 +60,29 @@ class Branches(nn.Module):
         return self.tail(self.branches[used](x))
 
 
-def parameters_that_are_not_used(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    trained(ranks, Branches(), find_unused_parameters=True)
-
-
-class Checkpointed(nn.Module):
-    """Blocks whose insides are computed again in backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks, self.reentrant = blocks(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-def a_static_graph(ranks: Ranks) -> None:
-    trained(ranks, blocks(), static_graph=True)
-
-
 def a_static_graph_with_checkpoints_of_both_kinds(ranks: Ranks) -> None:
     for reentrant in (False, True):
-        trained(ranks, Checkpointed(reentrant), static_graph=True)
+        # The first block is not checkpointed: a reentrant one wants an input that requires grad.
+        def build(reentrant: bool = reentrant) -> nn.Module:
+            first, *others = blocks()
+            return nn.Sequential(first, *(Checkpointed(block, reentrant) for block in others))
+
+        trained(ranks, build, static_graph=True)
 
 
-def batch_norm_over_all_ranks(ranks: Ranks) -> None:
-    """Its statistics and a collective are inside of forward, and buffers are broadcast before it."""
-    torch.manual_seed(0)
-    trained(ranks, nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 32)))
+def normalized() -> nn.Module:
+    """Statistics and a collective are inside of forward, and buffers are broadcast before it."""
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 32))
 
 
-def autocast(ranks: Ranks) -> None:
-    """The casts of weights that it caches are no activations either."""
-    trained(ranks, blocks(), accumulate=2, around=lambda: torch.autocast("cpu", torch.bfloat16))
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    "bits_are_those_without_offload": trained,
+    "gradients_that_are_views_of_buckets": partial(trained, gradient_as_bucket_view=True, bucket_cap_mb=0.01),
+    "accumulation_with_no_sync": partial(trained, accumulate=3),
+    "parameters_that_are_not_used": partial(trained, build=Branches, find_unused_parameters=True),
+    "a_static_graph": partial(trained, static_graph=True),
+    "a_static_graph_with_checkpoints_of_both_kinds": a_static_graph_with_checkpoints_of_both_kinds,
+    "batch_norm_over_all_ranks": partial(trained, build=normalized),
+    # The casts of weights that it caches are no activations either.
+    "autocast": partial(trained, accumulate=2, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+}

@@ -1,6 +1,4 @@
-"""Ranks of which one fails in the middle of its third step. torchrun starts them.
-
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.ranks.failing DIRECTORY fsdp error backward
+"""Ranks of which one fails in the middle of its third step.
 
 Each leaves its number as a process in ``DIRECTORY/pid.RANK`` when it has moved bytes to a file in ``DIRECTORY/spill``.
 """
@@ -9,18 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import eager_offload as eo
-from tests.ranks.launch import LIFETIME, PATIENCE, Ranks
+from tests.ranks.launch import Ranks
 from tests.ranks.node import open_files
 from tests.ranks.training import batch, blocks
 
@@ -89,17 +85,9 @@ def train(ranks: Ranks, strategy: str, way: str, where: str) -> None:
     raise AssertionError("no rank failed")
 
 
-def an_error_in_backward(ranks: Ranks) -> None:
-    train(ranks, "fsdp", "error", "backward")
-
-
-def main() -> None:
-    directory, strategy, way, where = sys.argv[1:]
-    signal.alarm(LIFETIME)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    train(Ranks(dist.get_rank(), dist.get_world_size(), Path(directory), thorough=False), strategy, way, where)
-
-
-if __name__ == "__main__":
-    main()
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    f"{strategy}-{way}-{where}": partial(train, strategy=strategy, way=way, where=where)
+    for strategy in ("ddp", "fsdp")
+    for way in WAYS
+    for where in ("forward", "backward")
+}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from eager_offload import OffloadStats
 from tests.ranks.launch import Ranks
-from tests.ranks.training import ROWS, WIDTH, Around, Storages, batch, blocks, exact, local, steps
+from tests.ranks.training import ROWS, WIDTH, Around, Checkpointed, Storages, batch, blocks, exact, local, steps
 
 
 def gathered_storages(model: nn.Module) -> Storages:
@@ -34,6 +34,7 @@ def trained(
     ranks: Ranks,
     build: Callable[[], nn.Sequential] = blocks,
     wrapped: Callable[[nn.Module], nn.Module] = lambda block: block,
+    shard: Callable[..., nn.Module] = fully_shard,
     **options: Any,
 ) -> list[OffloadStats]:
     """Trains a model each of whose blocks is sharded with these ``options``, with offload and without."""
@@ -41,8 +42,8 @@ def trained(
     def program(offload: Around, weights: Storages) -> object:
         model = build()
         for index, block in enumerate(model):
-            model[index] = fully_shard(wrapped(block), **options)
-        fully_shard(model, **options)
+            model[index] = shard(wrapped(block), **options)
+        shard(model, **options)
 
         def step(number: int) -> Tensor:
             x = batch(ranks, number).requires_grad_()
@@ -51,7 +52,7 @@ def trained(
             loss.backward()
             if not number:
                 whole = gathered_storages(model)
-                assert len(whole) > 2 * len(list(model.parameters()))
+                assert shard is not fully_shard or len(whole) > 2 * len(list(model.parameters()))
                 weights.extend(whole)
             return loss
 
@@ -60,34 +61,17 @@ def trained(
     return exact(ranks, program)
 
 
-def bits_are_those_without_offload(ranks: Ranks) -> None:
-    trained(ranks)
-
-
-def weights_that_stay_gathered_until_backward(ranks: Ranks) -> None:
-    trained(ranks, reshard_after_forward=False)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def mixed_precision(ranks: Ranks) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for reshard in (True, False):
-        trained(ranks, mp_policy=policy, reshard_after_forward=reshard)
-
-
-class Checkpointed(nn.Module):
-    """A block whose insides are computed again in backward."""
-
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+        trained(ranks, mp_policy=MIXED, reshard_after_forward=reshard)
 
 
 def gradient_checkpointing(ranks: Ranks) -> None:
     for reentrant in (False, True):
-        trained(ranks, wrapped=lambda block, reentrant=reentrant: Checkpointed(block, reentrant))
+        trained(ranks, wrapped=partial(Checkpointed, reentrant=reentrant))
 
 
 class Adapted(nn.Module):
@@ -104,45 +88,37 @@ class Adapted(nn.Module):
 
 def frozen_weights_beside_trained_ones(ranks: Ranks) -> None:
     for precision in (torch.float32, torch.bfloat16):
-        policy = MixedPrecisionPolicy(param_dtype=precision)
-        trained(ranks, wrapped=Adapted, mp_policy=policy)
+        trained(ranks, wrapped=Adapted, mp_policy=MixedPrecisionPolicy(param_dtype=precision))
 
 
 def what_moves_is_what_moves_in_one_process(ranks: Ranks) -> None:
     """Byte for byte: nothing that was gathered is among it."""
-
-    def alone(offload: Around, weights: Storages) -> object:
-        model = blocks()
-
-        def step(number: int) -> Tensor:
-            with offload:
-                loss = model(batch(ranks, number).requires_grad_()).float().square().mean()
-            loss.backward()
-            return loss
-
-        weights += [parameter.untyped_storage() for parameter in model.parameters()]
-        return steps(model, step)
-
-    for single, sharded in zip(exact(ranks, alone), trained(ranks), strict=True):
+    for single, sharded in zip(trained(ranks, shard=lambda module, **_: module), trained(ranks), strict=True):
         assert sharded.bytes_out == single.bytes_out >= 3 * 3 * ROWS * WIDTH * 4
         assert sharded.offloaded_bytes == single.offloaded_bytes
 
 
-def _compiled(block: nn.Module) -> nn.Module:
-    compiled: nn.Module = torch.compile(block, fullgraph=True)
-    return compiled
+def compiled(ranks: Ranks, how: Callable[[nn.Module], nn.Module], **options: Any) -> None:
+    trained(replace(ranks, thorough=False), partial(blocks, 2), wrapped=how, **options)
 
 
-def _compiled_in_place(block: nn.Module) -> nn.Module:
+def in_place(block: nn.Module) -> nn.Module:
     block.compile(fullgraph=True, backend="aot_eager")
     return block
 
 
-def compiled_blocks(ranks: Ranks) -> None:
-    trained(replace(ranks, thorough=False), lambda: blocks(2), wrapped=_compiled)
-
-
-def blocks_compiled_in_place(ranks: Ranks) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {"mp_policy": policy, "reshard_after_forward": False}
-    trained(replace(ranks, thorough=False), lambda: blocks(2), wrapped=_compiled_in_place, **options)
+SCENARIOS: dict[str, Callable[[Ranks], object]] = {
+    "bits_are_those_without_offload": trained,
+    "what_moves_is_what_moves_in_one_process": what_moves_is_what_moves_in_one_process,
+    "weights_that_stay_gathered_until_backward": partial(trained, reshard_after_forward=False),
+    "mixed_precision": mixed_precision,
+    "gradient_checkpointing": gradient_checkpointing,
+    "frozen_weights_beside_trained_ones": frozen_weights_beside_trained_ones,
+    "compiled_blocks": partial(compiled, how=partial(torch.compile, fullgraph=True)),
+    "blocks_compiled_in_place": partial(
+        compiled,
+        how=in_place,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        reshard_after_forward=False,
+    ),
+}

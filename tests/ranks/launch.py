@@ -57,17 +57,25 @@ class Ranks:
         dist.barrier()
 
 
-def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: bool) -> None:
-    """Runs ``scenarios`` on so many ranks; each leaves ``directory/SCENARIO.RANK``, empty if it passed."""
+def command_of(number: int, directory: Path, scenarios: Sequence[str], *, thorough: bool = False) -> list[str]:
+    """The command line that runs ``scenarios`` on so many ranks; each leaves ``directory/SCENARIO.RANK``, empty if it
+    passed."""
     command = [sys.executable, "-m", "tests.ranks.launch", str(number), str(directory), *scenarios]
-    command += ["--thorough"] * thorough
+    return command + ["--thorough"] * thorough
+
+
+def launch(number: int, directory: Path, scenarios: Sequence[str], *, thorough: bool = False) -> str:
+    """Runs :func:`command_of`; returns what it and the ranks said."""
     # What one rank has compiled, the others and later runs of the launch find.
     compiled = directory / "compiled"
-    with started(command, **give_machine_code(compiled)) as process:
-        output = process.communicate(timeout=LIFETIME + 20)[0]
+    with started(command_of(number, directory, scenarios, thorough=thorough), **give_machine_code(compiled)) as process:
+        try:
+            output = process.communicate(timeout=LIFETIME + 20)[0]
+        except subprocess.TimeoutExpired:
+            return "the ranks took too long and were ended"
     if process.returncode == 0:
         take_machine_code(compiled)
-    (directory / "output").write_text(output)
+    return output
 
 
 def torchrun(number: int, *program: str) -> list[str]:
@@ -112,9 +120,9 @@ def end(pid: int) -> None:
 
 
 def scenario(name: str) -> Callable[[Ranks], None]:
-    """``module.function``, below this package."""
-    module, _, function = name.partition(".")
-    found: Callable[[Ranks], None] = getattr(importlib.import_module(f"tests.ranks.{module}"), function)
+    """``module.name``: a row of a module's table, below this package."""
+    module, _, row = name.partition(".")
+    found: Callable[[Ranks], None] = importlib.import_module(f"tests.ranks.{module}").SCENARIOS[row]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import eager_offload as eo
@@ -17,7 +17,7 @@ from tests.ranks.training import batch, blocks
 
 
 def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
-    """A step, all of whose activations have left when it returns; the graph is alive in ``offload.graph``."""
+    """A step, all of whose activations had left before its backward."""
     model = blocks()
     with offload:
         loss = model(batch(ranks, 0).requires_grad_()).square().mean()
@@ -75,3 +75,9 @@ def open_files(directory: Path) -> Iterator[int]:
         if target.startswith(f"{directory}/"):
             assert target.endswith(" (deleted)"), target
             yield number
+
+
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    "budgets_are_divided": budgets_are_divided,
+    "one_spill_file_a_rank": one_spill_file_a_rank,
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,25 +66,11 @@ def trained(ranks: Ranks, schedule: Callable[..., Any], each: int = 1, v_shaped:
     exact(ranks, program, reloads=False, held=True, moved=0.7)
 
 
-def gpipe(ranks: Ranks) -> None:
-    trained(ranks, ScheduleGPipe)
-
-
-def one_forward_one_backward(ranks: Ranks) -> None:
-    trained(ranks, Schedule1F1B)
-
-
-def interleaved(ranks: Ranks) -> None:
-    trained(ranks, ScheduleInterleaved1F1B, each=2)
-
-
-def breadth_first(ranks: Ranks) -> None:
-    trained(ranks, ScheduleLoopedBFS, each=2)
-
-
-def interleaved_zero_bubble(ranks: Ranks) -> None:
-    trained(ranks, ScheduleInterleavedZeroBubble, each=2)
-
-
-def v_shaped_zero_bubble(ranks: Ranks) -> None:
-    trained(ranks, ScheduleZBVZeroBubble, each=2, v_shaped=True)
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    "gpipe": partial(trained, schedule=ScheduleGPipe),
+    "one_forward_one_backward": partial(trained, schedule=Schedule1F1B),
+    "interleaved": partial(trained, schedule=ScheduleInterleaved1F1B, each=2),
+    "breadth_first": partial(trained, schedule=ScheduleLoopedBFS, each=2),
+    "interleaved_zero_bubble": partial(trained, schedule=ScheduleInterleavedZeroBubble, each=2),
+    "v_shaped_zero_bubble": partial(trained, schedule=ScheduleZBVZeroBubble, each=2, v_shaped=True),
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +90,10 @@ def different_models_are_an_error_of_all(ranks: Ranks) -> None:
     with pytest.raises(eo.PlanError, match="ranks plan different models"):
         eo.plan(frozen, x, device=FAR)
     assert eo.plan(model(), x[: ROWS // (1 + ranks.rank)], device=FAR).fits, "inputs are rank 0's"
+
+
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    "different_budgets_agree": different_budgets_agree,
+    "an_error_of_one_is_an_error_of_all": an_error_of_one_is_an_error_of_all,
+    "different_models_are_an_error_of_all": different_models_are_an_error_of_all,
+}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.hazards.programs import leaf
 from tests.ranks.fsdp import gathered_storages
 from tests.ranks.launch import Ranks
-from tests.ranks.training import STEPS, WIDTH, Around, Block, Storages, exact, local, steps
+from tests.ranks.training import STEPS, WIDTH, Around, Block, Storages, exact, steps
 
 TOKENS, CLASSES = 16, 64
 
@@ -109,72 +113,55 @@ def in_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool = False, who
     return model
 
 
-def trained(ranks: Ranks, *, sequence: bool = False, parallel_loss: bool = False, checkpointing: bool = False) -> None:
-    mesh = init_device_mesh("cpu", (ranks.size,))
+def trained(
+    ranks: Ranks,
+    *,
+    sequence: bool = True,
+    parallel_loss: bool = False,
+    checkpointing: bool = False,
+    precision: torch.dtype | None = None,
+) -> None:
+    """Trains a model that is divided among the ranks, with offload and without.
+
+    Args:
+        precision: weights are divided in a second dimension too: among two ranks by columns, each part among two by
+            rows, which FSDP gathers in this precision.
+    """
+    shape = (1 if precision is None else 2, ranks.size if precision is None else ranks.size // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
 
     def program(offload: Around, weights: Storages) -> object:
-        model = Decoder(2 if ranks.thorough else 1, checkpointing)
-        in_parallel(model, mesh, sequence=sequence, whole_logits=not parallel_loss)
-        weights += [local(parameter).untyped_storage() for parameter in model.parameters()]
+        model = Decoder(2 if ranks.thorough or precision else 1, checkpointing)
+        in_parallel(model, mesh["tensor"], sequence=sequence, whole_logits=not parallel_loss)
+        for module in [] if precision is None else [*model.layers, model]:
+            fully_shard(module, mesh=mesh["data"], mp_policy=policy)
 
         def step(number: int) -> Tensor:
-            tokens, targets = tokens_of(number)
-            if not parallel_loss:
+            tokens, targets = tokens_of(number + STEPS * mesh["data"].get_local_rank())
+            with loss_parallel() if parallel_loss else nullcontext():
                 with offload:
-                    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+                    loss: Tensor = F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
                 loss.backward()
-                return loss
-            with loss_parallel():
-                with offload:
-                    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                assert isinstance(loss, DTensor)
-                loss.backward()
-            return loss.full_tensor()
+            if not number:
+                weights.extend(gathered_storages(model))
+            assert isinstance(loss, DTensor) == parallel_loss
+            return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
         return steps(model, step)
 
     exact(ranks, program)
 
 
-def bits_are_those_without_offload(ranks: Ranks) -> None:
-    trained(ranks)
-
-
-def a_divided_sequence(ranks: Ranks) -> None:
-    trained(ranks, sequence=True)
-
-
-def a_divided_loss(ranks: Ranks) -> None:
-    trained(ranks, sequence=True, parallel_loss=True)
-
-
-def gradient_checkpointing(ranks: Ranks) -> None:
-    trained(ranks, sequence=True, checkpointing=True)
-
-
 def together_with_fsdp(ranks: Ranks) -> None:
-    """Two dimensions: weights are divided among two ranks by columns, and each part among two by rows."""
-    mesh = init_device_mesh("cpu", (2, ranks.size // 2), mesh_dim_names=("data", "tensor"))
-    part = mesh["data"].get_local_rank()
-
     for precision in (torch.float32, torch.bfloat16):
+        trained(ranks, precision=precision)
 
-        def program(offload: Around, weights: Storages, precision: torch.dtype = precision) -> object:
-            model = in_parallel(Decoder(), mesh["tensor"], sequence=True)
-            policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
-            fully_shard(model, mesh=mesh["data"], mp_policy=policy)
 
-            def step(number: int) -> Tensor:
-                tokens, targets = tokens_of(number + STEPS * part)
-                with offload:
-                    loss = F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-                loss.backward()
-                if not number:
-                    weights.extend(gathered_storages(model))
-                return loss
-
-            return steps(model, step)
-
-        exact(ranks, program)
+SCENARIOS: dict[str, Callable[[Ranks], None]] = {
+    "bits_are_those_without_offload": partial(trained, sequence=False),
+    "a_divided_sequence": trained,
+    "a_divided_loss": partial(trained, parallel_loss=True),
+    "gradient_checkpointing": partial(trained, checkpointing=True),
+    "together_with_fsdp": together_with_fsdp,
+}

@@ -1,33 +1,78 @@
-"""Each example of many ranks runs on two of them as its docstring says, and learns the same with offload as without."""
+"""Each example runs on two ranks as its docstring says, learns the same with offload as without, and leaves nothing."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.ranks.launch import ROOT, started, torchrun
 
+pytestmark = pytest.mark.long
+
 SMALL = ["--layers=2", "--width=64", "--heads=2", "--sequence=64", "--steps=2", "--min-bytes=4KiB", "--window=64KiB"]
+#: By framework, an example of it and its arguments.
+EXAMPLES = [
+    *(("torch", f"{name}.py", *SMALL) for name in ("ddp", "fsdp2", "tensor_parallel", "pipeline")),
+    ("accelerate", "train_accelerate.py"),
+    ("lightning", "train_fabric.py"),
+    ("lightning", "train_lightning.py"),
+    ("lightning", "train_lightning.py", "--sharded", "--steps=2", "--layers=2"),
+    ("transformers", "train_transformers.py", "--gradient_accumulation_steps=2"),
+]
 
 
-@pytest.mark.long
+def printed(command: list[str], directory: Path, **environment: str) -> str:
+    own = {"EAGER_OFFLOAD_DISK_PATH": str(directory), "EAGER_OFFLOAD_TIER": "disk"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    with started(command, **own, PYTHONPATH=paths, **environment) as launch:
+        said = launch.communicate(timeout=240)[0]
+    assert launch.returncode == 0, said[-4000:]
+    assert list(directory.iterdir()) == []
+    return said
+
+
+def moved(said: str) -> list[float]:
+    """What the ranks, or their steps, say that they moved."""
+    return [float(number) for number in re.findall(r"(?:offloaded|moved|,) ([\d.]+) (?:MiB|bytes)", said)]
+
+
+def learnt(said: str) -> list[str]:
+    """Losses, and the digest of the parameters of each rank that prints one; ranks write in any order."""
+    found = re.findall(r"parameters \w{12,}|step \d+: loss [\d.]+|losses [\d. ]+", said)
+    assert len(found) >= 3, said
+    return sorted(found)
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline"])
-def test_an_example_learns_the_same_with_offload_and_without(name: str) -> None:
-    program = f"examples/{name}.py"
-    assert f"    torchrun --standalone --nproc-per-node 2 {program}\n" in (ROOT / program).read_text()
-    losses = []
-    for choice in ("--offload", "--no-offload"):
-        with started(torchrun(2, program, *SMALL, choice)) as process:
-            output = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, output
-        ranks = re.findall(r"^rank \d on \w+(?::\d)?: peak [\d,]+ MiB.*$", output, re.MULTILINE)
-        assert len(ranks) == 2, output
-        assert re.findall(r"^step (\d): loss \d", output, re.MULTILINE) == ["1", "2"], output
-        moved = [float(number) for number in re.findall(r"([\d.]+) MiB moved out", output)]
-        assert len(moved) == (2 if choice == "--offload" else 0)
-        assert all(moved)
-        losses.append([line.partition("losses ")[2] for line in ranks])
-    assert losses[0] == losses[1]
-    assert any(losses[0])
+@pytest.mark.parametrize("example", EXAMPLES, ids=" ".join)
+def test_an_example_learns_the_same_with_offload_and_without(example: tuple[str, ...], tmp_path: Path) -> None:
+    framework, script, *arguments = example
+    pytest.importorskip(framework)
+    if framework == "torch":
+        line = f"    torchrun --standalone --nproc-per-node 2 examples/{script}\n"
+        assert line in (ROOT / "examples" / script).read_text()
+    command = torchrun(2, str(ROOT / "examples" / script), *arguments)
+    with_offload, without = printed(command, tmp_path), printed(command, tmp_path, EAGER_OFFLOAD="0")
+    assert learnt(with_offload) == learnt(without)
+    assert len(moved(with_offload)) >= 2
+    assert min(moved(with_offload)) > 0
+    assert not any(moved(without))
+
+
+def test_accelerate_launches_its_example(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "examples/accelerate.yaml"]
+    # Any port that is free; launch says 29500 by itself.
+    said = printed([*launcher, "--main_process_port", "0", "examples/train_accelerate.py"], tmp_path)
+    assert "2 processes moved" in said
+    assert min(moved(said)) > 0
+
+
+def test_one_rank_of_transformers_prints_a_line_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    said = printed([sys.executable, str(ROOT / "examples" / "train_transformers.py")], tmp_path)
+    assert len(re.findall(r"^\{'loss': ", said, re.MULTILINE)) == 3, said

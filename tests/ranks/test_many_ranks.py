@@ -1,111 +1,200 @@
-"""torch's own ways to train on several ranks: bits are those without offload, and no byte of a weight moves.
+"""Ways to train on several ranks, torch's own and the frameworks': bits are those without offload, and no byte of a
+weight moves.
 
-Each scenario is a function in a module beside this one, which asserts all that in every rank.
+Each scenario is a row of the table of a module beside this one, and asserts all that in every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
+from tests.ranks.launch import command_of, launch, started
 from tests.releases import wrong_before
 
-#: Some of each kind.
-QUICK = (
-    "node.budgets_are_divided",
-    "node.one_spill_file_a_rank",
-    "ddp.bits_are_those_without_offload",
-    "ddp.parameters_that_are_not_used",
-    "fsdp.what_moves_is_what_moves_in_one_process",
-    "fsdp.mixed_precision",
-    "tensor_parallel.a_divided_loss",
-    "pipelines.one_forward_one_backward",
-    "pipelines.interleaved",
-    "plans.different_budgets_agree",
-)
-TWO = (
-    "ddp.bits_are_those_without_offload",
-    "ddp.gradients_that_are_views_of_buckets",
-    "ddp.accumulation_with_no_sync",
-    "ddp.parameters_that_are_not_used",
-    "ddp.a_static_graph",
-    "ddp.a_static_graph_with_checkpoints_of_both_kinds",
-    "ddp.batch_norm_over_all_ranks",
-    "ddp.autocast",
-    "fsdp.bits_are_those_without_offload",
-    "fsdp.what_moves_is_what_moves_in_one_process",
-    "fsdp.weights_that_stay_gathered_until_backward",
-    "fsdp.mixed_precision",
-    "fsdp.gradient_checkpointing",
-    "fsdp.frozen_weights_beside_trained_ones",
-    "tensor_parallel.bits_are_those_without_offload",
-    "tensor_parallel.a_divided_sequence",
-    "tensor_parallel.a_divided_loss",
-    "tensor_parallel.gradient_checkpointing",
-    "pipelines.gpipe",
-    "pipelines.one_forward_one_backward",
-    "pipelines.interleaved",
-    "pipelines.breadth_first",
-    "pipelines.interleaved_zero_bubble",
-    "pipelines.v_shaped_zero_bubble",
-    "plans.different_budgets_agree",
-    "plans.an_error_of_one_is_an_error_of_all",
-    "plans.different_models_are_an_error_of_all",
-)
+
+class Launch(NamedTuple):
+    """So many ranks, which several scenarios share."""
+
+    number: int
+    thorough: bool = False
+    """Whether each scenario goes through every regime."""
+    marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.long,)
+
+
+LAUNCHES = {
+    "two": Launch(2, marks=(pytest.mark.short,)),
+    "every": Launch(2, thorough=True, marks=(pytest.mark.long, pytest.mark.sampled(2))),
+    "four": Launch(4),
+    "compiled": Launch(2),
+    "accelerate": Launch(2),
+    "lightning": Launch(2),
+}
+#: By module, each of its scenarios and the launches that run it: quickly on two ranks, in every regime, on four.
+CASES: dict[str, dict[str, str]] = {
+    "node": {
+        "budgets_are_divided": "two four",
+        "one_spill_file_a_rank": "two four",
+    },
+    "ddp": {
+        "bits_are_those_without_offload": "two every four",
+        "gradients_that_are_views_of_buckets": "every",
+        "accumulation_with_no_sync": "every",
+        "parameters_that_are_not_used": "two every",
+        "a_static_graph": "every",
+        "a_static_graph_with_checkpoints_of_both_kinds": "every",
+        "batch_norm_over_all_ranks": "every",
+        "autocast": "every",
+    },
+    "fsdp": {
+        "bits_are_those_without_offload": "every four",
+        "what_moves_is_what_moves_in_one_process": "two every",
+        "weights_that_stay_gathered_until_backward": "every",
+        "mixed_precision": "two every four",
+        "gradient_checkpointing": "every",
+        "frozen_weights_beside_trained_ones": "every",
+        "compiled_blocks": "compiled",
+        "blocks_compiled_in_place": "compiled",
+    },
+    "tensor_parallel": {
+        "bits_are_those_without_offload": "every",
+        "a_divided_sequence": "every",
+        "a_divided_loss": "two every four",
+        "gradient_checkpointing": "every",
+        "together_with_fsdp": "four",
+    },
+    "pipelines": {
+        "gpipe": "every",
+        "one_forward_one_backward": "two every four",
+        "interleaved": "two every four",
+        "breadth_first": "every",
+        "interleaved_zero_bubble": "every",
+        "v_shaped_zero_bubble": "every",
+    },
+    "plans": {
+        "different_budgets_agree": "two every",
+        "an_error_of_one_is_an_error_of_all": "every",
+        "different_models_are_an_error_of_all": "every",
+    },
+    "with_accelerate": dict.fromkeys(
+        [
+            *("ddp", "ddp-mixed", "ddp-compiled", "ddp-regions", "ddp-fails"),
+            *("fsdp2", "fsdp2-mixed", "fsdp2-compiled", "fsdp2-regions", "fsdp2-checkpointing", "fsdp2-their-offload"),
+            *("fsdp2-parameters-on-cpu", "fsdp2-fails"),
+        ],
+        "accelerate",
+    ),
+    "with_lightning": dict.fromkeys(["ddp", "ddp-accumulation", "ddp-manual", "fully_shard"], "lightning"),
+}
 #: A rank that has two neighbouring stages.
 SENDS_TO_ITSELF = wrong_before((2, 12), "pipelines begin with messages to all neighbours, and gloo has none to oneself")
-COMPILED = ("fsdp.compiled_blocks", "fsdp.blocks_compiled_in_place")
-FOUR = (
-    "node.budgets_are_divided",
-    "node.one_spill_file_a_rank",
-    "ddp.bits_are_those_without_offload",
-    "fsdp.bits_are_those_without_offload",
-    "fsdp.mixed_precision",
-    "tensor_parallel.a_divided_loss",
-    "tensor_parallel.together_with_fsdp",
-    "pipelines.one_forward_one_backward",
-    "pipelines.interleaved",
-)
 
 
-def assert_passed(directory: Path, scenario: str, number: int) -> None:
-    found = [directory / f"{scenario}.{rank}" for rank in range(number)]
+def rows() -> Iterator[Any]:
+    for name, (_, _, marks) in LAUNCHES.items():
+        together = (*marks, pytest.mark.timeout(600), pytest.mark.xdist_group(f"ranks: {name}"))
+        for module, scenarios in CASES.items():
+            for scenario, launches in scenarios.items():
+                if name in launches.split():
+                    known = [SENDS_TO_ITSELF] * (scenario == "v_shaped_zero_bubble")
+                    yield pytest.param(name, f"{module}.{scenario}", marks=[*together, *known])
+
+
+@pytest.fixture(scope="session")
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns where the ranks of a launch have run those of its scenarios that are to be tested, and what they said.
+
+    Groups of xdist have one process ask for each launch, so that it runs once.
+    """
+
+    @functools.cache
+    def run(name: str) -> Path:
+        number, thorough, _ = LAUNCHES[name]
+        of_tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        scenarios = [one["scenario"] for one in of_tests if one.get("of") == name]
+        directory = tmp_path_factory.mktemp("ranks")
+        (directory / "output").write_text(launch(number, directory, scenarios, thorough=thorough))
+        return directory
+
+    return run
+
+
+@pytest.mark.parametrize(("of", "scenario"), [*rows()])
+def test_h06_many_ranks(of: str, scenario: str, ended: Callable[[str], Path]) -> None:
+    if of in ("accelerate", "lightning"):
+        pytest.importorskip(of)
+    directory = ended(of)
+    found = [directory / f"{scenario}.{rank}" for rank in range(LAUNCHES[of].number)]
     errors = [f"rank {rank}:\n{one.read_text()}" for rank, one in enumerate(found) if one.exists() and one.read_text()]
     assert not errors, "\n".join(errors)
     assert all(one.exists() for one in found), f"the ranks ended before:\n{(directory / 'output').read_text()[-4000:]}"
 
 
-@pytest.mark.short
-@pytest.mark.xdist_group("two ranks")
-@pytest.mark.parametrize("scenario", QUICK)
-def test_h06_two_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
-    assert_passed(launched(2, QUICK, False), scenario, 2)
+# -- one rank fails ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.sampled(2)
-@pytest.mark.timeout(600)
-@pytest.mark.xdist_group("two ranks in every regime")
+def assert_nothing_is_left(directory: Path, output: str) -> None:
+    """Asserts that neither a process nor a file is left of two ranks of which one has failed."""
+    assert "no rank failed" not in output
+    for rank in range(2):
+        pid = int((directory / f"pid.{rank}").read_text())  # it was there, and had moved bytes
+        assert not psutil.pid_exists(pid), output
+    assert list((directory / "spill").iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    "scenario", [pytest.param(one, marks=[SENDS_TO_ITSELF] * one.endswith("v_shaped_zero_bubble")) for one in TWO]
+    "scenario",
+    [
+        "fsdp-error-backward",
+        *(
+            # Of one in two each strategy meets each place, and all three ways are there.
+            pytest.param(f"{strategy}-{way}-{where}", marks=(pytest.mark.long, pytest.mark.sampled(2)))
+            for strategy, way, where in [
+                ("ddp", "error", "forward"),
+                ("ddp", "error", "backward"),
+                ("ddp", "kill", "backward"),
+                ("ddp", "kill", "forward"),
+                ("fsdp", "interrupt", "forward"),
+                ("ddp", "interrupt", "forward"),
+                ("fsdp", "kill", "backward"),
+                ("ddp", "interrupt", "backward"),
+                ("fsdp", "error", "forward"),
+                ("fsdp", "kill", "forward"),
+                ("fsdp", "interrupt", "backward"),
+            ]
+        ),
+    ],
 )
-def test_h06_two_ranks_in_every_regime(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
-    assert_passed(launched(2, TWO, True), scenario, 2)
+def test_all_ranks_end_when_one_fails(scenario: str, tmp_path: Path) -> None:
+    output = launch(2, tmp_path, [f"failing.{scenario}"])
+    if "error" in scenario:
+        assert "the third step of one rank fails" in (tmp_path / f"failing.{scenario}.1").read_text()
+    assert_nothing_is_left(tmp_path, output)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.xdist_group("two ranks that compile")
-@pytest.mark.parametrize("scenario", COMPILED)
-def test_h06_two_ranks_that_compile(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
-    assert_passed(launched(2, COMPILED, False), scenario, 2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_ranks_end_when_the_launcher_is_told_to(number: signal.Signals, tmp_path: Path) -> None:
+    with started(command_of(2, tmp_path, ["failing.fsdp-wait-backward"])) as process:
+        for line in process.stdout or ():
+            if "waits" in line:
+                process.send_signal(number)
+                break
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode != 0, output
+    assert_nothing_is_left(tmp_path, output)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.xdist_group("four ranks")
-@pytest.mark.parametrize("scenario", FOUR)
-def test_h06_four_ranks(scenario: str, launched: Callable[[int, Sequence[str], bool], Path]) -> None:
-    assert_passed(launched(4, FOUR, False), scenario, 4)
+def test_ranks_that_a_lightning_trainer_starts_have_an_offload_each(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    with started([sys.executable, "-m", "tests.ranks.with_lightning", str(tmp_path)]) as process:
+        output = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, output[-4000:]

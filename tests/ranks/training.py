@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from eager_offload import OffloadStats
 from tests.hazards.backends import DiskBackend
@@ -31,6 +32,17 @@ def blocks(number: int = 3) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(number)))
 
 
+class Checkpointed(nn.Module):
+    """A block whose insides are computed again in backward."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
 def batch(ranks: Ranks, step: int, rows: int = ROWS) -> Tensor:
     """Data of this rank's own."""
     return leaf(rows, WIDTH, seed=100 * step + ranks.rank, grad=False)
@@ -45,15 +57,13 @@ def local(tensor: Tensor) -> Tensor:
 def steps(
     model: nn.Module,
     step: Callable[[int], Tensor],
-    parameters: Sequence[Tensor] | None = None,
 ) -> list[object]:
     """Three steps of training: every loss and gradient, and the parameters at the end.
 
     Args:
         step: runs forward and backward and returns the loss.
-        parameters: what is trained; those of ``model`` where they are left out.
     """
-    trained = list(model.parameters()) if parameters is None else list(parameters)
+    trained = list(model.parameters())
     optimizer = torch.optim.AdamW([p for p in trained if p.requires_grad], lr=0.01, foreach=False)
     seen: list[object] = []
     for number in range(STEPS):
@@ -86,7 +96,7 @@ def exact(ranks: Ranks, program: Program, **options: Any) -> list[OffloadStats]:
             with Transfers(backend.runtime) as transfers:
                 seen = program(offload, weights)
                 assert isinstance(offload, nullcontext) or weights, "the program names no weights"
-                assert_unmoved(transfers, weights)
+                assert not any(map(transfers.read, weights)), "bytes of a weight were moved"
             return seen
 
         gathered = same_gradients(watched, backend, regimes=regimes, **options)
@@ -94,9 +104,3 @@ def exact(ranks: Ranks, program: Program, **options: Any) -> list[OffloadStats]:
             assert stats.kept_bytes.get("parameter", 0) > 0, "no parameter was saved at all"
         backend.assert_nothing_is_held()
     return gathered
-
-
-def assert_unmoved(transfers: Transfers, weights: Iterable[torch.UntypedStorage]) -> None:
-    """Asserts that no copy out read one of these storages."""
-    for storage in weights:
-        assert not transfers.read(storage), "bytes of a weight were moved"

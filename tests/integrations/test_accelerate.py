@@ -1,0 +1,275 @@
+"""Accelerate in one process: every way to prepare a model, and all that a script does with one besides training."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+import eager_offload as eo
+from eager_offload.integrations.accelerate import OffloadPlugin
+from tests.integrations.accelerate_training import new_accelerator, prepared, train
+from tests.integrations.training import Model, exact, fields, moved, watched
+from tests.threads import collect
+
+MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def small() -> nn.Module:
+    """Less of it, since Inductor takes a minute for all."""
+    model = Model()
+    return nn.Sequential(model.first, nn.GELU(), model.last)
+
+
+def compiled_before() -> nn.Module:
+    return torch.compile(Model(), fullgraph=True, backend="aot_eager")
+
+
+def compiled_in_place() -> nn.Module:
+    (model := Model()).compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+def compiled(**options: Any) -> dict[str, Any]:
+    return {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", **options)}
+
+
+def in_regions() -> dict[str, Any]:
+    return compiled(use_regional_compilation=True)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[OffloadPlugin]:
+    made = OffloadPlugin(**fields(tmp_path))
+    yield made
+    made.close()
+
+
+def saved_by(plugin: OffloadPlugin, model: nn.Module, loader: Any) -> int:
+    """How many tensors a step of ``model`` saves under ``plugin``."""
+    plugin.offload.reset_stats()
+    model(next(iter(loader))[0]).sum().backward()
+    return plugin.offload.stats(synchronize=True).saved_tensors
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [({}, "both"), ({"mixed_precision": "bf16"}, "prepare"), ({"gradient_accumulation_steps": 2}, "context")],
+    ids=["plain", "bf16", "accumulation"],
+)
+def test_training_changes_no_bit(plugin: OffloadPlugin, options: dict[str, Any], form: str) -> None:
+    expected = train(new_accelerator(**options), None)
+    exact(expected, train(new_accelerator(**options), plugin, form=form), plugin.offload)
+
+
+def test_the_context_covers_a_loss_outside_of_the_model(plugin: OffloadPlugin) -> None:
+    saved = []
+    for form in ("prepare", "context"):
+        plugin.offload.reset_stats()
+        train(new_accelerator(), plugin, form=form)
+        saved.append(plugin.offload.stats().saved_tensors)
+        plugin.remove()
+    assert saved[1] > saved[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        long(lambda: compiled() | MIXED, Model),
+        (in_regions, Model),
+        long(dict, compiled_before),
+        long(lambda: MIXED, compiled_before),
+        (dict, compiled_in_place),
+        long(lambda: {"dynamo_plugin": TorchDynamoPlugin(backend="inductor")} | MIXED, small),
+    ],
+    ids=["whole", "regions", "before", "before-mixed", "in-place", "inductor"],
+)
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits")
+def test_compiled_models_offload_inside_of_their_graphs(
+    plugin: OffloadPlugin, options: Callable[[], dict[str, Any]], make: Callable[[], nn.Module]
+) -> None:
+    torch._dynamo.reset()
+    expected = train(new_accelerator(**options()), None, make=make)
+    torch._dynamo.reset()
+    stats = exact(expected, train(new_accelerator(**options()), plugin, make=make), plugin.offload)
+    assert stats.compiled_regions > 0
+
+
+# -- what a script does besides -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "keep_fp32_wrapper", "keep_torch_compile"),
+    [(dict, False, True), (compiled, True, False), (in_regions, False, False), (in_regions, True, True)],
+    ids=["plain", "compiled", "regions", "regions-kept"],
+)
+def test_unwrap_model_gives_what_it_gives_without(
+    plugin: OffloadPlugin, options: Callable[[], dict[str, Any]], keep_fp32_wrapper: bool, keep_torch_compile: bool
+) -> None:
+    how = {"keep_fp32_wrapper": keep_fp32_wrapper, "keep_torch_compile": keep_torch_compile}
+    accelerator, original = new_accelerator(mixed_precision="bf16", **options()), Model()
+    model, _, loader = prepared(accelerator, original)
+    expected = accelerator.unwrap_model(model, **how)
+    plugin.prepare(accelerator, model)
+    unwrapped = accelerator.unwrap_model(model, **how)
+    assert unwrapped is expected
+    assert (unwrapped is original) == (not keep_torch_compile or not options())
+    assert list(unwrapped.state_dict()) == list(expected.state_dict())
+    if unwrapped is original:
+        inputs, _ = next(iter(loader))
+        assert unwrapped(inputs).dtype is torch.float32
+
+
+@pytest.mark.parametrize("options", [dict, long(in_regions)], ids=["plain", "regions"])
+def test_preparing_again_offloads_once(plugin: OffloadPlugin, options: Callable[[], dict[str, Any]]) -> None:
+    accelerator = new_accelerator(**options())
+    model, _, loader = prepared(accelerator, Model())
+    saved = set()
+    for _ in range(3):
+        assert plugin.prepare(accelerator, accelerator.prepare_model(model)) is model
+        saved.add(saved_by(plugin, model, loader))
+    assert len(saved) == 1
+    assert saved != {0}
+    seen = watched(model.first)
+    with torch.no_grad():
+        model(next(iter(loader))[0])
+    assert seen == [(True, False)], "no backward may follow"
+    plugin.remove()
+    plugin.remove()
+    assert saved_by(plugin, model, loader) == 0
+
+
+def test_preparing_again_takes_hold_of_what_was_compiled_in_between(plugin: OffloadPlugin) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    plugin.prepare(accelerator, model)
+    model.compile(backend="aot_eager")  # in the place of the plugin's calls
+    plugin.prepare(accelerator, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "eager_offload: compiled code waits")
+        saved_by(plugin, model, loader)
+    stats = plugin.offload.stats(synchronize=True)
+    assert (stats.compiled_regions, stats.bytes_out > 0) == (1, True)
+
+
+def test_free_memory_and_the_end_of_training_leave_nothing(plugin: OffloadPlugin) -> None:
+    found = train(new_accelerator(), plugin)
+    accelerator, alive = found.owner, weakref.ref(found.model)
+    found.model = accelerator.free_memory(found.model)[0]
+    assert found.model is None
+    collect()
+    assert alive() is None
+    accelerator.end_training()
+    plugin.close()
+    plugin.close()
+
+
+@pytest.mark.parametrize("around", [Model, compiled_before], ids=["one", "wrapped"])
+def test_a_second_plugin_on_one_model_is_refused(
+    plugin: OffloadPlugin, around: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    accelerator = new_accelerator()
+    model, other = accelerator.prepare(around(), Model())
+    second = OffloadPlugin(**fields(tmp_path))
+    plugin.prepare(accelerator, model)
+    second.prepare(accelerator, other)
+    for one in model, accelerator.unwrap_model(model, keep_torch_compile=False):
+        with pytest.raises(eo.ConfigError, match="another OffloadPlugin has prepared"):
+            second.prepare(accelerator, one)
+    plugin.remove()
+    assert second.prepare(accelerator, model) is model
+    second.close()
+
+
+def test_a_plugin_that_is_gone_makes_room_for_the_next(plugin: OffloadPlugin, tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    gone = OffloadPlugin(offload := eo.Offload(**fields(tmp_path)))
+    gone.prepare(accelerator, model)
+    assert saved_by(gone, model, loader) > 0
+    del gone
+    assert saved_by(plugin, model, loader) == 0
+    assert moved(offload) > 0, "one that is held nowhere goes on, until there is another"
+    saved = offload.stats().saved_tensors
+    plugin.prepare(accelerator, model)
+    assert saved_by(plugin, model, loader) > 0
+    assert offload.stats().saved_tensors == saved
+    offload.close()
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fields_in_force_are_its_attributes() -> None:
+    plugin = OffloadPlugin(min_bytes="2MiB", tier=None)
+    assert plugin.config == plugin.offload.config
+    assert (plugin.min_bytes, plugin.tier, plugin.enabled) == (2 << 20, "auto", True)
+    assert not hasattr(plugin, "no_such_field")
+
+
+def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_ours(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "accelerate.md").read_text()
+    ours, theirs = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert OffloadPlugin(**yaml.safe_load(ours)).max_inflight_bytes == 256 << 20
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(theirs)
+    read = load_config_from_file(str(file))
+    assert (read.distributed_type, read.fsdp_config["fsdp_version"]) == (DistributedType.FSDP, 2)
+    file.write_text(theirs + ours)
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(file))
+
+
+# -- what is refused, and what is warned of -----------------------------------------------------------------------
+
+
+def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = new_accelerator()
+    with pytest.raises(eo.ConfigError, match="has not been through accelerator"):
+        plugin.prepare(accelerator, model := Model())
+    with pytest.raises(eo.ConfigError, match="<tuple> is not accepted: prepare takes the accelerator"):
+        plugin.prepare(accelerator, accelerator.prepare(model, Model()))
+    with pytest.raises(eo.ConfigError, match=r"DataParallel is not accepted.*torchrun"):
+        plugin.prepare(accelerator, nn.DataParallel(accelerator.prepare(Model())))
+    monkeypatch.delattr(accelerator, "_models")  # another version may have no such name: then all are taken
+    assert plugin.prepare(accelerator, other := Model()) is other
+
+
+def test_accelerate_is_left_as_it_is(plugin: OffloadPlugin) -> None:
+    assert Accelerator.prepare.__module__ == "accelerate.accelerator"
+    assert new_accelerator().prepare(Model(), plugin)[1] is plugin
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda block: offload_wrapper(checkpoint_wrapper(block))])
+def test_what_hides_saved_tensors_is_warned_of_once(plugin: OffloadPlugin, wrap: Any) -> None:
+    accelerator, made = new_accelerator(), Model()
+    made.blocks = nn.ModuleList(map(wrap, made.blocks))
+    model, _, loader = prepared(accelerator, made)
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        plugin.prepare(accelerator, model)
+    mine = [str(one.message) for one in reported if "offload_wrapper stands around" in str(one.message)]
+    assert len(mine) == (wrap is not checkpoint_wrapper)
+    assert all("(2, 'blocks.0' the first of them)" in one for one in mine)
+    if not mine:  # the inputs of what is checkpointed move
+        saved_by(plugin, model, loader)
+        assert moved(plugin.offload) >= 2 * 64 * 32 * 4

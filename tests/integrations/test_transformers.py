@@ -1,0 +1,354 @@
+"""Transformers' trainers: the same parameters, bit for bit, whatever one is asked to do, and numbers in its logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Trainer, TrainerCallback
+
+import eager_offload as eo
+from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
+from eager_offload.runtime.host import host_runtime
+from tests.hazards.backends import hooks_are_gone
+from tests.integrations.training import FIGURES, THREE, exact, fails, fields, forget, moved, parameters, spill_files
+from tests.integrations.transformers_training import (
+    ForMixin,
+    MixedTrainer,
+    WithCallback,
+    checkpointing,
+    llama,
+    run,
+    trainer_of,
+)
+from tests.threads import collect
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS = {"callback": OffloadTrainerCallback, "mixin": ForMixin}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+LAYER = WithCallback.block
+
+
+def called_as_before(model: torch.nn.Module) -> bool:
+    """Whether nothing stands around the calls of a model that no compiler has seen."""
+    return "_compiled_call_impl" not in vars(model)
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label_smoothing_factor": 0.1},
+        checkpointing(use_reentrant=False),
+        long(checkpointing(use_reentrant=True)),
+        long({"bf16": True}),
+        long({"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
+    ],
+    ids=["label smoothing", "checkpointing", "reentrant", "bf16", "accumulation"],
+)
+def test_parameters_are_equal_after_three_steps(changes: dict[str, Any], tmp_path: Path) -> None:
+    expected = run(trainer_of(tmp_path, **changes))
+    saved = []
+    for kind in KINDS.values():
+        given = kind(eo.Offload(**fields(tmp_path)))
+        stats = exact(expected, run(trainer_of(tmp_path, given, **changes)), given.offload)
+        assert stats.empty_forwards == 0
+        saved.append(stats.bytes_out)
+    if "label_smoothing_factor" in changes:
+        assert saved[1] > saved[0], "the mixin takes what the loss saves, and the callback does not"
+
+
+# -- what is logged ---------------------------------------------------------------------------------------------------
+
+
+class Tracker(TrainerCallback):
+    """Notes what it is given, as those of ``report_to`` do."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.logged.append(dict(logs))
+
+
+@every_kind
+def test_figures_are_in_the_history_and_with_callbacks_behind(kind: Any, tmp_path: Path) -> None:
+    given, tracker = kind(eo.Offload(**fields(tmp_path)), log_metrics="all"), Tracker()
+    trainer = trainer_of(tmp_path, given, callbacks=[tracker], max_steps=4, logging_steps=2)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [2, 4]
+    for entry, logs in zip(steps, tracker.logged, strict=False):
+        assert {**logs, "step": entry["step"]} == entry
+        assert entry["offload/saved_bytes"] > 0
+    assert sum(2 * entry["offload/saved_bytes"] for entry in steps) == given.offload.stats().saved_bytes
+    assert not FIGURES & trainer.state.log_history[-1].keys(), "the summary is of no step"
+    assert "train_loss" in trainer.state.log_history[-1]
+
+
+def test_trackers_get_the_figures_of_the_mixin(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, ForMixin(**fields(tmp_path)), report_to=["tensorboard"])  # stands before all others
+    trainer.train()
+    (written,) = tmp_path.rglob("events.out.tfevents.*")
+    found = EventAccumulator(str(written)).Reload()
+    shown = {name: found.Scalars(name) for name in found.Tags()["scalars"] if "offload/" in name}
+    assert {name[name.index("offload/") :] for name in shown} == THREE
+    assert all([one.step for one in points] == [1, 2, 3] for points in shown.values())
+
+
+# -- failure, and going on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["remove", "gone", "another", "mixin", "again"])
+def test_after_a_failed_training_files_go_with_whatever_ends_it(end: str, tmp_path: Path) -> None:
+    model = llama()
+    start, callback = parameters(model), OffloadTrainerCallback(**fields(tmp_path))
+    trainer = trainer_of(tmp_path, callback, model)
+    fails(model.get_submodule(LAYER), error := ValueError("in forward"))
+    with pytest.raises(ValueError, match="in forward"):
+        trainer.train()
+    forget(error)
+    assert spill_files(tmp_path) != []
+    assert not called_as_before(model)
+    model.load_state_dict(start, strict=False)
+    if end == "remove":
+        callback.remove()
+        callback.remove()
+    elif end == "gone":
+        trainer.remove_callback(callback)
+        del callback
+        collect()
+        host_runtime().close()  # a write that is under way holds the file until it is over
+    elif end == "again":
+        trainer.train()
+    else:
+        callback.offload.reset_stats()
+        other = KINDS["callback" if end == "another" else end](eo.Offload(**fields(tmp_path)))
+        found = run(trainer_of(tmp_path, other, model))
+        exact(run(trainer_of(tmp_path)), found, other.offload)  # what the first left would hide tensors from it
+        assert callback.offload.stats().saved_tensors == 0
+        other.offload.close()
+    assert spill_files(tmp_path) == []
+    assert called_as_before(model)
+
+
+def test_a_batch_size_that_is_too_large_is_tried_and_left(tmp_path: Path) -> None:
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    found = []
+    for given in None, OffloadTrainerCallback(log_metrics="all", **fields(tmp_path)):
+        model = llama()
+        error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        fails(model.get_submodule(LAYER), error, number=1)
+        found.append(run(trainer_of(tmp_path, given, model, **changes)))
+        forget(error)
+        assert found[-1].owner.state.train_batch_size < 8
+        assert called_as_before(model)
+    exact(*found, given.offload)
+    first, _, third = (entry["offload/saved_bytes"] for entry in found[1].logged)
+    assert first == third > 0, "what was saved before there was too little memory is in no step"
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    expected = run(trainer_of(tmp_path, max_steps=4))
+    given = ForMixin(**fields(tmp_path), log_metrics="all")
+    trainer_of(tmp_path, given, max_steps=4, save_strategy="steps", save_steps=2).train()
+    trainer = trainer_of(tmp_path, given, max_steps=4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert all(map(torch.equal, parameters(trainer.model).values(), expected.parameters.values()))
+    assert moved(given.offload) > 0
+    steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+    assert sum(entry["offload/saved_bytes"] for entry in steps) == given.offload.stats().saved_bytes
+
+
+# -- what goes with it, and what is refused ---------------------------------------------------------------------------
+
+
+def test_a_class_has_its_own_configuration_unless_a_switch_overrules_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Configured(MixedTrainer):
+        offload_config = fields(tmp_path)
+
+    trainer = trainer_of(tmp_path, kind=Configured)
+    trainer.train()
+    assert moved(trainer.offload) > 0
+    assert spill_files(tmp_path) == []
+
+    class Without(MixedTrainer):
+        offload_config = False
+
+    assert trainer_of(tmp_path, kind=Without).offload is None
+    monkeypatch.setenv("EAGER_OFFLOAD", "1")
+    assert trainer_of(tmp_path, kind=Without).offload is not None
+    monkeypatch.setenv("EAGER_OFFLOAD", " ")
+    assert trainer_of(tmp_path, kind=Without).offload is None
+    for text, on in {"0": False, "off": False, "Yes": True}.items():
+        monkeypatch.setenv("EAGER_OFFLOAD", text)
+        assert (trainer_of(tmp_path, kind=Configured).offload is not None) == on
+    monkeypatch.setenv("EAGER_OFFLOAD", "maybe")
+    with pytest.raises(eo.ConfigError, match="EAGER_OFFLOAD='maybe'"):
+        trainer_of(tmp_path, kind=Without)
+
+
+class Bare(Trainer):
+    """Has a context of its own, which is not the one that Trainer makes."""
+
+    entered = left = 0
+
+    @contextlib.contextmanager
+    def own(self) -> Any:
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self.left += 1
+
+    def compute_loss_context_manager(self) -> Any:
+        return self.own()
+
+
+class Piecewise(Bare):
+    """Has entered its context when it returns it, as Trainer has."""
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = Trainer.compute_loss_context_manager(self)
+        stack.enter_context(self.own())
+        return stack
+
+
+@pytest.mark.parametrize("base", [Bare, Piecewise])
+def test_the_mixin_goes_with_a_context_of_the_trainer_s_own(base: type[Bare], tmp_path: Path) -> None:
+    class Mixed(OffloadTrainerMixin, base):  # type: ignore[misc,valid-type]  # a base that is a parameter
+        offload_config = fields(tmp_path)
+
+    trainer = trainer_of(tmp_path, kind=Mixed)
+    exact(run(trainer_of(tmp_path)), run(trainer), trainer.offload)
+    trainer.evaluate()
+    assert trainer.entered == trainer.left == 4
+    assert hooks_are_gone()
+
+
+@pytest.mark.parametrize("both", ["callback and callback", "callback and mixin", "mixin and callback"])
+def test_two_on_one_trainer_are_one_too_many(both: str, tmp_path: Path) -> None:
+    second = both.split()[-1]
+    extra = OffloadTrainerCallback(**fields(tmp_path))
+    kept = KINDS["mixin" if "mixin" in both else "callback"](**fields(tmp_path))
+    trainer = trainer_of(tmp_path, kept, callbacks=[extra] if second == "mixin" else [])
+    if second == "callback":
+        trainer.add_callback(extra)
+    for _ in range(2):
+        with pytest.raises(eo.ConfigError, match="leave the others out"):
+            trainer.train()
+        assert called_as_before(trainer.model)
+        assert spill_files(tmp_path) == []
+    trainer.remove_callback(extra)
+    exact(run(trainer_of(tmp_path)), run(trainer), kept.offload)
+
+
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(eo.ConfigError, match=r"Write class Wrong\(OffloadTrainerMixin, Trainer\)"):
+        type("Wrong", (Trainer, OffloadTrainerMixin), {})
+
+
+def test_data_parallel_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)))
+    trainer.args._n_gpu = 2
+    with pytest.raises(eo.ConfigError, match="torchrun"):
+        trainer.train()
+    assert called_as_before(trainer.model)
+
+
+def test_checkpointing_that_offloads_is_warned_of(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)))
+    # Only the flag: what it does pins memory, which takes an accelerator.
+    for name, value in checkpointing(offload=True).items():
+        setattr(trainer.args, name, value)
+    with pytest.warns(RuntimeWarning, match=r"checkpointing_kwargs=\{'offload': True\}.*leave that option out"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+# -- compiled models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_nothing_compiled_before")
+@pytest.mark.parametrize(
+    ("kind", "changes", "fullgraph", "regions"),
+    [
+        ("callback", {"torch_compile": True}, "0", 3),
+        ("mixin", {"torch_compile": True}, "0", 3),
+        ("callback", checkpointing(use_reentrant=False), "0", None),
+        ("mixin", checkpointing(use_reentrant=False), "0", None),
+        ("mixin", {}, "1", 3),
+    ],
+    ids=["callback", "mixin", "callback, checkpointing", "mixin, checkpointing", "mixin, fullgraph"],
+)
+def test_compiled_models_offload_inside_of_their_graphs(
+    kind: str,
+    changes: dict[str, Any],
+    fullgraph: str,
+    regions: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One graph a step, where the number of regions is given: the context breaks none."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", fullgraph)
+    changes = {"torch_compile_backend": "aot_eager", **changes}
+    expected = run(trainer_of(tmp_path, **changes))
+    torch._dynamo.reset()
+    given = KINDS[kind](eo.Offload(**fields(tmp_path)))
+    stats = exact(expected, run(trainer_of(tmp_path, given, **changes)), given.offload)
+    assert stats.compiled_regions == (regions or stats.compiled_regions) > 0
+
+
+@pytest.mark.usefixtures("_nothing_compiled_before")
+@pytest.mark.parametrize("option", ["fullgraph", "use_regional_compilation"])
+def test_the_callback_refuses_what_is_compiled_around_it(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()}"
+    monkeypatch.setenv(variable, "1")
+    trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)), torch_compile_backend="aot_eager")
+    with pytest.raises(eo.ConfigError, match=rf"{option}=True.*OffloadTrainerMixin.*{variable}"):
+        trainer.train()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("_nothing_compiled_before")
+def test_inductor_by_the_arguments_and_our_backend_in_place(tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 1}
+    expected = run(trainer_of(tmp_path, None, llama(**small), torch_compile=True))
+    assert expected.owner.args.torch_compile_backend == "inductor"
+
+    torch._dynamo.reset()
+    given: Any = ForMixin(eo.Offload(**fields(tmp_path)))
+    stats = exact(expected, run(trainer_of(tmp_path, given, llama(**small), torch_compile=True)), given.offload)
+    assert stats.compiled_regions == 3
+    assert "unpinned" not in stats.demotions
+
+    torch._dynamo.reset()
+    model = llama(**small)
+    model.compile(backend="eager_offload", options=fields(tmp_path))
+    given = OffloadTrainerCallback(eo.Offload.serving(**fields(tmp_path)), log_metrics="all")
+    found = run(trainer_of(tmp_path, given, model))
+    stats = exact(expected, found, given.offload)
+    assert stats.compiled_regions == 3
+    assert sum(entry["offload/saved_bytes"] for entry in found.logged) == stats.saved_bytes > 0
+    given.offload.close()
