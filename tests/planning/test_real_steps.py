@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 import eager_offload as eo
 from eager_offload.planning.command import main
 from eager_offload.planning.program import Program
-from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, followed, gradients, slow, wide
-from tests.planning.test_rehearse import shared
+from tests.planning.programs import CONFIG, Made, shared, simulated, slow, trained, wide
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +51,7 @@ def counting() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.usefixtures("fast_link")
 @pytest.mark.parametrize("made", [wide, shared])
-def test_a_real_step_is_written_down_as_a_traced_one(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_a_real_step_is_written_down_as_a_traced_one(made: Made) -> None:
     model, x = made()
     traced = eo.plan(model, x, policy="max", config=CONFIG)
     real = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
@@ -80,16 +77,8 @@ def test_a_model_that_asks_for_numbers_is_planned_and_followed(tmp_path: Path) -
         eo.plan(model, x, config=CONFIG)
     plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
     assert "operators take what they took in 2 real steps" in str(plan)
-    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected = gradients(model, lambda: model(x))
-        torch.manual_seed(seed)
-        assert_identical(expected, gradients(model, lambda: model(x), offload))
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
+    stats = trained(plan, model, x, tmp_path)
     assert stats.bytes_out >= 3 * sum(plan.step_plans[0].slots) > 0, "and what is asked for its largest number"
-    offload.close()
 
 
 class Dropping(nn.Linear):
@@ -111,7 +100,7 @@ def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
     assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
     first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
     assert {number: one.saved for number, one in enumerate(storages)} == first
-    followed(Stage(slow()), plan, model, x, 3)
+    simulated(Stage(slow()), plan, model, x, 3)
 
 
 class Break(Exception):
@@ -160,22 +149,6 @@ def test_nothing_is_left_behind(fails: str) -> None:
     alive.backward()
 
 
-def test_an_input_of_a_graph_and_a_loss_of_parameters_are_fine() -> None:
-    model, x = wide()
-    root = x.clone().requires_grad_()
-    hidden = root.exp()
-    first = next(model.parameters())
-
-    def loss(total: Tensor) -> Tensor:
-        return total + first.square().sum()
-
-    plan = eo.plan(model, hidden, loss=loss, config=CONFIG, steps=1)
-    assert plan.fits
-    assert first.grad is None
-    hidden.sum().backward()
-    assert root.grad is not None
-
-
 class Scaled(nn.Module):
     """A loss with a parameter and a buffer."""
 
@@ -189,12 +162,15 @@ class Scaled(nn.Module):
         return total * self.scale
 
 
-def test_a_loss_that_is_a_module_is_put_back_too() -> None:
-    model, x = wide()
-    loss = Scaled()
-    assert eo.plan(model, x, loss=loss, config=CONFIG, steps=2).fits
+def test_an_input_of_a_graph_and_a_loss_that_is_a_module_are_put_back_too() -> None:
+    (model, x), loss = wide(), Scaled()
+    root = x.clone().requires_grad_()
+    hidden = root.exp()
+    assert eo.plan(model, hidden, loss=loss, config=CONFIG, steps=2).fits
     assert loss.scale.grad is None
     assert loss.steps == 0
+    hidden.sum().backward()
+    assert root.grad is not None
 
 
 @pytest.mark.parametrize(
