@@ -134,17 +134,6 @@ def test_an_error_of_the_planner_changes_nothing(half: eo.Plan, monkeypatch: pyt
     training.offload.close()
 
 
-def test_a_plan_with_checkpoints_keeps_them(half: eo.Plan) -> None:
-    budget = half.least_budget + (half.device_budget - half.least_budget) // 4
-    plan = planned(device=MACHINE, device_budget=budget, recompute=True)
-    assert plan.again
-    adapted = plan.adapted(16 << 10)
-    assert adapted is not None
-    assert adapted.plan.again == plan.again
-    assert adapted.plan.peak_bytes < plan.peak_bytes + (16 << 10)
-    assert adapted.plan.least_budget == plan.least_budget + (16 << 10)
-
-
 def test_on_a_cpu_it_is_held_to_its_budget_by_what_the_process_grows_by(half: eo.Plan) -> None:
     others = 256 << 20
     training = Training(half, "process", others)

@@ -1,4 +1,4 @@
-"""``python -m eager_offload plan``, in a process of its own."""
+"""``python -m eager_offload plan``: its output, its page and its status."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,29 +38,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
-    saved = tmp_path / "plan.json"
-    device = ("--device", "h200", "--budget", "32GiB")
-    done = run(f"{MODELS}:eight_billion", *device, "--json", "--save", str(saved))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    assert report["fits"] is True
-    assert 2 * parameters < report["peak_bytes"] <= 32 * GIB, "with gradients"
-    assert report["moved_bytes"] > 0
-    assert eo.Plan.load(saved).to_dict() == report
-
-
-@pytest.mark.long
-def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process() -> None:
+def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json")
+    saved = tmp_path / "plan.json"
+    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json", "--save", str(saved))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
+    assert report["fits"] is True
     assert 2 * parameters < report["least_budget"] < report["peak_bytes"] <= 400 * GIB, "with gradients"
     assert 100 * GIB < report["moved_bytes"] < 400 * GIB
     assert report["compute_seconds"] < report["floor_seconds"] <= report["step_seconds"]
+    assert eo.Plan.load(saved).to_dict() == report
 
 
 def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,3 +86,21 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
     assert main(["..x:f"]) == 2
     with pytest.raises(SystemExit):
         main(["--policy", "most"])
+
+
+def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(tmp_path: Path) -> None:
+    files = ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    assert main([f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
+    page = (tmp_path / "plan.html").read_text("utf-8")
+    assert "it does not fit" in page
+    assert "Plotly.newPlot" in page
+    plan = eo.Plan.load(tmp_path / "plan.json")
+    figure = replace(plan, model="<img src=x onerror=alert(1)>").figure()
+    assert "<img" not in figure.layout.title.text
+    drawn = {one.name.partition(",")[0]: one for one in figure.data if one.type == "scatter"}
+    assert max(drawn["with this plan"].y) == plan.peak_bytes
+    assert set(drawn["budget"].y) == {plan.device_budget}
+    assert {way.name for way in plan.fixed_ways()} < set(drawn)
+    assert list(drawn["best plans"].x) == sorted({point.peak_bytes for point in plan.front()})
+    modules = [one for one in figure.data if one.type == "table"][-1]
+    assert list(modules.cells.values[0]) == [row.kind for row in plan.rows()]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload._torch import OpOverload, TorchDispatchMode, storage_key, tree_iter
+from eager_offload._torch import tree_iter
 from tests.planning.programs import (
     CONFIG,
     Made,
@@ -48,36 +47,6 @@ def architecture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 # -- the peak ---------------------------------------------------------------------------------------------------------
 
 
-class Live(TorchDispatchMode):
-    """The bytes of all storages that operators have made and that live, and the most that there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = set(storages((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
-        for key, storage in storages(result).items():
-            if key not in self._live and key not in given:
-                self._live[key] = storage.nbytes()
-                weakref.finalize(storage, self._live.pop, key)
-        self.peak = max(self.peak, sum(self._live.values()))
-        return result
-
-
-def storages(values: object) -> dict[int, torch.UntypedStorage]:
-    found = (one.untyped_storage() for one in tree_iter(values) if isinstance(one, Tensor))
-    return {storage_key(storage): storage for storage in found}
-
-
 @pytest.mark.parametrize(
     "name", ["small", "wide", "Llama", *(pytest.param(one, marks=pytest.mark.long) for one in ("T5", "GPT-2"))]
 )
@@ -85,12 +54,15 @@ def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step
     own = {"small": small, "wide": wide}
     model, inputs = own[name]() if name in own else architecture(name)
     plan = eo.plan(model, inputs, device=slow(), config={"min_bytes": "1KiB"})
-    with Live() as live:
-        loss = model(inputs) if name in own else model(**inputs).loss
-        loss.backward()
-    there = storages([*model.parameters(), *model.buffers(), *tree_iter(inputs)])
+    step = Stage(slow()).step(
+        eo.Offload(enabled=False),
+        model,
+        list(tree_iter(inputs)),
+        lambda: model(inputs) if name in own else model(**inputs).loss,
+    )
     assert plan.moved_bytes == 0
-    assert plan.peak_bytes == sum(storage.nbytes() for storage in there.values()) + live.peak
+    assert plan.peak_bytes == step.peak_bytes
+    assert plan.step_seconds == pytest.approx(step.seconds)
 
 
 # -- beside the simulated device --------------------------------------------------------------------------------------

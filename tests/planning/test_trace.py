@@ -7,6 +7,7 @@ import logging.handlers
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,10 +258,11 @@ def test_regions_marks_and_skipped_modules_stay() -> None:
 # -- nothing is left behind -------------------------------------------------------------------------------------------
 
 
-def state_of(model: nn.Module) -> list[object]:
+def state_of(model: nn.Module, *leaves: Tensor) -> list[object]:
+    named = [*model.named_parameters(), *model.named_buffers()]
     return [
-        {name: (id(one), one.requires_grad, one.grad) for name, one in model.named_parameters()},
-        {name: id(one) for name, one in model.named_buffers()},
+        {name: (id(one), one.requires_grad, one.tolist()) for name, one in named},
+        [(id(one.grad), one.grad is not None and one.grad.tolist()) for one in (*leaves, *model.parameters())],
         [(list(one._forward_hooks), list(one._forward_pre_hooks), one.training) for one in model.modules()],
         torch.get_rng_state().tolist(),
         random.getstate(),
@@ -271,32 +273,44 @@ def state_of(model: nn.Module) -> list[object]:
 
 
 class Noisy(nn.Module):
-    """Dropout, running statistics, random numbers of every kind."""
+    """Dropout, running statistics, a buffer that it replaces, random numbers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("last", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.norm(self.layer(x)), 0.5)
+        x = F.rrelu(F.dropout(self.norm(self.layer(x)), 0.5), training=True)
+        self.last = x.detach().mean(0)
         return (x * random.random() if torch.rand([]) < 2 else x).sum()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_planning_leaves_nothing_behind_under_no_grad_too(fails: bool) -> None:
-    model, x = Noisy(), torch.randn(4, 8)
-    failing = Routed(Tensor.item)
-    failing.inner = model
-    before, values = state_of(model), {name: one.clone() for name, one in model.state_dict().items()}
-    with torch.no_grad():
-        if fails:
-            with pytest.raises(eo.PlanError):
-                trace(failing, x, min_bytes=0)
-        else:
-            assert trace(model, x, min_bytes=0).storages
+@pytest.mark.parametrize("fails", ["", "forward", "backward"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_planning_leaves_nothing_behind_under_no_grad_too(fails: str, steps: int) -> None:
+    model, x = Noisy(), torch.randn(4, 8, requires_grad=True)
+    model(x).backward()
+    alive = (model.norm.weight * x).sum()
+
+    def fail(*_: object) -> None:
+        raise KeyError("its own")
+
+    def loss(total: Tensor) -> Tensor:
+        if fails == "forward":
+            fail()
+        if fails == "backward":
+            total.register_hook(fail)
+        return total
+
+    fields: Any = {"config": {"min_bytes": 1, "skip": ["norm"], "tier": "host"}, "device_budget": "1GiB"}
+    before = state_of(model, x)
+    with torch.no_grad(), pytest.raises(KeyError) if fails else nullcontext():
+        plan = eo.plan(model, x, loss=loss, device="here" if steps else "h200", steps=steps, **fields)
+        assert plan.steps == steps
         assert not torch.is_grad_enabled()
-    assert state_of(model) == before
-    assert all(torch.equal(one, values[name]) for name, one in model.state_dict().items())
+    assert state_of(model, x) == before
+    alive.backward()
 
 
 def test_nothing_of_the_model_or_the_inputs_is_held_afterwards() -> None:

@@ -34,7 +34,7 @@ Work: TypeAlias = Callable[[Stream, str, int], None]
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """A dispatch mode that logs the operators of the thread that entered it, and gives storages their names.
+    """A dispatch mode that logs the operators of all threads that have entered it, and gives storages their names.
 
     An operator reads its arguments, writes those that its schema marks, and allocates and writes what it returns, on
     the stream that is current. One that returns views of its arguments touches no bytes. Wrapper subclasses are asked
@@ -71,10 +71,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._died: deque[_StorageRecord] = deque()
         self._pools: dict[Stream, _Pool] = {}
         self._inputs = 0
-
-    def elsewhere(self) -> TorchDispatchMode:
-        """The same observer for another thread: dispatch modes belong to the thread that enters them."""
-        return _Elsewhere(self)
 
     def sweep(self) -> None:
         """Writes what has died since the last time."""
@@ -308,21 +304,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) * size, (last + 1) * size
-
-
-class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Hands what one more thread does to an observer."""
-
-    sees_offloading = True
-
-    def __init__(self, observer: OperatorObserver) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        self._observer = observer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type[Tensor]], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._observer.__torch_dispatch__(func, types, args, kwargs)
 
 
 # -- what operators do with their arguments, by their schemas ---------------------------------------------------------
