@@ -190,17 +190,15 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return ByteRegion(block.region.space, start, min(start + nbytes, block.region.stop))
 
     def _adopt(self, storage: torch.UntypedStorage) -> _Block:
-        space = _Addresses(f"input {self._inputs}")
         self._inputs += 1
-        return self._follow(storage, self._home, ByteRegion(space, 0, storage.nbytes()), observed=False)
+        region = ByteRegion(f"input {self._inputs - 1}", 0, storage.nbytes())
+        return self._follow(storage, self._home, region, observed=False)
 
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
-        pool = self._pools.get(stream)
-        if pool is None:
-            pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"))
+        pool = self._pools.setdefault(stream, _Pool(stream))
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
-        region = ByteRegion(pool.space, start, start + nbytes)
+        region = ByteRegion(pool, start, start + nbytes)
         block = self._follow(storage, stream, region, observed=True)
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
@@ -246,24 +244,17 @@ class _Block:
         return self.region.stop - self.region.start
 
 
-@dataclass(frozen=True, eq=False)
-class _Addresses:
-    """Addresses; equal to itself only."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class _Pool:
     """The address space of one stream: a range that was given back goes to the next request, best fit first."""
 
-    def __init__(self, space: _Addresses) -> None:
-        self.space = space
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         #: What is free, in order, as the ends of ranges; no two of them meet.
         self._free: list[tuple[int, int]] = []
         self._end = 0
+
+    def __str__(self) -> str:
+        return f"memory of {self._stream}"
 
     def take(self, nbytes: int) -> int:
         """Where ``nbytes`` bytes begin; the range is taken until it is given back."""
