@@ -122,18 +122,6 @@ def test_where_less_is_in_use_than_was_predicted_more_stays_if_the_step_gets_sho
     training.offload.close()
 
 
-def test_an_error_of_the_planner_changes_nothing(half: eo.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(eo.Plan, "adapted", fail)
-    training = Training(half, "remembered", half.device_budget // 8)
-    training.train(20)
-    assert training.offload.step_plan() == half.step_plans[0]
-    assert training.stats()[0].demotions == {"over_budget": 1}
-    training.offload.close()
-
-
 def test_on_a_cpu_it_is_held_to_its_budget_by_what_the_process_grows_by(half: eo.Plan) -> None:
     others = 256 << 20
     training = Training(half, "process", others)

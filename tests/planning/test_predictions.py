@@ -44,6 +44,10 @@ def architecture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return ARCHITECTURES[name].build().train(), ARCHITECTURES[name].batch()
 
 
+def loss_of(model: nn.Module, inputs: Any) -> Callable[[], Tensor]:
+    return lambda: model(**inputs).loss if isinstance(inputs, dict) else model(inputs)
+
+
 # -- the peak ---------------------------------------------------------------------------------------------------------
 
 
@@ -54,12 +58,7 @@ def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step
     own = {"small": small, "wide": wide}
     model, inputs = own[name]() if name in own else architecture(name)
     plan = eo.plan(model, inputs, device=slow(), config={"min_bytes": "1KiB"})
-    step = Stage(slow()).step(
-        eo.Offload(enabled=False),
-        model,
-        list(tree_iter(inputs)),
-        lambda: model(inputs) if name in own else model(**inputs).loss,
-    )
+    step = Stage(slow()).step(eo.Offload(enabled=False), model, list(tree_iter(inputs)), loss_of(model, inputs))
     assert plan.moved_bytes == 0
     assert plan.peak_bytes == step.peak_bytes
     assert plan.step_seconds == pytest.approx(step.seconds)
@@ -119,33 +118,16 @@ def test_budgets_hold_where_operators_and_links_take_other_times(link: float, pa
         assert max(step.seconds for step in steps) <= (plan.step_seconds + slower) * 1.1
 
 
-@pytest.mark.sampled(3, quick=True)
-@MODELS
-@HOSTS
-@pytest.mark.parametrize("rate", [1e8, 1e10])
-def test_what_a_plan_has_move_is_what_training_without_one_moves(made: Made, launch: float, rate: float) -> None:
-    machine = slow(out=rate, back=rate, launch_seconds=launch)
-    model, x = made()
-    # What is saved again later waits until then where the window has room for that.
-    assert_like_training(machine, model, x, lambda: model(x), {**CONFIG, "max_inflight_bytes": "1MiB"})
-
-
-@pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=pytest.mark.long)])
-def test_so_it_is_in_a_real_architecture(name: str) -> None:
-    model, batch = architecture(name)
+@pytest.mark.parametrize("name", ["shared", "Llama", pytest.param("GPT-2", marks=pytest.mark.long)])
+def test_what_a_plan_has_move_is_what_training_without_one_moves(name: str) -> None:
+    """Every number of the step is the same but for when sources were seen to have gone."""
+    model, inputs = shared() if name == "shared" else architecture(name)
     fields = {"min_bytes": "1KiB", "max_inflight_bytes": "16MiB", "prefetch_bytes": "256KiB"}
     machine = slow(out=1e10, back=1e10)  # what is alive is seen to be once its copy is over
-    assert_like_training(machine, model, batch, lambda: model(**batch).loss, fields)
-
-
-def assert_like_training(
-    machine: eo.Machine, model: nn.Module, inputs: Any, loss_of: Callable[[], Tensor], fields: dict[str, Any]
-) -> None:
-    """Every number of the step is the same but for when sources were seen to have gone."""
     plan, stage = eo.plan(model, inputs, device=machine, policy="max", config=fields), Stage(machine)
     offload = stage.offload(**fields, keep_last_bytes=0)
     for _ in range(4):
-        step = stage.step(offload, model, list(tree_iter(inputs)), loss_of)
+        step = stage.step(offload, model, list(tree_iter(inputs)), loss_of(model, inputs))
     assert plan.step_plans == (offload.step_plan(),)
     assert plan.step_plans[0].totals.offloaded > 0
     assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)

@@ -100,12 +100,12 @@ def test_a_plan_needs_no_more_and_takes_no_longer_than_checkpoints_around_all(pa
     assert plan.least_budget <= plan.peak_bytes
 
 
-class Writes(nn.Module):
-    """What it does the second time is another thing."""
+class Part(nn.Module):
+    """Does what it is told, with what it has."""
 
     def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.norm, self.how, self.cache = nn.BatchNorm1d(32), how, []
+        self.norm, self.how, self.cache, self.times = nn.BatchNorm1d(32), how, list[Tensor](), 0
         self.register_buffer("count", torch.zeros(()))
         self.left, self.generator = [1.0], torch.Generator()
 
@@ -113,49 +113,31 @@ class Writes(nn.Module):
         return self.how(self, x).exp().sin().exp().cos()
 
 
-def counts(module: Any, x: Tensor) -> Tensor:
-    module.count.add_(1)
-    return x.sin()
+def changes(change: Callable[[Any, Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
+    """What a part does that ``change`` changes, and that depends on it."""
+
+    def how(part: Any, x: Tensor) -> Tensor:
+        change(part, x)
+        return (x * part.count * (1 + part.times) * (1 + len(part.cache))).sin()
+
+    return how
 
 
-def grows(module: Any, x: Tensor) -> Tensor:
-    module.cache.append(x)
-    return torch.cat(module.cache).sin()
+#: What comes of these the second time is another thing; the user has decided of the last one.
+OTHERWISE = {
+    "counts": changes(lambda part, x: part.count.add_(1)),
+    "keeps": changes(lambda part, x: part.cache.append(x)),
+    "puts another buffer": changes(lambda part, x: setattr(part, "count", part.count / 2 + 1)),
+    "tells": changes(lambda part, x: setattr(part, "times", part.times + 1)),
+    "draws": lambda part, x: (x * random.random()).sin(),
+    "draws of its own": lambda part, x: (x * torch.rand(x.shape, generator=part.generator)).sin(),
+    "runs out": lambda part, x: (x * part.left.pop()).sin(),
+    "normalizes": lambda part, x: part.norm(x),
+    "marks": lambda part, x: eo.keep(x.sin().exp()).sin(),
+}
 
 
-def rebinds(module: Any, x: Tensor) -> Tensor:
-    module.count = module.count / 2 + 1
-    return x.sin()
-
-
-def tells(module: Any, x: Tensor) -> Tensor:
-    module.times = getattr(module, "times", 0) + 1
-    return (x * module.times).sin()
-
-
-def draws(module: Any, x: Tensor) -> Tensor:
-    return (x * random.random()).sin()
-
-
-def draws_of_its_own(module: Any, x: Tensor) -> Tensor:
-    return (x * torch.rand(x.shape, generator=module.generator)).sin()
-
-
-def runs_out(module: Any, x: Tensor) -> Tensor:
-    return (x * module.left.pop()).sin()
-
-
-def marked(module: Any, x: Tensor) -> Tensor:
-    return eo.keep(x.sin().exp()).sin()
-
-
-def normalizes(module: Any, x: Tensor) -> Tensor:
-    result: Tensor = module.norm(x)
-    return result
-
-
-def takes_the_sine(module: Any, x: Tensor) -> Tensor:
-    return x.sin()
+SAME = changes(lambda part, x: None)
 
 
 class Counter:
@@ -173,7 +155,7 @@ class Reads:
     def __init__(self) -> None:
         self.counter = Counter()
 
-    def __call__(self, module: Any, x: Tensor) -> Tensor:
+    def __call__(self, part: Any, x: Tensor) -> Tensor:
         return (x * self.counter.count).sin()
 
 
@@ -196,21 +178,19 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     ("how", "after", "again"),
     [
-        (takes_the_sine, torch.sin, ("inner",)),
+        (SAME, torch.sin, ("inner",)),
         (READS, Counter(), ("inner",)),
-        (takes_the_sine, Tensor.neg_, ()),
+        (SAME, Tensor.neg_, ()),
         (READS, READS.counter, ()),
-        *(
-            (how, torch.sin, ())
-            for how in (counts, grows, rebinds, tells, draws, draws_of_its_own, runs_out, marked, normalizes)
-        ),
+        *((how, torch.sin, ()) for how in OTHERWISE.values()),
     ],
+    ids=["the same", "reads", "is written to", "reads what is counted", *OTHERWISE],
 )
 def test_modules_that_would_do_another_thing_or_of_which_the_user_has_decided_are_not_computed_again(
     how: Any, after: Any, again: tuple[str, ...]
 ) -> None:
     """Such as those whose argument or state is written to ``after`` them."""
-    model, x = Around(Writes(how), after), torch.randn(64, 32)
+    model, x = Around(Part(how), after), torch.randn(64, 32)
     budget = eo.plan(model, x, device=FAR, config=CONFIG).least_budget - 1
     assert eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG).again == again
 

@@ -316,7 +316,7 @@ def test_planning_leaves_nothing_behind_under_no_grad_too(fails: str, steps: int
 def test_nothing_of_the_model_or_the_inputs_is_held_afterwards() -> None:
     model, x = small()
     plan = eo.plan(model, x, device="h200", config={"min_bytes": 0})
-    gone = [weakref.ref(model), weakref.ref(x), weakref.ref(model.blocks[0].q.weight)]
+    gone = [weakref.ref(model), weakref.ref(x), weakref.ref(model.blocks[0].query.weight)]
     del model, x
     gc.collect()
     assert [one() for one in gone] == [None] * 3
