@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from benchmarks import models
-from eager_offload.machine import Machine
 from tests.hazards.programs import assert_identical
 from tests.simulation.stage import Stage, Step
 
@@ -23,10 +22,10 @@ CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": 
 Made = Callable[[], tuple[nn.Module, Tensor]]
 
 
-def slow(**rates: float) -> Machine:
+def slow(**rates: float) -> eo.Machine:
     """A device on which small models take a while."""
     usual = {"flops": 1e9, "single_flops": 1e9, "memory": 1e9, "out": 1e9, "back": 1e9, "memory_bytes": 1 << 30}
-    return Machine("slow", **{**usual, **rates})  # type: ignore[arg-type]
+    return eo.Machine("slow", **{**usual, **rates})  # type: ignore[arg-type]
 
 
 class Stack(models.Stack):
@@ -78,7 +77,7 @@ def planned(made: Made = wide, **fields: Any) -> eo.Plan:
     return eo.plan(*made(), **{"device": slow(), "config": CONFIG, **fields})
 
 
-def budget_of(machine: Machine, made: Made, part: float, **fields: Any) -> int:
+def budget_of(machine: eo.Machine, made: Made, part: float, **fields: Any) -> int:
     """One between the least and that for which nothing has to move."""
     plan = planned(made, device=machine, **fields)
     return plan.least_budget + int((plan.peak_bytes - plan.least_budget) * part)

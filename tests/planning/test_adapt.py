@@ -5,9 +5,7 @@ The peak and the times are those of a simulated device that has other bytes, or 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 
 import eager_offload as eo
 from eager_offload.runtime.base import DeviceMemory
-from eager_offload.runtime.host import host_runtime
 from eager_offload.stats import PlanOutcome
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import budget_of, gradients, planned, slow, wide
@@ -145,27 +142,6 @@ def test_on_a_cpu_what_a_process_takes_for_itself_changes_nothing(half: eo.Plan)
     training.offload.close()
 
 
-def test_threads_adapt_it_once(half: eo.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = wide()
-    offload = eo.Offload(plan=half, tier="disk", disk_path=tmp_path)
-    expected, used = gradients(model, lambda: model(x))[1:], iter(range(1 << 30, 1 << 40))
-    monkeypatch.setattr(host_runtime(), "memory", lambda device: DeviceMemory(0, next(used)))
-
-    def train(_: int) -> None:
-        torch.set_num_threads(1)
-        for _ in range(12):
-            with offload:
-                loss = model(x)
-            assert_identical(expected, [*torch.autograd.grad(loss, list(model.parameters()))])
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, range(2)))
-    stats = offload.stats(synchronize=True)
-    assert stats.demotions["over_budget"] == 1
-    assert stats.bytes_out > 0
-    offload.close()
-
-
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
@@ -200,23 +176,3 @@ def test_after_16_forwards_the_plan_is_that_of_the_machine_that_is_there(
         assert now is not None
         assert sum(now.slots) == sum(known.step_plans[0].slots)
     training.offload.close()
-
-
-def test_a_step_that_another_forward_comes_between_is_not_measured(half: eo.Plan) -> None:
-    """Two forwards, then two backwards: the library cannot tell whose time it was."""
-    everything = plan_for(MACHINE, half.device_budget, "max")
-    (model, x), offload = wide(), Stage(other(0.5)).offload(plan=everything)
-    expected = gradients(model, lambda: model(x))[1:]
-    for _ in range(12):
-        losses = []
-        for _ in range(2):
-            with offload:
-                losses.append(model(x))
-        for loss in losses:
-            assert_identical(expected, [*torch.autograd.grad(loss, list(model.parameters()))])
-    stats = offload.stats(synchronize=True)
-    assert stats.bytes_out > 0
-    assert stats.plan is not None
-    assert stats.followed_forwards > 16
-    assert stats.plan.predicted_step_seconds == everything.step_seconds
-    offload.close()

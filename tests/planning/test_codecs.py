@@ -80,23 +80,6 @@ def test_lossless_moves_fewer_bytes_from_the_first_step_on_and_changes_no_bit(tm
     offload.close()
 
 
-def test_a_plan_that_is_made_anew_in_training_packs_too(tmp_path: Path) -> None:
-    (model, x), plan = blocks(), coded("bf16", policy="max")
-    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
-    for _ in range(17):  # by then it is known that this machine takes other times
-        gradients(model, lambda: model(x), offload)
-    before = offload.stats(synchronize=True)
-    gradients(model, lambda: model(x), offload)
-    stats, now = offload.stats(synchronize=True), offload.step_plan()
-    offload.close()
-    assert (stats.followed_forwards, stats.plan_misses) == (18, {})
-    assert stats.plan is not None
-    assert stats.plan.predicted_step_seconds != plan.step_seconds
-    assert now is not None
-    assert "bf16" in {save.coded.codec for save in now.saves if save.coded is not None}
-    assert stats.packed_bytes["bf16"] > before.packed_bytes["bf16"] > 0
-
-
 @pytest.mark.parametrize("codec", ["bf16", NAMED], ids=str)
 def test_what_is_rounded_is_what_eager_code_rounds(codec: Any) -> None:
     model, x = blocks()

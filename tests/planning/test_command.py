@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import eager_offload as eo
-from eager_offload.planning.command import main
+from eager_offload.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 MODELS = "tests.planning.models_of_a_user"
@@ -53,7 +53,7 @@ def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) ->
 
 
 def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["front"]) == 8
     assert report["front"][0]["budget"] == report["least_budget"]
@@ -62,7 +62,7 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out
     assert "Stack on rtx4090" in output
     assert "does not fit: a peak of" in output
@@ -77,20 +77,20 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
         ("no_such_module:function", "No module named 'no_such_module'"),
         (MODELS, "name a function as module:function"),
     ):
-        assert main([function, "--device", "h200"]) == 2
+        assert main(["plan", function, "--device", "h200"]) == 2
         output = capsys.readouterr().err
         assert said in output
         assert output.count("\n") == 1
-    assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
-    assert main(["os:path"]) == 2
-    assert main(["..x:f"]) == 2
+    assert main(["plan", f"{MODELS}:questions", "--device", "h300"]) == 2
+    assert main(["plan", "os:path"]) == 2
+    assert main(["plan", "..x:f"]) == 2
     with pytest.raises(SystemExit):
-        main(["--policy", "most"])
+        main(["plan", "--policy", "most"])
 
 
 def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(tmp_path: Path) -> None:
     files = ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
-    assert main([f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
     page = (tmp_path / "plan.html").read_text("utf-8")
     assert "it does not fit" in page
     assert "Plotly.newPlot" in page

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import eager_offload as eo
-from eager_offload.planning.command import main
+from eager_offload.__main__ import main
 from tests.planning.programs import CONFIG, budget_of, planned, simulated, slow, trained, wide
 from tests.simulation.stage import Stage
 
@@ -63,6 +63,6 @@ def test_it_is_among_the_settings_and_said(capsys: pytest.CaptureFixture[str]) -
     for offload in (eo.Offload(plan=plan), eo.Offload(plan=plan, config={"verify": True})):
         assert offload.config.host_budget == 512 * KIB
     model_of = "tests.planning.models_of_a_user:two_blocks"
-    assert main([model_of, "--device", "a100", "--policy", "max", "--host-budget", "1GiB"]) == 0
+    assert main(["plan", model_of, "--device", "a100", "--policy", "max", "--host-budget", "1GiB"]) == 0
     assert "where 1.0 GiB may rest" in capsys.readouterr().out
     assert "in the tier" not in str(planned())

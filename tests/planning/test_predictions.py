@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload._torch import tree_iter
 from tests.planning.programs import (
     CONFIG,
     Made,
@@ -58,7 +58,7 @@ def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step
     own = {"small": small, "wide": wide}
     model, inputs = own[name]() if name in own else architecture(name)
     plan = eo.plan(model, inputs, device=slow(), config={"min_bytes": "1KiB"})
-    step = Stage(slow()).step(eo.Offload(enabled=False), model, list(tree_iter(inputs)), loss_of(model, inputs))
+    step = Stage(slow()).step(eo.Offload(enabled=False), model, tree_leaves(inputs), loss_of(model, inputs))
     assert plan.moved_bytes == 0
     assert plan.peak_bytes == step.peak_bytes
     assert plan.step_seconds == pytest.approx(step.seconds)
@@ -127,7 +127,7 @@ def test_what_a_plan_has_move_is_what_training_without_one_moves(name: str) -> N
     plan, stage = eo.plan(model, inputs, device=machine, policy="max", config=fields), Stage(machine)
     offload = stage.offload(**fields, keep_last_bytes=0)
     for _ in range(4):
-        step = stage.step(offload, model, list(tree_iter(inputs)), loss_of(model, inputs))
+        step = stage.step(offload, model, tree_leaves(inputs), loss_of(model, inputs))
     assert plan.step_plans == (offload.step_plan(),)
     assert plan.step_plans[0].totals.offloaded > 0
     assert plan.peak_bytes == pytest.approx(step.peak_bytes, rel=0.02)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.planning.command import main
+from eager_offload.__main__ import main
 from eager_offload.planning.program import Program
 from tests.planning.programs import CONFIG, Made, shared, simulated, slow, trained, wide
 from tests.simulation.stage import Stage
@@ -158,7 +158,7 @@ def test_tensors_without_numbers_and_accelerators_are_errors(monkeypatch: pytest
 
 def test_the_command_runs_steps_too(capsys: pytest.CaptureFixture[str]) -> None:
     questions = "tests.planning.models_of_a_user:questions"
-    assert main([questions]) == 2
+    assert main(["plan", questions]) == 2
     assert "steps=2" in capsys.readouterr().err
-    assert main([questions, "--steps", "2", "--json"]) == 0
+    assert main(["plan", questions, "--steps", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2

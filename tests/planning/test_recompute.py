@@ -66,17 +66,6 @@ def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan
     assert eo.Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize("part", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_a_stack_on_several_layers_is_planned_below_what_moving_alone_needs_time_for(part: int) -> None:
-    with torch.device("meta"):
-        model, x = Stack(6, 64, 4, 2, 128), torch.empty(512, 64)
-    whole = eo.plan(model, x, device=FAR, config=CONFIG)
-    budget = whole.least_budget + (whole.peak_bytes - whole.least_budget) // part
-    plan = eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG)
-    assert plan.fits
-    assert plan.step_seconds < 1.6 * whole.compute_seconds
-
-
 class Checkpointed(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
