@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from tests.planning.programs import Stack
-
-
-def eight_billion() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """As many parameters as a Llama of 8 billion has in its blocks, and 4096 tokens."""
-    return *blocks(32), lambda returned: returned.float()
 
 
 def seventy_billion() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -34,15 +27,10 @@ def seventy_billion() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def two_blocks() -> tuple[nn.Module, Tensor]:
-    """Two of those blocks."""
-    return blocks(2)
-
-
-def blocks(count: int) -> tuple[nn.Module, Tensor]:
+    """As large as the blocks of a Llama of 8 billion, and 4096 tokens."""
     with torch.device("meta"):
-        model = Stack(count, 4096, 32, 8, 14_336).to(torch.bfloat16)
-        tokens = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    return model, tokens
+        model = Stack(2, 4096, 32, 8, 14_336).to(torch.bfloat16)
+        return model, torch.empty(4096, 4096, dtype=torch.bfloat16)
 
 
 def nothing() -> None:

@@ -1,4 +1,4 @@
-"""``python -m eager_offload plan``, in a process of its own."""
+"""``python -m eager_offload plan``: its output, its page and its status."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import eager_offload as eo
-from eager_offload.planning.command import main
+from eager_offload.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 MODELS = "tests.planning.models_of_a_user"
@@ -37,33 +38,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_a_model_of_8b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
-    saved = tmp_path / "plan.json"
-    device = ("--device", "h200", "--budget", "32GiB")
-    done = run(f"{MODELS}:eight_billion", *device, "--json", "--save", str(saved))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    parameters = 2 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    assert report["fits"] is True
-    assert 2 * parameters < report["peak_bytes"] <= 32 * GIB, "with gradients"
-    assert report["moved_bytes"] > 0
-    assert eo.Plan.load(saved).to_dict() == report
-
-
-@pytest.mark.long
-def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process() -> None:
+def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json")
+    saved = tmp_path / "plan.json"
+    done = run(f"{MODELS}:seventy_billion", "--device", "h200", "--budget", "400GiB", "--json", "--save", str(saved))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
+    assert report["fits"] is True
     assert 2 * parameters < report["least_budget"] < report["peak_bytes"] <= 400 * GIB, "with gradients"
     assert 100 * GIB < report["moved_bytes"] < 400 * GIB
     assert report["compute_seconds"] < report["floor_seconds"] <= report["step_seconds"]
+    assert eo.Plan.load(saved).to_dict() == report
 
 
 def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "a100", "--front", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["front"]) == 8
     assert report["front"][0]["budget"] == report["least_budget"]
@@ -72,7 +62,7 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out
     assert "Stack on rtx4090" in output
     assert "does not fit: a peak of" in output
@@ -87,12 +77,30 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
         ("no_such_module:function", "No module named 'no_such_module'"),
         (MODELS, "name a function as module:function"),
     ):
-        assert main([function, "--device", "h200"]) == 2
+        assert main(["plan", function, "--device", "h200"]) == 2
         output = capsys.readouterr().err
         assert said in output
         assert output.count("\n") == 1
-    assert main([f"{MODELS}:questions", "--device", "h300"]) == 2
-    assert main(["os:path"]) == 2
-    assert main(["..x:f"]) == 2
+    assert main(["plan", f"{MODELS}:questions", "--device", "h300"]) == 2
+    assert main(["plan", "os:path"]) == 2
+    assert main(["plan", "..x:f"]) == 2
     with pytest.raises(SystemExit):
-        main(["--policy", "most"])
+        main(["plan", "--policy", "most"])
+
+
+def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(tmp_path: Path) -> None:
+    files = ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
+    page = (tmp_path / "plan.html").read_text("utf-8")
+    assert "it does not fit" in page
+    assert "Plotly.newPlot" in page
+    plan = eo.Plan.load(tmp_path / "plan.json")
+    figure = replace(plan, model="<img src=x onerror=alert(1)>").figure()
+    assert "<img" not in figure.layout.title.text
+    drawn = {one.name.partition(",")[0]: one for one in figure.data if one.type == "scatter"}
+    assert max(drawn["with this plan"].y) == plan.peak_bytes
+    assert set(drawn["budget"].y) == {plan.device_budget}
+    assert {way.name for way in plan.fixed_ways()} < set(drawn)
+    assert list(drawn["best plans"].x) == sorted({point.peak_bytes for point in plan.front()})
+    modules = [one for one in figure.data if one.type == "table"][-1]
+    assert list(modules.cells.values[0]) == [row.kind for row in plan.rows()]

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.runtime.base import DeviceMemory
-from eager_offload.stats import PlanOutcome
-from eager_offload.step_plan import Fate
-from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, Stack, budget_of, gradients, planned, slow, wide
+from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, trained, wide
 from tests.sampling import search
 from tests.simulation.stage import Stage
 
@@ -28,21 +25,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def half() -> eo.Plan:
     """One in which about half of all that may move does."""
     plan = planned(device_budget=budget_of(slow(), wide, 0.5))
-    fates = {save.fate for save in plan.step_plans[0].saves}
-    assert fates == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
+    assert {save.fate for save in plan.step_plans[0].saves} == {"keep", "share", "offload"}
     return plan
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return wide()[0]
-
-
-def train(model: nn.Module, offload: eo.Offload | None, seed: int, rows: int = 256) -> list[Tensor]:
-    torch.manual_seed(seed)
-    x = torch.randn(rows, 32)
-    return gradients(model, lambda: model(x), offload)
+def train(model: nn.Module, offload: eo.Offload, seed: int = 0, rows: int = 256) -> None:
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+    assert_trained(model, x, offload)
 
 
 def on_disk(path: Path, **fields: Any) -> eo.Offload:
@@ -53,21 +42,21 @@ def on_disk(path: Path, **fields: Any) -> eo.Offload:
 
 
 def test_every_step_follows_it_from_the_first_one_on(
-    half: eo.Plan, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: eo.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What this machine takes is nothing that the plan knows: after 16 forwards another one would be followed.
     monkeypatch.setattr(eo.Plan, "is_off", lambda plan, timing: False)
-    (step_plan,) = half.step_plans
-    offload = eo.Offload(half.config, tier="disk", disk_path=tmp_path, plan=half)
+    (step_plan,), (model, _) = half.step_plans, wide()
+    offload = on_disk(tmp_path, config=half.config, plan=half)
     for seed in range(20):  # and none is decided anew
-        assert_identical(train(model, None, seed), train(model, offload, seed))
+        train(model, offload, seed)
     stats = offload.stats(synchronize=True)
     assert (stats.followed_forwards, stats.plan_misses) == (20, {})
     assert offload.step_plan() == step_plan
     assert stats.bytes_out == 20 * sum(step_plan.slots) > 0, "what is to leave, and nothing else"
     assert stats.offloaded_bytes + stats.kept_bytes["newest"] > 0
     offload.close()
-    assert_identical(train(model, None, 1), train(model, offload, 1))
+    train(model, offload)
     again = offload.stats(synchronize=True)
     assert (again.followed_forwards, again.bytes_out) == (21, 21 * sum(step_plan.slots)), "and when it is used again"
     offload.close()
@@ -93,27 +82,25 @@ class Marking(nn.Module):
 
 @pytest.mark.parametrize("policy", ["max", "least"])
 def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_path: Path, policy: str) -> None:
-    model, x = Marking(), torch.randn(256, 32)
-    plan = eo.plan(model, x, device=slow(), policy=policy, config=CONFIG)
+    model, marked_bytes = Marking(), 256 * 32 * 4
+    plan = eo.plan(model, torch.randn(256, 32), device=slow(), policy=policy, config=CONFIG)
     assert plan.fits
-    assert plan.moved_bytes >= 256 * 32 * 4, "what is marked to leave, where nothing has to"
-    plan.save(tmp_path / "plan.json")
-    assert eo.Plan.load(tmp_path / "plan.json") == plan
+    assert plan.moved_bytes >= marked_bytes, "what is marked to leave, where nothing has to"
     offload = on_disk(tmp_path, plan=plan)
     for seed in range(3):
-        assert_identical(train(model, offload, seed), train(model, None, seed))
+        train(model, offload, seed)
     stats = offload.stats(synchronize=True)
     assert (stats.followed_forwards, stats.plan_misses) == (3, {})
-    assert stats.kept_bytes["marked"] == 3 * 256 * 32 * 4
-    movable = [save.storage_nbytes for save in plan.step_plans[0].saves if save.fate is Fate.OFFLOAD]
-    assert len(movable) == (1 if policy == "least" else 4)
-    assert stats.offloaded_bytes == 3 * sum(movable)
+    assert stats.kept_bytes["marked"] == 3 * marked_bytes
+    leaving = (1 if policy == "least" else 4) * marked_bytes
+    assert stats.offloaded_bytes == 3 * leaving
 
     model.marks_what_is_small = True  # of which the plan does not know
-    assert_identical(train(model, offload, 3), train(model, None, 3))
+    train(model, offload, 3)
     after = offload.stats(synchronize=True)
     assert (after.followed_forwards, after.plan_misses) == (4, {})
-    assert after.offloaded_bytes - stats.offloaded_bytes == sum(movable) + 32 * 4
+    assert after.offloaded_bytes - stats.offloaded_bytes == leaving + 32 * 4
+    offload.close()
 
 
 class Recurrent(nn.LSTM):
@@ -128,25 +115,19 @@ def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_p
     plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
     real = eo.plan(model, x, device="here", policy="max", config=CONFIG, steps=1)
     assert 0.9 < plan.peak_bytes / real.peak_bytes < 1.1, "most of it is that workspace"
-    assert {save.fate for save in real.step_plans[0].saves} == {Fate.KEEP, Fate.SHARE, Fate.OFFLOAD}
     for one in (plan, real):
-        offload = on_disk(tmp_path, plan=one)
-        assert_identical(gradients(model, lambda: model(x), offload), gradients(model, lambda: model(x)))
-        stats = offload.stats(synchronize=True)
-        offload.close()
-        assert (stats.followed_forwards, stats.plan_misses) == (1, {})
-        assert stats.bytes_out > 0
-        assert stats.plan is not None
-        assert stats.plan.without_offload_seconds == (real.compute_seconds if one is real else None)
+        found = trained(one, model, x, tmp_path, 1).plan
+        assert found is not None
+        assert found.without_offload_seconds == (real.compute_seconds if one is real else None)
 
 
-def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(model: nn.Module, tmp_path: Path) -> None:
-    plan = eo.plan(model, wide()[1], device=slow(), config=CONFIG)
-    offload = on_disk(tmp_path, plan=plan)
+def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(tmp_path: Path) -> None:
+    model, _ = wide()
+    offload = on_disk(tmp_path, plan=planned())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(5):
-            assert_identical(train(model, None, seed), train(model, offload, seed))
+            train(model, offload, seed)
         offload.close()
     stats = offload.stats()
     assert (stats.followed_forwards, stats.plan_misses, stats.bytes_out) == (5, {}, 0)
@@ -154,19 +135,15 @@ def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(model: n
     assert "stay as the plan says" in stats.advice[0]
 
 
-def test_h54_a_step_that_differs_in_between_leaves_the_plan_in_force(
-    half: eo.Plan, model: nn.Module, tmp_path: Path
-) -> None:
+def test_h54_a_step_that_differs_in_between_leaves_the_plan_in_force(half: eo.Plan, tmp_path: Path) -> None:
     """The last batch of an epoch is a smaller one; what was recorded meanwhile does not take the plan's place."""
+    model, _ = wide()
     offload, followed = on_disk(tmp_path, plan=half, step_plans=True), 0
     for epoch in range(3):
         for seed, rows in enumerate([256] * 4 + [128]):
-            expected = train(model, None, 10 * epoch + seed, rows)
-            assert_identical(expected, train(model, offload, 10 * epoch + seed, rows))
-        now = offload.step_plan()
+            train(model, offload, 10 * epoch + seed, rows)
         followed = offload.stats().followed_forwards
-        assert now is not None
-    assert_identical(train(model, None, 99), train(model, offload, 99))
+    train(model, offload, 99)
     assert offload.stats().followed_forwards > followed
     assert offload.step_plan() == half.step_plans[0]
     assert offload.stats().bytes_out > 0
@@ -176,12 +153,13 @@ def test_h54_a_step_that_differs_in_between_leaves_the_plan_in_force(
 # -- what came of it ---------------------------------------------------------------------------------------------------
 
 
-def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, tmp_path: Path) -> None:
-    model, x = wide()
-    stage = Stage(slow())
+def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, x), stage = wide(), Stage(slow())
     offload = stage.offload(plan=half)
-    predicted = PlanOutcome(half.peak_bytes, half.step_seconds)
-    assert offload.stats().plan == predicted, "nothing was measured"
+    predicted = offload.stats().plan
+    assert predicted is not None
+    assert (predicted.predicted_peak_bytes, predicted.predicted_step_seconds) == (half.peak_bytes, half.step_seconds)
+    assert (predicted.peak_bytes, predicted.step_seconds) == (None, None), "nothing was measured"
     assert "planned    a peak of" in str(offload.stats())
     for _ in range(3):
         step = stage.step(offload, model, x, lambda: model(x))
@@ -194,21 +172,17 @@ def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, t
     offload.reset_stats()
     assert offload.stats().plan == predicted
     assert eo.Offload().stats().plan is None
+    offload.close()
 
-
-def test_the_peak_is_that_of_the_allocator_where_one_remembers_it(
-    half: eo.Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = wide()
-    stage, peaks = Stage(slow()), iter([100, 700, 700, 700, 700, 900, 900, 900])
+    # A device whose allocator remembers it.
+    peaks, measured = iter([100, 700, 700, 700, 700, 900, 900, 900]), []
     monkeypatch.setattr(stage.runtime, "memory", lambda device: DeviceMemory(50, next(peaks)))
-    offload, found = stage.offload(plan=half), []
+    offload = stage.offload(plan=half)
     for _ in range(4):
         stage.step(offload, model, x, lambda: model(x))
-        plan = offload.stats().plan
-        assert plan is not None
-        found.append(plan.peak_bytes)
-    assert found == [700, 700, 900, 900]
+        measured.append(offload.stats().plan)
+    assert [one and one.peak_bytes for one in measured] == [700, 700, 900, 900]
+    offload.close()
 
 
 # -- one that does not -------------------------------------------------------------------------------------------------
@@ -219,17 +193,14 @@ class Other(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        layers = 2 if how == "a layer less" else 3
-        self.how, self.inner = how, Stack(layers, 32, 4, 2, 64)
+        self.how, self.inner = how, Stack(2 if how == "a layer less" else 3, 32, 4, 2, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "another beginning":
-            x = x.double().float().sin() * self.inner.blocks[0].first.weight
+            x = x.double().float().sin() * self.inner.blocks[0].attention_norm.weight
         for block in self.inner.blocks:
             if self.how == "another order":
-                normed = block.second(x)
-                x = x + block.down(torch.nn.functional.silu(block.gate(normed)) * block.up(normed))
+                x = x + block.feed(block.mlp_norm(x))
             x = block(x)
         if self.how == "another end":
             x = x * x.exp().cos()
@@ -251,10 +222,9 @@ def test_h54_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
     how: str, rows: int, misses: dict[str, int] | None, where: str, half: eo.Plan, tmp_path: Path
 ) -> None:
     model = Other(how)
-    stage = Stage(slow())
-    offload = stage.offload(plan=half) if where == "simulated" else on_disk(tmp_path, plan=half)
+    offload = Stage(slow()).offload(plan=half) if where == "simulated" else on_disk(tmp_path, plan=half)
     with pytest.warns(RuntimeWarning, match="does not fit this model: a forward differs from it") as caught:
-        assert_identical(train(model, None, 0, rows), train(model, offload, 0, rows))
+        train(model, offload, 0, rows)
     assert len(caught) == 1
     found = offload.stats().plan_misses
     assert sum(found.values()) == 1, "at the first save that differs"
@@ -262,15 +232,13 @@ def test_h54_a_plan_of_another_model_is_noticed_once_and_trains_exactly(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(1, 8):
-            assert_identical(train(model, None, seed, rows), train(model, offload, seed, rows))
+            train(model, offload, seed, rows)
     assert offload.stats(synchronize=True).bytes_out > 0
     offload.close()
 
 
-def test_a_plan_without_the_loss_that_the_context_computes_says_what_is_missing(
-    half: eo.Plan, model: nn.Module
-) -> None:
-    offload, x = Stage(slow()).offload(plan=half), wide()[1]
+def test_a_plan_without_the_loss_that_the_context_computes_says_what_is_missing(half: eo.Plan) -> None:
+    (model, x), offload = wide(), Stage(slow()).offload(plan=half)
     with pytest.warns(RuntimeWarning, match="give plan.* the function that computes it, as loss="), offload:
         loss = model(x).square()
     loss.backward()
@@ -288,8 +256,7 @@ def test_h54_any_decision_and_any_steps_train_exactly() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for seed, (how, rows) in enumerate([("", 256), *steps, ("", 256)]):
-                other = Other(how)
-                assert_identical(train(other, None, seed, rows), train(other, offload, seed, rows))
+                train(Other(how), offload, seed, rows)
         stats = offload.stats(synchronize=True)
         assert stats.followed_forwards > 0
         assert stats.offloaded_bytes > 0 or not numbers
@@ -301,7 +268,7 @@ def test_h54_any_decision_and_any_steps_train_exactly() -> None:
     search(check, steps, st.sets(st.integers(0, count - 1)), fixed=8)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- settings beside it ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,11 +283,13 @@ def test_h54_any_decision_and_any_steps_train_exactly() -> None:
         ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),
         ({"device_budget": "1GiB"}, "does not go with device_budget"),
         ({"step_plans": False}, "does not go with step_plans=False"),
+        ({"codec": "bf16"}, "codec='bf16' does not go with plan=..., "),
+        ({"plan": "plan.json"}, "plan takes what eager_offload.plan or Plan.load returns"),
     ],
 )
 def test_fields_that_contradict_a_plan_are_errors(given: dict[str, Any], said: str, half: eo.Plan) -> None:
     with pytest.raises(eo.ConfigError) as caught:
-        eo.Offload(plan=half, **given)
+        eo.Offload(**{"plan": half, **given})
     assert said in str(caught.value)
 
 
@@ -329,13 +298,40 @@ def test_fields_that_do_not_contradict_it_are_taken(half: eo.Plan) -> None:
         found = eo.Offload(plan=half, **given).config  # type: ignore[arg-type]
         assert (found.min_bytes, found.max_inflight_bytes) == (1 << 10, 64 << 10)
     assert eo.Offload(plan=half, config={"verify": True}).config.verify
-    with pytest.raises(eo.ConfigError, match=r"plan takes what eager_offload\.plan or Plan\.load returns"):
-        eo.Offload(plan="plan.json")  # type: ignore[arg-type]
 
 
-def test_a_budget_among_the_settings_is_that_of_the_plan() -> None:
-    model, x = wide()
-    plan = eo.plan(model, x, device=slow(), config={**CONFIG, "device_budget": "1MiB"})
-    assert plan.device_budget == 1 << 20
-    assert plan.config.device_budget is None
-    eo.Offload(plan=plan)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DEVICE_BUDGET", "1MiB"),
+        ("MIN_BYTES", "2KiB"),
+        ("PREFETCH_BYTES", "1MiB"),
+        ("POLICY", "free"),
+        ("MAX_SLOWDOWN", "0.05"),
+        ("STEP_PLANS", "false"),
+    ],
+)
+def test_a_variable_that_a_plan_was_not_made_for_is_an_error(
+    half: eo.Plan, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"EAGER_OFFLOAD_{name}", text)
+    with pytest.raises(
+        eo.ConfigError, match=f"EAGER_OFFLOAD_{name}=.* in the environment does not go with plan="
+    ) as raised:
+        eo.Offload(plan=half)
+    assert "unset the variable, or plan anew" in str(raised.value)
+    eo.Offload(half.config, plan=half).close()  # beside which no variable is asked
+
+
+def test_variables_and_settings_that_a_plan_was_made_for_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(config={**CONFIG, "device_budget": "1MiB"})
+    assert (plan.device_budget, plan.config.device_budget) == (1 << 20, None)
+    eo.Offload(plan=plan).close()
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "1MiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_MIN_BYTES", "2KiB")
+    monkeypatch.setenv("EAGER_OFFLOAD_HOST_BUDGET", "1GiB")
+    plan = planned(config=None)
+    assert (plan.device_budget, plan.config.min_bytes) == (1 << 20, 2 << 10)
+    eo.Offload(plan=plan).close()
+    monkeypatch.setenv("EAGER_OFFLOAD_DEVICE_BUDGET", "auto")
+    eo.Offload(plan=plan).close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.planning.command import main
+from eager_offload.__main__ import main
 from eager_offload.planning.program import Program
-from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, followed, gradients, slow, wide
-from tests.planning.test_rehearse import shared
+from tests.planning.programs import CONFIG, Made, shared, simulated, slow, trained, wide
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +50,7 @@ def counting() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.usefixtures("fast_link")
 @pytest.mark.parametrize("made", [wide, shared])
-def test_a_real_step_is_written_down_as_a_traced_one(made: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_a_real_step_is_written_down_as_a_traced_one(made: Made) -> None:
     model, x = made()
     traced = eo.plan(model, x, policy="max", config=CONFIG)
     real = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
@@ -80,16 +76,8 @@ def test_a_model_that_asks_for_numbers_is_planned_and_followed(tmp_path: Path) -
         eo.plan(model, x, config=CONFIG)
     plan = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
     assert "operators take what they took in 2 real steps" in str(plan)
-    offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected = gradients(model, lambda: model(x))
-        torch.manual_seed(seed)
-        assert_identical(expected, gradients(model, lambda: model(x), offload))
-    stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (3, {})
+    stats = trained(plan, model, x, tmp_path)
     assert stats.bytes_out >= 3 * sum(plan.step_plans[0].slots) > 0, "and what is asked for its largest number"
-    offload.close()
 
 
 class Dropping(nn.Linear):
@@ -111,69 +99,7 @@ def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
     assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
     first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
     assert {number: one.saved for number, one in enumerate(storages)} == first
-    followed(Stage(slow()), plan, model, x, 3)
-
-
-class Break(Exception):
-    """In the midst of a step."""
-
-
-@pytest.mark.parametrize("fails", ["", "forward", "backward"])
-def test_nothing_is_left_behind(fails: str) -> None:
-    model, x = counting()
-    x.requires_grad_()
-    model(x).backward()
-    leaves = [x, *model.parameters()]
-    grads = [(leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    numbers = {name: one.detach().clone() for name, one in named.items()}
-    alive = (model.norm.weight * x).sum()
-    state, generator = torch.get_rng_state(), random.getstate()
-
-    def stop(*_: object) -> None:
-        raise Break
-
-    def loss(total: Tensor) -> Tensor:
-        if fails == "forward":
-            raise Break
-        if fails == "backward":
-            total.register_hook(stop)
-        return total
-
-    try:
-        plan = eo.plan(model, x, loss=loss, config={**CONFIG, "skip": ["norm"]}, steps=2)
-    except Break:
-        assert fails
-    else:
-        assert not fails
-        assert plan.steps == 2
-    for leaf, (grad, bits) in zip(leaves, grads, strict=True):
-        assert leaf.grad is grad
-        assert grad is None or torch.equal(grad, bits)
-    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert all(now[name] is one and torch.equal(one, numbers[name]) for name, one in named.items())
-    assert torch.equal(state, torch.get_rng_state())
-    assert generator == random.getstate()
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-    alive.backward()
-
-
-def test_an_input_of_a_graph_and_a_loss_of_parameters_are_fine() -> None:
-    model, x = wide()
-    root = x.clone().requires_grad_()
-    hidden = root.exp()
-    first = next(model.parameters())
-
-    def loss(total: Tensor) -> Tensor:
-        return total + first.square().sum()
-
-    plan = eo.plan(model, hidden, loss=loss, config=CONFIG, steps=1)
-    assert plan.fits
-    assert first.grad is None
-    hidden.sum().backward()
-    assert root.grad is not None
+    simulated(Stage(slow()), plan, model, x, 3)
 
 
 class Scaled(nn.Module):
@@ -189,12 +115,15 @@ class Scaled(nn.Module):
         return total * self.scale
 
 
-def test_a_loss_that_is_a_module_is_put_back_too() -> None:
-    model, x = wide()
-    loss = Scaled()
-    assert eo.plan(model, x, loss=loss, config=CONFIG, steps=2).fits
+def test_an_input_of_a_graph_and_a_loss_that_is_a_module_are_put_back_too() -> None:
+    (model, x), loss = wide(), Scaled()
+    root = x.clone().requires_grad_()
+    hidden = root.exp()
+    assert eo.plan(model, hidden, loss=loss, config=CONFIG, steps=2).fits
     assert loss.scale.grad is None
     assert loss.steps == 0
+    hidden.sum().backward()
+    assert root.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +158,7 @@ def test_tensors_without_numbers_and_accelerators_are_errors(monkeypatch: pytest
 
 def test_the_command_runs_steps_too(capsys: pytest.CaptureFixture[str]) -> None:
     questions = "tests.planning.models_of_a_user:questions"
-    assert main([questions]) == 2
+    assert main(["plan", questions]) == 2
     assert "steps=2" in capsys.readouterr().err
-    assert main([questions, "--steps", "2", "--json"]) == 0
+    assert main(["plan", questions, "--steps", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2

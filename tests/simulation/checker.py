@@ -270,9 +270,9 @@ class _CellMap:
         assert access.stream is not None
         low = bisect_right(self.cells, region.start, key=lambda cell: cell.stop)
         high = bisect_left(self.cells, region.stop, key=lambda cell: cell.start)
-        tiles = _cut(self.cells[low:high], region.start, region.stop)
+        inside, tiles = _cut(self.cells[low:high], region.start, region.stop)
         clashes: list[_Clash] = []
-        for cell in tiles.inside:
+        for cell in inside:
             reads = cell.reads if access.kind is not AccessKind.READ else {}
             earlier = [*cell.writes.values(), *reads.values()]
             clashes += [
@@ -283,7 +283,7 @@ class _CellMap:
             else:
                 cell.forget(clock)
                 cell.writes[access.stream] = access
-        self.cells[low:high] = _merge([*tiles.before, *tiles.inside, *tiles.after])
+        self.cells[low:high] = _merge(tiles)
         return clashes
 
     def compact(self, host: _Clock) -> bool:
@@ -294,30 +294,24 @@ class _CellMap:
         return not self.cells
 
 
-class _Tiles(NamedTuple):
-    """Cells cut along the ends of one range."""
-
-    before: list[_Cell]
-    inside: list[_Cell]
-    after: list[_Cell]
-
-
-def _cut(cells: Sequence[_Cell], start: int, stop: int) -> _Tiles:
-    """Cuts ``cells``, all of which overlap ``[start, stop)``, so that some tile it exactly; new ones fill the gaps."""
-    tiles = _Tiles([], [], [])
+def _cut(cells: Sequence[_Cell], start: int, stop: int) -> tuple[list[_Cell], list[_Cell]]:
+    """Cuts ``cells``, all of which overlap ``[start, stop)``, along its ends, and has new ones fill its gaps; returns
+    those inside of it, and all of them. Both are in order."""
+    inside: list[_Cell] = []
+    outside: list[_Cell] = []
     at = start
     for cell in cells:
         if cell.start < start:
-            tiles.before.append(cell.part(cell.start, start))
+            outside.append(cell.part(cell.start, start))
         if at < cell.start:
-            tiles.inside.append(_Cell(at, cell.start))
+            inside.append(_Cell(at, cell.start))
         at = min(cell.stop, stop)
-        tiles.inside.append(cell.part(max(cell.start, start), at))
+        inside.append(cell.part(max(cell.start, start), at))
         if stop < cell.stop:
-            tiles.after.append(cell.part(stop, cell.stop))
+            outside.append(cell.part(stop, cell.stop))
     if at < stop:
-        tiles.inside.append(_Cell(at, stop))
-    return tiles
+        inside.append(_Cell(at, stop))
+    return inside, sorted([*outside, *inside], key=lambda cell: cell.start)
 
 
 def _merge(cells: Sequence[_Cell]) -> list[_Cell]:

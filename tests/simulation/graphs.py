@@ -56,13 +56,7 @@ def halves_of(shape: Shape, tokens: int) -> Halves:
     with torch.device("meta"):
         like = Stack(shape)
 
-    def without_numbers() -> tuple[nn.Module, Tensor]:
-        for module in like.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
-        return like, torch.empty(tokens, shape.width, dtype=torch.bfloat16)
-
-    return traced(without_numbers)
+    return traced(lambda: (like.to_empty(device="cpu"), torch.empty(tokens, shape.width, dtype=torch.bfloat16)))
 
 
 def traced(

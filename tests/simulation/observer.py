@@ -34,7 +34,7 @@ Work: TypeAlias = Callable[[Stream, str, int], None]
 
 
 class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """A dispatch mode that logs the operators of the thread that entered it, and gives storages their names.
+    """A dispatch mode that logs the operators of all threads that have entered it, and gives storages their names.
 
     An operator reads its arguments, writes those that its schema marks, and allocates and writes what it returns, on
     the stream that is current. One that returns views of its arguments touches no bytes. Wrapper subclasses are asked
@@ -71,10 +71,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._died: deque[_StorageRecord] = deque()
         self._pools: dict[Stream, _Pool] = {}
         self._inputs = 0
-
-    def elsewhere(self) -> TorchDispatchMode:
-        """The same observer for another thread: dispatch modes belong to the thread that enters them."""
-        return _Elsewhere(self)
 
     def sweep(self) -> None:
         """Writes what has died since the last time."""
@@ -194,17 +190,15 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return ByteRegion(block.region.space, start, min(start + nbytes, block.region.stop))
 
     def _adopt(self, storage: torch.UntypedStorage) -> _Block:
-        space = _Addresses(f"input {self._inputs}")
         self._inputs += 1
-        return self._follow(storage, self._home, ByteRegion(space, 0, storage.nbytes()), observed=False)
+        region = ByteRegion(f"input {self._inputs - 1}", 0, storage.nbytes())
+        return self._follow(storage, self._home, region, observed=False)
 
     def _place(self, storage: torch.UntypedStorage, stream: Stream, what: str) -> _Block:
-        pool = self._pools.get(stream)
-        if pool is None:
-            pool = self._pools[stream] = _Pool(_Addresses(f"memory of {stream}"))
+        pool = self._pools.setdefault(stream, _Pool(stream))
         nbytes = storage.nbytes()
         start = pool.take(nbytes)
-        region = ByteRegion(pool.space, start, start + nbytes)
+        region = ByteRegion(pool, start, start + nbytes)
         block = self._follow(storage, stream, region, observed=True)
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
@@ -250,24 +244,17 @@ class _Block:
         return self.region.stop - self.region.start
 
 
-@dataclass(frozen=True, eq=False)
-class _Addresses:
-    """Addresses; equal to itself only."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class _Pool:
     """The address space of one stream: a range that was given back goes to the next request, best fit first."""
 
-    def __init__(self, space: _Addresses) -> None:
-        self.space = space
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         #: What is free, in order, as the ends of ranges; no two of them meet.
         self._free: list[tuple[int, int]] = []
         self._end = 0
+
+    def __str__(self) -> str:
+        return f"memory of {self._stream}"
 
     def take(self, nbytes: int) -> int:
         """Where ``nbytes`` bytes begin; the range is taken until it is given back."""
@@ -308,21 +295,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) * size, (last + 1) * size
-
-
-class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Hands what one more thread does to an observer."""
-
-    sees_offloading = True
-
-    def __init__(self, observer: OperatorObserver) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        self._observer = observer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type[Tensor]], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._observer.__torch_dispatch__(func, types, args, kwargs)
 
 
 # -- what operators do with their arguments, by their schemas ---------------------------------------------------------

@@ -20,8 +20,8 @@ class Kind(Enum):
     WAIT = "wait"
 
 
-#: What the operations of this library do.
-OURS: dict[object, Kind] = {ops.offload: Kind.OUT, ops.reload: Kind.BACK, ops.wait_tensor: Kind.WAIT}
+#: Which operations are transfers, and what waits for them by its first argument.
+KINDS: dict[object, Kind] = {ops.offload: Kind.OUT, ops.reload: Kind.BACK, ops.wait_tensor: Kind.WAIT}
 
 
 @dataclass
@@ -36,12 +36,11 @@ class Played:
     most: dict[Kind, int] = field(default_factory=lambda: {Kind.OUT: 0, Kind.BACK: 0})
 
 
-def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: dict[object, Kind] = OURS) -> Played:
+def play(graph: Graph, seconds: Callable[[Node], float], link: Machine) -> Played:
     """Runs the nodes of ``graph`` in order on one stream, and its transfers on one for each way.
 
     Args:
         seconds: that an operator takes.
-        kinds: which operations are transfers, and what waits for them by its first argument.
     """
     played = Played()
     rates = {Kind.OUT: link.out, Kind.BACK: link.back}
@@ -50,7 +49,7 @@ def play(graph: Graph, seconds: Callable[[Node], float], link: Machine, kinds: d
     under: dict[Kind, dict[Node, int]] = {Kind.OUT: {}, Kind.BACK: {}}
     now = 0.0
     for node in graph.nodes:
-        kind = kinds.get(node.target) if node.op == "call_function" else None
+        kind = KINDS.get(node.target) if node.op == "call_function" else None
         if kind is None:
             taken = seconds(node)
             played.compute_seconds += taken

@@ -250,7 +250,7 @@ class SimulatedRuntime(RehearsalRuntime):
         """A context for a further thread that computes while this one is inside ``checked()``."""
         assert self._checker is not None, "nothing is being checked"
         assert self.observer is not None
-        return self.observer.elsewhere()
+        return self.observer
 
     # -- the contract -------------------------------------------------------------------------------------------------
 

@@ -15,14 +15,12 @@ from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffi
 from tests.simulation.checker import Checker
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.simulated import SimulatedRuntime
-from tests.simulation.timeline import Timeline
 
 
 class Step(NamedTuple):
     """One step: seconds of the virtual clock, and the most bytes of the device."""
 
     seconds: float
-    stall_seconds: float
     peak_bytes: int
     op_seconds: Sequence[float]
     """Of every operator."""
@@ -87,7 +85,6 @@ class Stage:
         """Forward and backward."""
         model.zero_grad(set_to_none=True)
         self.runtime.synchronize_all()
-        self.runtime.timeline = Timeline()
         self._steps += 1
         observer = OperatorObserver(self.runtime, Checker(), torch.device("cpu"))
         self.runtime.attach(None, observer)
@@ -98,13 +95,11 @@ class Stage:
             forward_ops = len(clock.seconds)
             loss.backward()
             del loss
-        there = _storages([*model.parameters(), *model.buffers(), inputs])
-        peak = observer.peak_resident_bytes + sum(storage.nbytes() for storage in there.values())
+        there = {
+            storage_key(one.untyped_storage()): one.untyped_storage().nbytes()
+            for one in tree_iter([*model.parameters(), *model.buffers(), inputs])
+            if isinstance(one, Tensor)
+        }
+        peak = observer.peak_resident_bytes + sum(there.values())
         self.runtime.attach(None, None)
-        seconds, stalled = self.runtime.default_stream.tail - began, self.runtime.timeline.stall_seconds
-        return Step(seconds, stalled, peak, clock.seconds, forward_ops)
-
-
-def _storages(values: object) -> dict[int, torch.UntypedStorage]:
-    found = (one.untyped_storage() for one in tree_iter(values) if isinstance(one, Tensor))
-    return {storage_key(storage): storage for storage in found}
+        return Step(self.runtime.default_stream.tail - began, peak, clock.seconds, forward_ops)

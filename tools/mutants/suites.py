@@ -47,7 +47,7 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
-    "planning/simulated": "planning/rehearse =simulated",
+    "planning/simulated": "planning/predictions =simulated",
     "runtime/device_clock": "",
     "runtime/host": "=host",
     "runtime/link_probe": "",
