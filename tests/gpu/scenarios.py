@@ -103,7 +103,7 @@ def scenario_of(program: OfCorpus) -> Scenario:
     return run
 
 
-_SHOWN = [one for one in corpus() if Flag.HOST not in one.flags]
+_SHOWN = [one for one in corpus() if not one.flags & {Flag.HOST, Flag.COMPILED}]
 PROGRAMS = [scenario_of(one) for one in _SHOWN]
 #: Those that a device alone can run.
 OF_DEVICES = [one for one, shown in zip(PROGRAMS, _SHOWN, strict=True) if Flag.DEVICE in shown.flags]
