@@ -16,9 +16,7 @@ from eager_offload.runtime.host import host_runtime
 from tests import hazards_page
 from tests.docs.pages import ROOT
 from tests.hazards.backends import transfer_threads
-from tests.observe.test_advice import FELL, SAYS, said
-from tests.observe.test_memory import SAYS as OF_MEMORY
-from tests.observe.test_memory import advice_of
+from tests.observe.test_advice import FELL, OF_MEMORY, SAYS, advice_of, said
 
 
 def test_every_piece_of_advice_is_there_in_its_own_words() -> None:

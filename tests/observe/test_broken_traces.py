@@ -101,10 +101,13 @@ def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
         def forward(self, x: Tensor) -> Tensor:
             raise error("no")
 
-    with pytest.raises(error, match="no"), offload.trace(path):
+    def work() -> None:
         step(net, offload)
         with offload:
             Fails()(net(torch.ones(64, 64)))
+
+    with pytest.raises(error, match="no"), offload.trace(path):
+        work()
     assert nothing_is_left(offload)
     trace = read_trace(path)
     assert trace.error == f"{error.__name__}: no"

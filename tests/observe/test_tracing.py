@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.trace_file import SliceKind
+from eager_offload.trace_file import SliceKind, read_trace
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.hazards.wrappers import two
 from tests.observe.steps import DEPTH, FIELDS, NBYTES, SAVED, Net, assert_sound, of, saved, step, traced, traced_step
@@ -110,20 +109,17 @@ def test_handles_outlive_a_trace_and_hold_no_offload(path: Path, net: Net) -> No
     collect()
     gc.disable()
     try:
-        offload, graphs = eo.Offload(tier="disk", **FIELDS), list[Tensor]()
-
-        def forward() -> None:
-            with offload:
-                graphs.append(net(torch.ones(64, 64)))
-
-        trace = traced(offload, path, forward)
+        offload = eo.Offload(tier="disk", **FIELDS)
+        with offload.trace(path), offload:
+            loss = net(torch.ones(64, 64))
         offload.close()
         alive = weakref.ref(offload)
-        del offload, forward
+        del offload
         assert alive() is None
-        graphs[0].backward()
+        loss.backward()
     finally:
         gc.enable()
+    trace = read_trace(path)
     assert trace.stats["bytes_out"] > 0
     assert {group.operation for group in trace.saved} == {""}, "backward never came to them"
     assert {group.module for group in trace.saved} >= {"Net", "Net.layers.3", "Net.layers.3.inner"}
