@@ -26,7 +26,7 @@ import yaml
 
 import eager_offload as eo
 from tests.docs.pages import PAGES, ROOT, blocks, name, prose
-from tests.processes import printed_by, python
+from tests.processes import python
 
 pytestmark = pytest.mark.long
 
@@ -137,22 +137,3 @@ def check_fields(parsed: Any) -> None:
             eo.OffloadConfig.from_dict(value)
         elif isinstance(value, dict):
             check_fields(value)
-
-
-def own_modules() -> set[str]:
-    """The modules of this repository that pages start with ``python -m``, each with the command that it is given if it
-    has several."""
-    code = "\n".join(block.code for page in PAGES for block in blocks(page, "bash"))
-    started = {
-        " ".join(words[2:4] if words[2] == "eager_offload" else words[2:3])
-        for words in commands(code)
-        if words[0].startswith("python") and words[1] == "-m"
-    }
-    return {one for one in started if (ROOT / re.split("[. ]", one)[0]).is_dir()}
-
-
-@pytest.mark.parametrize("module", sorted(own_modules() | {"eager_offload doctor"}))
-def test_modules_that_pages_start_tell_their_options(module: str) -> None:
-    if module == "tests.real_models":
-        pytest.importorskip("transformers")
-    assert printed_by("-m", *module.split(), "--help").startswith("usage:")
