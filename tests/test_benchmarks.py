@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import Program, main, options_of
-from benchmarks.gpu.results import LOG, RESULTS, TABLE, latest, read
-from benchmarks.gpu.stages import Stage
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.results import RESULTS, TABLE
 from tests.processes import ROOT, printed_by, python
 
 #: Limits that hold on any machine, whatever the size of the model.
@@ -65,29 +63,6 @@ def test_the_runs_of_the_demo_agree_bit_for_bit_and_leave_a_picture_and_numbers(
     assert len({(made["parameters_hash"], made["losses_hash"]) for made in numbers["runs"]}) == 1
     assert all((made["offloaded_bytes"] > 0) == ("offload" in made["mode"]) for made in numbers["runs"])
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-# -- the program for a GPU, without one -------------------------------------------------------------------------------
-
-
-def test_a_stage_that_does_not_end_well_costs_its_limit_and_nothing_else(tmp_path: Path) -> None:
-    program = Program(options_of(["--output", str(tmp_path), "--seconds", "300"]), str(tmp_path))
-    hangs = "import os, time; print('before', flush=True); os.fork(); time.sleep(600)"  # and so does a child of its own
-    for name, code, limit, needs in (
-        ("hangs", hangs, 2, ()),
-        ("dies", "import os; os.kill(os.getpid(), 9)", 30, ()),
-        ("is not here", "", 30, ("no_module_of_this_name",)),
-        ("works", "print('worked')", 30, ()),
-    ):
-        program.run(Stage(name, limit, 1, (sys.executable, "-c", code), needs))
-    assert {name: row["ended"] for name, row in latest(read(tmp_path / RESULTS), "ran").items()} == {
-        "hangs": "killed after its limit of 2 s",
-        "dies": "killed by signal 9",
-        "is not here": "left out: no_module_of_this_name is not installed",
-        "works": "ok",
-    }
-    assert program.failed == ["hangs", "dies"]
-    assert "most recent call first" in (tmp_path / LOG).read_text().partition("before")[2], "it shows where it hung"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on this machine")

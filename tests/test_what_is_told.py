@@ -109,31 +109,26 @@ ROWS, WIDTH = 64, 64
 NBYTES = ROWS * WIDTH * 4
 
 
-class Full(torch.autograd.Function):
+class Full(nn.Module):
     """Finds the device full, in forward or in backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, in_forward: bool) -> Tensor:
-        return Full.backward(ctx, x)[0] if in_forward else x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-class FullIn(nn.Module):
-    def __init__(self, *, forward: bool) -> None:
+    def __init__(self, *, in_forward: bool) -> None:
         super().__init__()
-        self.in_forward = forward
+        self.in_forward = in_forward
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Full.apply(x, self.in_forward)
+        if self.in_forward:
+            self.fail(x)
+        (found := x.clone()).register_hook(self.fail)
         return found
+
+    def fail(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def notes(offload: eo.Offload, *, forward: bool = True, inside: bool = False, last: int = WIDTH) -> list[str]:
     """What the error of a step says, but for what has nothing to do with it: of what earlier tests have left alive."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, last), FullIn(forward=forward), nn.GELU())
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, last), Full(in_forward=forward), nn.GELU())
 
     def step(around: eo.Offload, net: nn.Module) -> None:
         with around:
@@ -144,7 +139,7 @@ def notes(offload: eo.Offload, *, forward: bool = True, inside: bool = False, la
 
     said = []
     collect()
-    for around, model in ((eo.Offload(enabled=False), FullIn(forward=False)), (offload, net)):
+    for around, model in ((eo.Offload(enabled=False), Full(in_forward=False)), (offload, net)):
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
             step(around, model)
         said.append(Counter(getattr(raised.value, "__notes__", ())))

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
-import eager_offload as eo
-from eager_offload.observe import advice
 from tests import hazards_page
 from tests.docs.pages import ROOT
-from tests.observe.test_advice import FELL, OF_MEMORY, SAYS, advice_of, said
-
-
-def test_every_piece_of_advice_is_there_in_its_own_words() -> None:
-    page = (ROOT / "docs" / "tuning.md").read_text()
-    documented = re.findall(r'^\| "([^"]+)"', page, re.MULTILINE)
-    otherwise = re.findall(r'"([^"]+)"', page.partition("nothing else is to be said")[2])
-    assert len(otherwise) == 1
-    others = (advice.advise(eo.OffloadStats(), eo.OffloadConfig(enabled=enabled)) for enabled in (True, False))
-    memory = (advice_of(*run[:3])[:1] for run in OF_MEMORY)
-    pieces = {piece for found in (*(said(*run[:2]) for run in SAYS), *others, *memory, (FELL,)) for piece in found}
-    known = {words: {piece for piece in pieces if words in piece} for words in documented + otherwise}
-    assert all(known.values())
-    assert pieces == set().union(*known.values())
 
 
 def test_every_hazard_is_named_once_with_what_proves_it() -> None:

@@ -45,12 +45,3 @@ def test_its_step_is_the_floor_that_plans_have_and_its_width_the_doctors() -> No
         assert found["perByte"] == pytest.approx(ratio)
         widths = [hidden_from_width(ratio, itemsize, checkpointed=checkpointed) for checkpointed in (False, True)]
         assert found["widths"] == pytest.approx(widths, abs=1)
-
-
-def test_it_tells_in_words_what_follows() -> None:
-    given = {"forward": 2, "saved": 10, "window": 256, "newest": 0, "out": 100, "back": 100}
-    slower = [{}, {"out": 4}, {"out": 4, "back": 1}, {"newest": 20000}]
-    found = value(f"{json.dumps([given | one for one in slower])}.map(one => r.report(one, false, false))")
-    begins = ("Hidden: the link needs 5 %", "The link is the limit", "The link is the limit", "Nothing leaves")
-    assert all(one["verdict"].startswith(text) for one, text in zip(found, begins, strict=True))
-    assert dict(found[0]["rows"])["A step with it, at best"] == "6.00 s"

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload import observe
 from eager_offload.trace_file import SliceKind, read_trace
 from tests.hazards.backends import DiskBackend
-from tests.observe.steps import FIELDS, Net, assert_sound, nothing_is_left, of, step, traced
+from tests.observe.steps import FIELDS, Layer, Net, assert_sound, nothing_is_left, of, step
 from tests.sampling import one_in
 from tests.threads import collect
 
@@ -93,45 +93,33 @@ def test_two_traces_at_the_same_time_are_of_two_offloads(
     assert sorted(tmp_path.iterdir()) == [other, path]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_inside_ends_the_trace_and_the_file_is_there(
-    path: Path, error: type[BaseException], net: Net, offload: eo.Offload
+@pytest.mark.parametrize(
+    ("error", "in_backward"), [(ValueError, False), (KeyboardInterrupt, False), (ValueError, True)]
+)
+def test_an_exception_inside_ends_the_trace_which_is_shown_as_far_as_it_came(
+    error: type[BaseException], in_backward: bool, path: Path, net: Net, offload: eo.Offload
 ) -> None:
-    class Fails(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise error("no")
+    def fail(_: object) -> None:
+        raise error("no")
 
-    def work() -> None:
-        step(net, offload)
-        with offload:
-            Fails()(net(torch.ones(64, 64)))
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.register_hook(fail) if in_backward else fail(x)
+            return x
 
     with pytest.raises(error, match="no"), offload.trace(path):
-        work()
+        step(nn.Sequential(Layer(), Fails(), net), offload)
     assert nothing_is_left(offload)
     trace = read_trace(path)
     assert trace.error == f"{error.__name__}: no"
-    assert "Fails" in {one.name for one in of(trace, SliceKind.COMPUTE)}
+    forward, backward = (
+        {one.module for one in trace.slices if one.track == f"compute {way}"} for way in ("forward", "backward")
+    )
+    assert forward >= {"Sequential", "Sequential.0", "Sequential.1"}
+    assert ("Sequential.2.layers.0" in backward) == ("Sequential.2" in forward) == in_backward
+    assert "Sequential.0" not in backward
     assert trace.stats["bytes_out"] > 0
     collect()  # the traceback and what it held
-
-
-def test_a_backward_that_raises_is_shown_as_far_as_it_came(path: Path, disk: DiskBackend) -> None:
-    offload = disk.offload()
-
-    def fail(gradient: Tensor) -> None:
-        raise ValueError("no")
-
-    def work() -> None:
-        x = torch.ones(64, 64, requires_grad=True)
-        with offload:
-            (inner := x.exp()).register_hook(fail)
-            loss = inner.sin().sum()
-        with pytest.raises(ValueError, match="no"):
-            loss.backward()
-
-    trace = traced(offload, path, work)
-    assert [one.name for one in trace.slices if one.track == "compute backward"] == ["backward", "SinBackward0"]
 
 
 def test_a_file_that_cannot_be_written_in_the_end_is_an_error(net: Net, offload: eo.Offload) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from dataclasses import replace
@@ -18,7 +17,6 @@ from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Device, Disk, Memory, SelfTest, Speed, examine, recommended, to_text, verdict
 from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
-from tests.processes import ROOT
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
@@ -67,10 +65,6 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
     for line in text.splitlines():  # what is copied stays whole, however long a path is
         assert len(line) <= doctor.WIDTH or line.strip() == found.verdict.python or "/" in line, line
     assert text.index("software") < text.index("disks") < text.index("verdict")
-    documented = (ROOT / "docs" / "doctor_and_report.md").read_text()
-    records = (type(found), type(found.verdict), Device, Memory, Disk, Speed, SelfTest)
-    fields = {field.name for record in records for field in dataclasses.fields(record)}
-    assert {name for name in fields if f"`{name}`" not in documented} == set()
 
 
 @pytest.mark.gpu
@@ -150,38 +144,28 @@ CPU = Device("cpu", "a processor", 32 * GIB, flops=1e11, itemsize=4)
 GPU = Device("cuda:0", "H200", 140 * GIB, flops=6e14, link=Speed(52e9, 52e9))
 LARGE = Memory(512 * GIB, 500 * GIB, 250 * GIB, 1, "500 GiB are available", "take more")
 SMALL = replace(LARGE, budget_bytes=30 * GIB)
-SLOW, FAST = Disk("/slow", speed=Speed(1e8, 1e8)), Disk("/fast", speed=Speed(2e9, 3e9))
 #: Reading counts half, since backward takes twice as long.
-ONE_WAY = Disk("/fast", speed=Speed(2e9, 0.5e9))
-DEFAULTS: dict[str, object] = {}
-ON_DISK = {"tier": "disk", "disk_path": "/fast"}
+DISKS = [Disk("/slow", speed=Speed(1e8, 1e8)), Disk("/fast", speed=Speed(2e9, 0.5e9))]
 
 
 @pytest.mark.parametrize(
-    ("devices", "memory", "fast", "settings", "where", "ratio", "advice"),
+    ("devices", "memory", "settings", "where", "ratio", "advice"),
     [
-        ([CPU], LARGE, FAST, ON_DISK, "cpu to /fast", 50, "width of 133 on, and copies"),
-        ([CPU], LARGE, ONE_WAY, ON_DISK, "cpu to /fast", 100, "width of 267 on, and copies"),
-        ([CPU, GPU], LARGE, FAST, DEFAULTS, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from"),
-        ([CPU, GPU], SMALL, FAST, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "of 962 on."),
-        ([GPU], None, FAST, DEFAULTS, "cuda:0 to host memory", 11_538, "gradient checkpointing"),
+        ([CPU], LARGE, {"tier": "disk", "disk_path": "/fast"}, "cpu to /fast", 100, "width of 267 on, and copies"),
+        ([CPU, GPU], LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from 7,692"),
+        ([CPU, GPU], SMALL, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "of 962 on."),
+        ([GPU], None, {}, "cuda:0 to host memory", 11_538, "gradient checkpointing"),
     ],
 )
 def test_settings_and_a_verdict_follow_from_what_was_measured(
-    devices: list[Device],
-    memory: Memory | None,
-    fast: Disk,
-    settings: dict[str, object],
-    where: str,
-    ratio: float,
-    advice: str,
+    devices: list[Device], memory: Memory | None, settings: dict[str, object], where: str, ratio: float, advice: str
 ) -> None:
     trains = devices[-1].name
-    assert recommended(devices, memory, [SLOW, fast]) == settings
-    found = verdict(devices, [SLOW, fast], [SelfTest(trains, True, 1)], settings)
+    assert recommended(devices, memory, DISKS) == settings
+    found = verdict(devices, DISKS, [SelfTest(trains, True, 1)], settings)
     assert found.works
     assert found.summary == f"Offloading works here: {where}."
     assert found.flop_per_byte == {trains: pytest.approx(ratio, rel=1e-3)}
     assert advice in found.advice[0]
     for moved, equal in ((0, True), (1, False)):
-        assert not verdict(devices, [fast], [SelfTest(trains, equal, moved)], settings).works
+        assert not verdict(devices, DISKS, [SelfTest(trains, equal, moved)], settings).works

