@@ -221,19 +221,14 @@ OF_MEMORY: list[tuple[tuple[SavedRow, ...], dict[str, Any], dict[str, Any], str,
 ]
 
 
-def advice_of(step: tuple[SavedRow, ...], counted: dict[str, Any], config: dict[str, Any]) -> tuple[str, ...]:
-    """Of a run that has counted that, and of which ``step`` was written down."""
-    saved = {"saved_tensors": 25, "saved_bytes": counted.get("steps", 1) * 100 * MIB, "steps": 1, "seconds": 100.0}
-    stats = eo.OffloadStats(**{**saved, **counted})
-    stats._know(eo.OffloadConfig(**config), None, step)
-    return stats.advice
-
-
 @pytest.mark.parametrize(("step", "counted", "config", "says", "names_not"), OF_MEMORY)
 def test_the_first_line_says_what_became_of_memory(
     step: tuple[SavedRow, ...], counted: dict[str, Any], config: dict[str, Any], says: str, names_not: str
 ) -> None:
-    first, *others = advice_of(step, counted, config)
+    saved = {"saved_tensors": 25, "saved_bytes": 100 * MIB, "steps": 1, "seconds": 100.0}
+    stats = eo.OffloadStats(**{**saved, **counted})
+    stats._know(eo.OffloadConfig(**config), None, step)
+    first, *others = stats.advice
     assert_says(first, says)
     assert names_not not in first
     assert first.startswith("Memory fell") or not any("Nothing held" in one for one in others)

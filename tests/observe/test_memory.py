@@ -12,10 +12,27 @@ import torch
 from torch import nn
 
 import eager_offload as eo
+from eager_offload.stats import KeepReason, SavedRow
+from eager_offload.step_memory import peak_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload")
 
 MIB = 1 << 20
+
+
+def test_a_step_holds_what_the_note_says() -> None:
+    """25 operators that save 4 MiB each: so much stays, is on its way, and is the last operator's."""
+
+    def held(prefetch: str, keep_last: str, reason: KeepReason | None = None) -> int:
+        rows = [SavedRow(4 * MIB, 4 * MIB, reason if operator % 5 == 0 else None, operator) for operator in range(25)]
+        given = {"max_inflight_bytes": "12MiB", "prefetch_bytes": prefetch, "keep_last_bytes": keep_last}
+        return peak_of(rows, eo.OffloadConfig(**given)).held // MIB
+
+    assert held("8MiB", "0MiB") == 4 + 12 + 4
+    assert held("8MiB", "20MiB") == 20 + 12 + 4
+    assert held("60MiB", "0MiB") == 60 + 4, "backward holds more"
+    assert held("8MiB", "90MiB") == 100, "all of it"
+    assert held("8MiB", "0MiB", KeepReason.ALIVE) == 20 + 20
 
 
 class Block(nn.Module):

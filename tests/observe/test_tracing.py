@@ -59,6 +59,7 @@ def test_forward_and_backward_are_named_by_module_and_operation(path: Path, net:
 def test_times_and_stalls_are_those_of_the_simulated_device(path: Path, net: Net) -> None:
     with SimulatedBackend() as simulated:
         offload = simulated.offload(**FIELDS | {"prefetch_bytes": 0})
+        step(net, offload)
         first, base = len(simulated.runtime.timeline.spans), simulated.runtime.now
         trace = traced_step(offload, path, net)
         spans = simulated.runtime.timeline.spans[first:]
