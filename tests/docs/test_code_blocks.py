@@ -16,6 +16,7 @@ import importlib.util
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.processes import python
 
 pytestmark = pytest.mark.long
 
-_READ = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
+_READ: dict[str, Callable[[str], Any]] = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
 #: What a page calls the program of its reader.
 _READERS = {"train.py"}
 

@@ -132,7 +132,7 @@ def assert_says(sentence: str, says: str) -> None:
 
 def test_a_plan_is_asked_which_budget_waits_less() -> None:
     stats = eo.OffloadStats(**{**FINE, **PLANNED, "stall_seconds": 53.0})
-    planned = SimpleNamespace(policy="max", relief=Relief(38 * GIB, 0.042))
+    planned: Any = SimpleNamespace(policy="max", relief=Relief(38 * GIB, 0.042))
     stats._know(eo.OffloadConfig(), planned, ())
     relief = 'plan with policy="least" and device_budget="38GiB", and it waits for about 4.2 % of it by the same'
     assert_says(stats.advice[1], f"Compute waited 53 % of the time. The plan predicted a step of 0.5 s: {relief}")

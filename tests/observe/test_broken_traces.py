@@ -104,7 +104,9 @@ def test_an_exception_inside_ends_the_trace_which_is_shown_as_far_as_it_came(
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            x.register_hook(fail) if in_backward else fail(x)
+            if not in_backward:
+                fail(x)
+            x.register_hook(fail)
             return x
 
     with pytest.raises(error, match="no"), offload.trace(path):
