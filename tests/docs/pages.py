@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 ROOT = Path(__file__).parents[2]
@@ -30,21 +30,12 @@ _BLOCK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of a page: ``language`` is what its fence says, ``line`` where its code begins in the file.
+class Block(NamedTuple):
+    """A block of a page: ``language`` is what its fence says, ``line`` where its code begins in the file."""
 
-    No reader sees one that is ``hidden``.
-    """
-
-    page: Path
     line: int
     language: str
     code: str
-    hidden: bool
-
-    def __str__(self) -> str:
-        return f"{name(self.page)}:{self.line}"
 
 
 def name(page: Path) -> str:
@@ -59,13 +50,17 @@ def blocks(page: Path, *languages: str) -> list[Block]:
         part, language = ("code", match["language"]) if match["setup"] is None else ("setup", "python")
         if not languages or language in languages:
             line = text.count("\n", 0, match.start(part)) + 1
-            found.append(Block(page, line, language, textwrap.dedent(match[part]), part == "setup"))
+            found.append(Block(line, language, textwrap.dedent(match[part])))
     return found
+
+
+def prose(page: Path) -> str:
+    """What ``page`` has outside of its blocks."""
+    return _BLOCK.sub("", page.read_text())
 
 
 def links(page: Path) -> list[SplitResult]:
     """Where the text of ``page`` links to in this repository, its pictures among them."""
-    # What a block of code shows is no link; images have attributes that only the site reads.
-    text = re.sub(r"^([ \t]*)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    found = map(urlsplit, re.findall(r"\]\(([^)\s]+)\)", text))
+    # Images have attributes that only the site reads.
+    found = map(urlsplit, re.findall(r"\]\(([^)\s]+)\)", prose(page)))
     return [link for link in found if not link.scheme]

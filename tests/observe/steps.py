@@ -18,8 +18,9 @@ DEPTH = 4
 WIDTH = 64
 #: Bytes of one activation.
 NBYTES = WIDTH * WIDTH * 4
-WINDOW = 2 * NBYTES
-FIELDS = {"min_bytes": NBYTES, "max_inflight_bytes": WINDOW, "prefetch_bytes": WINDOW}
+#: What a step saves: the input, and two results in each layer, of which one is the next layer's input.
+SAVED = (1 + 2 * DEPTH) * NBYTES
+FIELDS = {"min_bytes": NBYTES, "max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES}
 
 
 class Layer(nn.Module):
@@ -51,7 +52,7 @@ def inputs() -> Tensor:
     return torch.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
 
 
-def step(net: Net, around: AbstractContextManager[object]) -> list[Tensor]:
+def step(net: nn.Module, around: AbstractContextManager[object]) -> list[Tensor]:
     """Forward and backward; the gradients."""
     net.zero_grad()
     with around:
@@ -60,26 +61,16 @@ def step(net: Net, around: AbstractContextManager[object]) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
 
 
-def nested(slices: list[Slice]) -> bool:
-    """Whether of any two of a track one is over before the other begins, or contains it."""
-    ends: list[float] = []
-    for one in sorted(slices, key=lambda one: (one.start, -one.seconds)):
-        while ends and ends[-1] <= one.start + 2e-9:
-            ends.pop()
-        if ends and one.stop > ends[-1] + 2e-9:
-            return False
-        ends.append(one.stop)
-    return True
-
-
 def traced(offload: eo.Offload, path: Path, work: Callable[[], object]) -> Trace:
     with offload.trace(path):
         work()
     assert nothing_is_left(offload)
-    return read_trace(path)
+    trace = read_trace(path)
+    assert trace.config == offload.config.to_dict()
+    return trace
 
 
-def traced_step(offload: eo.Offload, path: Path, net: Net) -> Trace:
+def traced_step(offload: eo.Offload, path: Path, net: nn.Module) -> Trace:
     """Of a step, which is the same one as without."""
     expected, found = step(net, nullcontext()), list[Tensor]()
     trace = traced(offload, path, lambda: found.extend(step(net, offload)))
@@ -96,12 +87,8 @@ def nothing_is_left(offload: eo.Offload) -> bool:
     )
 
 
-def of(trace: Trace, *kinds: SliceKind) -> list[str]:
-    return [one.name for one in trace.slices if one.kind in kinds]
-
-
-def moved(trace: Trace, *kinds: SliceKind) -> int:
-    return sum(one.nbytes for one in trace.slices if one.kind in kinds and one.track in kinds)
+def of(trace: Trace, *kinds: SliceKind) -> list[Slice]:
+    return [one for one in trace.slices if one.kind in kinds]
 
 
 def saved(trace: Trace, outcome: str, reason: str = "") -> int:
@@ -110,19 +97,27 @@ def saved(trace: Trace, outcome: str, reason: str = "") -> int:
 
 def assert_sound(trace: Trace) -> None:
     """What holds for every trace whose graphs are gone."""
-    tracks = {(one.device, one.track) for one in trace.slices}
-    for device, track in tracks:
-        on_it = [one for one in trace.slices if (one.device, one.track) == (device, track)]
-        assert nested(on_it), f"slices of {track} cut each other"
+    for track in {(one.device, one.track) for one in trace.slices}:
+        assert_nested([one for one in trace.slices if (one.device, one.track) == track])
     assert all(-1e-6 <= one.start <= one.stop <= trace.seconds + 1e-6 for one in trace.slices)
     stats = trace.stats
-    assert moved(trace, SliceKind.OFFLOAD) == stats["bytes_out"]
-    assert moved(trace, SliceKind.RELOAD, SliceKind.PREFETCH) == stats["bytes_in"]
+    assert sum(one.nbytes for one in of(trace, SliceKind.OFFLOAD)) == stats["bytes_out"]
+    assert sum(one.nbytes for one in of(trace, SliceKind.RELOAD, SliceKind.PREFETCH)) == stats["bytes_in"]
     assert saved(trace, "offloaded") == stats["offloaded_bytes"]
     assert saved(trace, "shared") == stats["shared_bytes"]
     assert {g.reason for g in trace.saved if g.nbytes} - {""} == set(stats["kept_bytes"])
     assert all(saved(trace, "kept", reason) == nbytes for reason, nbytes in stats["kept_bytes"].items())
-    assert sum(group.count for group in trace.saved) == stats["saved_tensors"]
-    last = trace.memory[-1]
-    assert (last.device, last.host, last.disk, last.without_offload) == (0, 0, 0, 0), "the graphs are gone"
+    times = [one.seconds for one in trace.memory]
+    assert times == sorted(times)
+    assert trace.memory[-1][1:] == (0, 0, 0, 0), "the graphs are gone"
     assert trace.dropped == 0
+
+
+def assert_nested(slices: list[Slice]) -> None:
+    """Of any two slices of a track one is over before the other begins, or contains it."""
+    ends: list[float] = []
+    for one in sorted(slices, key=lambda one: (one.start, -one.seconds)):
+        while ends and ends[-1] <= one.start + 2e-9:
+            ends.pop()
+        assert not ends or one.stop <= ends[-1] + 2e-9, f"{one} is cut"
+        ends.append(one.stop)
