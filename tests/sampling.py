@@ -5,7 +5,7 @@ A *sampled* test (``@pytest.mark.sampled(3)``) has more cases than a run has tim
 ``quick=True`` that is so in the quick suite alone (``-m "not long"``, without ``TESTS_QUICK=0``): other runs take all
 cases. Tests with the same ``of="inductor"`` are counted as if they were one test of many cases. A *search* runs a set
 of programs that is the same in every run; where ``TESTS_FRESH`` says for how many seconds, it draws fresh ones after
-that, and prints what draws a failing one again.
+that, and prints what draws a failing one again. ``make test-full`` says 2, but not on CI.
 
     TESTS_WHOLE=1 make test-full     every case of every sampled test
     TESTS_FRESH=60 make test-full    each search draws fresh programs for a minute
