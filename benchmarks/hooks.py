@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from benchmarks.common import Report, Spread, command_line, drive, listed, parse, ratios, show
-from eager_offload.active import unpack
 from eager_offload.config import parse_size
+from eager_offload.contexts import unpack
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import host_runtime
 

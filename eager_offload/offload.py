@@ -6,7 +6,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import eager_offload.compile.ops  # noqa: F401  # defines operators, which graphs of other processes may call
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import (
+    accelerator_in_use,
     compiler_is_loaded,
     no_module,
     on_first_compile,
@@ -27,8 +28,7 @@ from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
-from eager_offload.context import EnteredContext
-from eager_offload.eager import checkpointing
+from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.warm_ups import WarmUp
@@ -36,6 +36,8 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
 from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
+from eager_offload.in_vain import InVain
+from eager_offload.kernels.codecs import CODECS
 from eager_offload.matched_modules import MatchedModules, patterns_of
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
@@ -44,7 +46,6 @@ from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
-from eager_offload.step_memory import why
 from eager_offload.step_plan import StepPlan
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
@@ -130,19 +131,16 @@ class Offload:
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
-        self._serves_compiled_code = self._has_pass = False
+        #: Whether compilers put its transfers into their graphs, or cannot.
+        self._serves_compiled_code = False
         #: The codecs by which it may round.
         self._rounding = frozenset(ROUNDING[one] for one in self.config.codec_rules.values() if one in ROUNDING)
         #: What was warned of.
-        self._warned: set[str] = set()
+        self._in_vain = InVain(self.config, self._accounts)
         self._matched = MatchedModules()
         #: Those that need the names of a model's modules.
         self.patterns = patterns_of(self.config)
         _alive.add(self)
-        #: Outermost contexts in which something was saved, or hidden.
-        self._forwards = 0
-        #: Those, since the last of these, in which nothing was.
-        self._unseen = 0
 
     def _take(self, plan: StepPlan | ComputedPlan) -> None:
         """Has forwards follow ``plan``."""
@@ -166,16 +164,16 @@ class Offload:
             self._hook_pair = hook_pair(text_of(self.config_key, plan))
             if not plan.step_plans:
                 if plan.is_small:
-                    self._warned.add("nothing")  # moves, as the plan has said
+                    self._in_vain.expect_nothing()  # as the plan has said
                 else:
-                    self._warn_once("plan", _NOTHING_TO_FOLLOW)
+                    self._in_vain.warn_once("plan", _NOTHING_TO_FOLLOW)
                 return
             (given,) = plan.step_plans
         assert isinstance(given, StepPlan)
         given.check()
         self._check_codecs(given)
         if not given.slots:
-            self._warned.add("nothing")  # moves, as it is to be
+            self._in_vain.expect_nothing()
         self._hooks.given = given
 
     def _check_codecs(self, plan: StepPlan) -> None:
@@ -255,11 +253,15 @@ class Offload:
             else:
                 _unprepared.add(self)
                 _first_compile.put_on()
-        active.add_patches(checkpointing.patches())
         watch.put_on()
-        context = EnteredContext(self)
+        # A graph of compiled code would have transfers of its own, which no capture can have: compilers are told
+        # nothing there, and autograd calls the hooks for what the code saves.
+        hooks = self._hook_pair if self._hooks.thread.step is None else plain_hooks(self.config_key)
+        context = Context(self, hooks)
         try:
-            context.__enter__()
+            if context.is_outermost:
+                self._begin_forward(context)
+            context.put_on()
         except BaseException:
             context.give_up()
             raise
@@ -270,9 +272,9 @@ class Offload:
     ) -> None:
         if not self.config.enabled:
             return
-        contexts = active.thread.contexts
+        entered = contexts.thread.contexts
         # No call until `try`, where interrupts are seen to: contexts that nest are the rule.
-        context = contexts[-1] if contexts and contexts[-1].offload is self else self._innermost()
+        context = entered[-1] if entered and entered[-1].owner is self else contexts.entered(self)
         if error is not None:
             watch.note(error)
         if context is None:
@@ -281,11 +283,46 @@ class Offload:
                 "for both"
             )
         try:
-            context.__exit__(kind, error, trace)
+            context.take_off()
+            self._leave(context, is_failed=kind is not None)
         finally:
             context.give_up()
+        if (ban := explained_ban(error)) is not None:
+            raise ban from error
         if kind is None and self._hooks.thread.step is None:  # a step is not captured now
             tell()
+
+    def _begin_forward(self, context: Context) -> None:
+        """The calling thread enters this object, by ``context``."""
+        thread, counters = self._hooks.thread, self._accounts.counters
+        self.replace_crashed()
+        thread.begin()
+        context.forward.offloaded_before = counters.offloaded_bytes
+        if isinstance(thread.step, CapturedRun):  # which is no step yet, and may not ask the driver
+            return
+        counters.begin()
+        self._offloaders.release_idle()
+        if self._rounding and accelerator_in_use():
+            accelerator: Any = torch.accelerator.current_accelerator()
+            CODECS.expect(self._rounding, torch.device(accelerator.type, torch.accelerator.current_device_index()))
+        for reason in self._accounts.demoted("uncompiled_codec", CODECS.compile_due()):
+            warn(reason)
+
+    def _leave(self, context: Context, *, is_failed: bool) -> None:
+        """The calling thread has left ``context``, and this object if it is in no other of it."""
+        thread, is_over = self._hooks.thread, contexts.entered(self) is None
+        with without_caller_modes():
+            # With an exception it does not wait: an interrupt would wait for room in a full window.
+            self._hooks.leave(waits=not is_failed, is_outermost=is_over)
+        with without_caller_modes(), self._accounts.lock:
+            if not is_failed:
+                if is_over:
+                    self._in_vain.look_at(context.forward, self._matched, is_own=thread.packed > 0)
+                self._in_vain.saw_foreign_hooks(context.hiding())
+            elif is_over:
+                counters = self._accounts.counters
+                counters.failed_forwards += 1
+                counters.failed_bytes += max(counters.offloaded_bytes - context.forward.offloaded_before, 0)
 
     def held(self) -> Held:
         """What of saved tensors is on the devices now."""
@@ -352,7 +389,7 @@ class Offload:
             raise CaptureStateError(
                 "an Offload(plan=...) cannot be captured: a capture follows what its warm-ups did. Leave plan= out"
             )
-        if self._innermost() is not None or thread.step is not None:
+        if contexts.entered(self) is not None or thread.step is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._accounts.observer is not None:
             raise CaptureStateError(
@@ -391,13 +428,6 @@ class Offload:
     def _is_reentered(self) -> bool:
         return self._accounts.is_held() or can_begin_nothing()
 
-    def _innermost(self) -> active.Context | None:
-        """The innermost ``with`` of this object that the calling thread is in."""
-        for context in reversed(active.thread.contexts):
-            if context.offload is self:
-                return context
-        return None
-
     def compile(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
         """``torch.compile(model, **torch_compile_kwargs)``, which offloads inside of the compiled graphs.
 
@@ -417,10 +447,10 @@ class Offload:
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
         if self.config.enabled:
-            from eager_offload.compile.inductor import install, with_pass
+            from eager_offload.compile.inductor import with_pass
 
-            self._has_pass = True
-            install(self)
+            if not self._serves_compiled_code:
+                self._prepare_for_compiled_code()
             if options := torch_compile_kwargs.get("options"):
                 torch_compile_kwargs["options"] = with_pass(options)
         if isinstance(model, torch.nn.Module):
@@ -441,7 +471,7 @@ class Offload:
         That is the innermost of an equal configuration whose ``with`` the thread is in; outside of one, the process's
         own, which lives as long as the process does unless it is closed.
         """
-        found = active.serving(OffloadConfig.from_given(config, fields).to_text())
+        found = contexts.serving(OffloadConfig.from_given(config, fields).to_text())
         assert isinstance(found, Offload)
         return found
 
@@ -506,8 +536,10 @@ class Offload:
             self._offloaders.poll()
             self._hooks.count_kept()
             self._offloaders.restart_counters()
-            self._forwards = 0
-            if self._innermost() is not None or any(any(offloader.census()) for offloader in self._offloaders.all()):
+            self._in_vain.forwards = 0
+            if contexts.entered(self) is not None or any(
+                any(offloader.census()) for offloader in self._offloaders.all()
+            ):
                 self._accounts.counters.begin()  # a step goes on
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
@@ -573,15 +605,16 @@ class Offload:
         self.refuse_reentry()
         self._offloaders.close(self._hooks.restart)
         self._matched.end()
-        if self._innermost() is None:
+        if contexts.entered(self) is None:
             _unprepared.discard(self)
-        if self._has_pass and self._innermost() is None:
-            from eager_offload.compile.inductor import uninstall
+            if self._serves_compiled_code:
+                self._serves_compiled_code = False
+                with suppress(ImportError, AttributeError):  # names of torch that are private, and gone
+                    from eager_offload.compile.inductor import uninstall
 
-            uninstall(self)
-            self._serves_compiled_code = self._has_pass = False
-        if self._forwards and self._innermost() is None:
-            self.warn_if_nothing_moved()
+                    uninstall(self)
+            if self._in_vain.forwards:
+                self.warn_if_nothing_moved()
         tell()
 
     def offloader_of(self, device: torch.device) -> DeviceOffloader:
@@ -590,7 +623,7 @@ class Offload:
         Raises:
             OffloadError: nothing can be moved off such a device here.
         """
-        if self._innermost() is None:  # of code that is run outside of every `with`
+        if contexts.entered(self) is None:  # of code that is run outside of every `with`
             self.replace_crashed()
         offloader = self._offloaders.of(device)
         if offloader is KeepReason.REGION:
@@ -624,29 +657,18 @@ class Offload:
             patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # names of torch that are private, and gone
             patches = ()
-        active.add_patches(patches)
-        self._has_pass |= bool(patches)
+        contexts.patches.add(patches)
         if not patches:
             # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
-            self._hook_pair = self.pack, active.unpack
+            self._hook_pair = plain_hooks(self.config_key)
             with self._accounts.lock:
                 self._accounts.counters.demote("uncompiled")
-            self._warn_once(
+            self._in_vain.warn_once(
                 "uncompiled",
                 f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
                 "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
             )
-
-    def saw_foreign_hooks(self, count: int) -> None:
-        """So many pairs of other hooks hid what was saved inside of a context of this object."""
-        with self._accounts.lock:
-            self._accounts.counters.foreign_hooks += count
-        self._warn_once(
-            "foreign",
-            "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
-            "this context inside theirs, or leave one of the two out",
-        )
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
         """Warns, once, if forwards were run and nothing of them was offloaded, and says why.
@@ -656,29 +678,7 @@ class Offload:
         Args:
             moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
         """
-        if self._warned & {"nothing", "empty", "foreign", "nested"}:
-            return
-        stats = self._accounts.counters.snapshot(self.config)
-        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
-        if stats.offloaded_bytes == moved_before and not reported:
-            self._warn_once("nothing", f"nothing moved, because {why(stats, self.config)}")
-
-    def warn_of_patterns_in_vain(self) -> None:
-        """Warns, once a field, of patterns of which no module has been called."""
-        found = self._matched.without_calls()
-        for field, instead in (("skip", "no_offload()"), ("codec", "codec(...)")):
-            if patterns := [one.text for one in found if one.field == field]:
-                self._warn_once(
-                    field,
-                    f"{field}={patterns} has had no effect so far: no module that it names has been called. It counts "
-                    "for what is saved where a module is called, as module(x), and not where module.forward(x) is, or "
-                    f"a method of its own: name a module around it, or write `with eager_offload.{instead}:` there",
-                )
-
-    def _warn_once(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warn(message)
+        self._in_vain.warn_if_nothing_moved(moved_before)
 
 
 def _all_held() -> list[tuple[Held, OffloadConfig]]:
@@ -698,6 +698,6 @@ def _prepare_all() -> None:
 #: Those that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
-active.maker.given = Offload
+contexts.make_owner = Offload
 watch.held, watch.is_wanted = _all_held, _alive.__bool__
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

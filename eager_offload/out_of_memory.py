@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import Patch, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
@@ -145,8 +145,7 @@ class _Watch:
 
     def _around(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*arguments: Any, **named: Any) -> Any:
-            for context in active.thread.contexts:
-                context.saw_backward = True
+            contexts.thread.backwards += 1
             try:
                 return replaced(*arguments, **named)
             except Exception as error:

@@ -1,23 +1,26 @@
 """``python -m eager_offload run [--settings ...] train.py ...``: a training script offloads without a change.
 
 Every call of an outermost module in training mode runs in a ``with offload``, as far as that can be done from outside:
-what a script saves between its modules stays. See [Note: Outermost] in ``module_contexts.py``.
+what a script saves between its modules stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, OffloadError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+    from torch import nn
+
     from eager_offload.offload import Offload
 
 _USAGE = """\
@@ -54,7 +57,6 @@ def main(arguments: Sequence[str]) -> int:
     if not command or command[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    from eager_offload.module_contexts import offload_modules  # and torch with it, which --help does not wait for
     from eager_offload.offload import Offload
 
     try:
@@ -76,6 +78,41 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         _report(offload)
     return 0
+
+
+@contextlib.contextmanager
+def offload_modules(offload: Offload) -> Iterator[None]:
+    """Inside, calls of outermost modules in training mode run in a ``with offload``.
+
+    The call of a module is the outermost one where no saved-tensor hooks are in force: inside of a module that is being
+    called ours are, and where a script or a framework has put on its own, an ``Offload`` among them, it is left to
+    these. What checkpointing computes again, in backward, belongs to hooks of torch's.
+    """
+    import torch
+
+    from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
+
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+                return inner(self, *arguments, **named)
+            if top_pack_hook() is not None or current_autograd_node() is not None:
+                return inner(self, *arguments, **named)
+            if offload.patterns and next(self.parameters(), None) is not None:
+                offload.skip_in(self)
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
+                    stack.enter_context(offload)
+                return inner(self, *arguments, **named)
+
+        return call
+
+    patch = on_module_calls(around)
+    patch.put_on()
+    try:
+        yield
+    finally:
+        patch.take_off()
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ pytest.register_assert_rewrite(
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
-from eager_offload import active  # noqa: E402
+from eager_offload import contexts  # noqa: E402
 from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
@@ -135,7 +135,7 @@ def _the_environment_says_nothing() -> Iterator[None]:
 def _nothing_was_compiled() -> Iterator[None]:
     """An ``Offload`` tells of forwards in which it saw nothing only in processes that have compiled nothing."""
     yield
-    active.compiled.clear()
+    contexts.compiled.clear()
     if compiler := sys.modules.get("torch._dynamo.utils"):
         compiler.counters.clear()
 

@@ -125,7 +125,7 @@ def test_h24_what_is_around_ours_or_in_another_thread_or_ours_is_not_foreign(
     nothing_is_hidden(run, disk.offload())
 
 
-# -- hooks that hide nothing: see [Note: which hooks hide] in foreign.py ----------------------------------------------
+# -- hooks that hide nothing: see [Note: which hooks hide] in contexts.py ----------------------------------------------
 
 
 class HandsOn:

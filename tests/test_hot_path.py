@@ -14,7 +14,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import marks
-from eager_offload.active import unpack
+from eager_offload.contexts import unpack
 from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.forking import ForkSafeLock

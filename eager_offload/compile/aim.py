@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import without_dispatch_modes
 from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig
@@ -82,7 +82,7 @@ def _free(config_key: str) -> int | None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     try:
         with without_dispatch_modes():
-            runtime = active.packing(config_key).offloader_of(device).runtime
+            runtime = contexts.serving(config_key, is_hooked=True).offloader_of(device).runtime
             memory = runtime.memory(device)
             if memory is None:
                 return None

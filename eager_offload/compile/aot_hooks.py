@@ -17,15 +17,15 @@ from functools import cache
 import torch
 from torch.fx import GraphModule
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
-from eager_offload.active import configuration_on_top
 from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
 from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
+from eager_offload.contexts import configuration_on_top
 from eager_offload.errors import warn
 
 #: What was decided about a graph, value by value.
@@ -49,10 +49,10 @@ def compiling_for(text: str) -> Iterator[None]:
     """
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
-    active.add_patches(patches())
+    contexts.patches.add(patches())
     before, _thread.text = _thread.text, text
     try:
-        with active.patched():
+        with contexts.patches.used():
             yield
     finally:
         _thread.text = before

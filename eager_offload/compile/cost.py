@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import (
     HigherOrderOperator,
     OpOverload,
@@ -201,7 +201,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
     """
     try:
         with without_dispatch_modes():
-            offloader: DeviceOffloader = active.packing(text).offloader_of(device)
+            offloader: DeviceOffloader = contexts.serving(text, is_hooked=True).offloader_of(device)
             if offloader.tiers[0].name == "disk":
                 disk = disk_bandwidth(text)
                 return disk.write if direction is Direction.OUT else disk.read

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx import Graph
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import EmptyGraphModule, hide_from_compilers, unpack_before_compiled_backwards
 from eager_offload.compile.aim import key_of
 from eager_offload.compile.cache_key import cache_key
@@ -39,7 +39,7 @@ class _Hook(EmptyGraphModule):
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:
         """One call of ``offloads``, with what compilers key on: they cannot know what a Python function will do."""
-        active.compiled.set()
+        contexts.compiled.set()
         graph = Graph()
         call = graph.call_function(offloads, (graph.placeholder("tensor"),))
         graph.output(call)
@@ -47,17 +47,16 @@ class _Hook(EmptyGraphModule):
         return graph
 
 
-class PackHook(_Hook):
-    """Packs by the configuration ``config_key``."""
+class PackHook(_Hook, contexts.PackHook):
+    """Packs by the configuration ``config_key``, and tells compilers of ``text``."""
 
-    def __call__(self, tensor: Tensor) -> object:
-        return active.packing(self.config_key).pack(tensor)
+    __call__ = contexts.PackHook.__call__
 
 
 class UnpackHook(_Hook):
     """Unpacks whatever a pack hook has made."""
 
-    __call__ = staticmethod(active.unpack)
+    __call__ = staticmethod(contexts.unpack)
 
 
 class HookPair(NamedTuple):
@@ -77,7 +76,6 @@ def hook_pair(text: str) -> HookPair:
     if pair is None:
         with _pairs_lock.lock:
             pair = _pairs.setdefault(text, HookPair(PackHook(text), UnpackHook(text)))
-            active.has_hook(text, pair.pack)
     return pair
 
 
@@ -90,8 +88,8 @@ def offloads(packed: Tensor) -> Tensor:
 @cache
 def serve_compiled_backwards() -> None:
     """Has backwards that autograd compiles take what these hooks have packed, for as long as the process lives."""
-    unpack_before_compiled_backwards(lambda hook: hook is active.unpack or isinstance(hook, UnpackHook))
+    unpack_before_compiled_backwards(lambda hook: hook is contexts.unpack or isinstance(hook, UnpackHook))
 
 
-for hidden in (offloads, PackHook.__call__, active.unpack):
+for hidden in (offloads, PackHook.__call__, contexts.unpack):
     hide_from_compilers(hidden)

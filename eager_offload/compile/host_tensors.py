@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import own, owned_by, set_over
 from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
@@ -175,7 +175,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
 def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> int:
     """A forward graph that moves something begins; returns the bytes that it keeps for its backward."""
     counters = offloader.accounts.counters
-    counters.begin(step=not active.thread.contexts)  # nothing of it need run inside a `with`
+    counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits and counters.demote("unpinned"):

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import OpOverload, library
 from eager_offload.compile import host_tensors
 from eager_offload.errors import OffloadError
@@ -98,9 +98,9 @@ def _offload(
         raise OffloadError(f"eager_offload::offload takes a strided tensor, not one of layout {source.layout}")
     if source.numel() == 0:
         if region is not None:
-            active.serving(config).count_kept(region)
+            contexts.serving(config).count_kept(region)
         return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
-    offloader = active.serving(config).offloader_of(source.device)
+    offloader = contexts.serving(config).offloader_of(source.device)
     offloader.accounts.counters.max_inflight_bytes = window
     return host_tensors.offload(
         offloader,

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import (
     OpOverload,
     fake_mode_of,
@@ -85,7 +85,7 @@ def differentiated(forward: Graph, gradients: Sequence[object]) -> set[Node]:
         if isinstance(gradient, Node) and (value := tensor_of(node)) is not None and value.is_floating_point()
     }
     made = _makers(forward)
-    with active.outside(), without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+    with contexts.outside(), without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
         for node in forward.nodes:
             if node.op != "call_function" or values.keys().isdisjoint(node.all_input_nodes):
                 continue

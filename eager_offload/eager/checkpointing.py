@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_offload import active, marks
+from eager_offload import contexts, marks
 from eager_offload._torch import (
-    Patch,
     checkpoint_store_key,
     current_backward,
     is_collective,
@@ -254,20 +253,19 @@ def _saver() -> Saver | None:
     """That of the calling thread."""
     if _thread.saver is not None:
         return _thread.saver
-    offload = active.current()
+    offload = contexts.current()
     if offload is None:
         return None
     config = offload.config
     moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and config.slowdown is None
-    return Saver(offload.pack, active.unpack, config.size("min_bytes"), moves_all)
+    return Saver(offload.pack, contexts.unpack, config.size("min_bytes"), moves_all)
 
 
 @contextmanager
 def saving_with(saver: Saver) -> Iterator[None]:
     """What the calling thread's checkpoints save goes to ``saver``, without any ``with offload:``."""
-    active.add_patches(patches())
     before = _thread.saver
-    with active.patched():
+    with contexts.patches.used():
         _thread.saver = saver
         try:
             yield
@@ -275,7 +273,5 @@ def saving_with(saver: Saver) -> Iterator[None]:
             _thread.saver = before
 
 
-@cache
-def patches() -> tuple[Patch, ...]:
-    """What has torch's selective checkpointing use the modes of this module in a context."""
-    return tuple(on_checkpoints(_begin_caching, _begin_cached))
+#: In a context, selective checkpointing uses the modes of this module.
+contexts.patches.add(on_checkpoints(_begin_caching, _begin_cached))

@@ -71,8 +71,8 @@ class ThreadState:
     def __init__(self) -> None:
         #: Names the thread's current forward.
         self.sequence = next(_sequences)
-        #: How many tensors were packed in it.
-        self.packed = 0
+        #: How many tensors were packed in it; unknown where the object was closed in the midst of it, and not 0 then.
+        self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
         self._forwards: dict[SavedTensors, Forward] = {}
         #: Whether what is packed next is the first of a forward that may follow a plan, what follows one, and what

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from eager_offload import active
 from eager_offload._torch import address_and_version
+from eager_offload.contexts import unpack
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.subclasses import WrappedTensor
 from eager_offload.errors import SavedTensorModifiedError
@@ -62,5 +62,5 @@ class _BeforeChange:
     def clone(self) -> Tensor | None:
         """The saved tensor, in memory of its own; ``None`` if it was changed already where the mode did not see it."""
         with contextlib.suppress(SavedTensorModifiedError):
-            return active.unpack(self._handle).clone()
+            return unpack(self._handle).clone()
         return None

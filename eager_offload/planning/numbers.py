@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import Patch, compiled_frames, function_modes, generators, without_dispatch_modes
+from eager_offload.contexts import Patches
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def by_itself() -> Iterator[None]:
     count for nothing."""
     with ExitStack() as stack:
         stack.enter_context(_uncompiled())
-        stack.enter_context(active.outside())
+        stack.enter_context(contexts.outside())
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -76,41 +77,19 @@ class _StanceOfThread:
         return "force_eager" if name == "stance" and _local.is_uncompiled else getattr(self._shared, name)
 
 
-class _SharedPatch:
-    """Is on while any thread uses it."""
-
-    def __init__(self, owner: Callable[[], object], name: str, around: Callable[[Any], object]) -> None:
-        self._owner, self._name, self._around = owner, name, around
-        self._lock, self._users = threading.Lock(), 0
-        self._patch: Patch | None = None
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-
-    def _count(self, more: int) -> None:
-        """So many threads more use it, or fewer."""
-        with self._lock:
-            before, self._users = self._users, self._users + more
-            if 0 not in (before, self._users) or not hasattr(self._owner(), self._name):
-                return
-            if self._patch is None:
-                self._patch = Patch(self._owner(), self._name, self._around)
-            (self._patch.put_on if self._users else self._patch.take_off)()
+_generator = Patches(lambda: _patch(generators, "default_generator", _GeneratorOfThread))
+_stance = Patches(lambda: _patch(compiled_frames(), "_stance", _StanceOfThread))
 
 
-_generator = _SharedPatch(lambda: generators, "default_generator", _GeneratorOfThread)
-_stance = _SharedPatch(compiled_frames, "_stance", _StanceOfThread)
+def _patch(owner: object, name: str, around: Callable[[Any], object]) -> list[Patch]:
+    return [Patch(owner, name, around)] if hasattr(owner, name) else []
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """The calling thread runs compiled functions as they were written: see [Note: compiled code]."""
     before = _local.is_uncompiled
+    compiled_frames()  # imported here, and not while others wait for the lock
     with _stance.used():
         _local.is_uncompiled = True
         try:

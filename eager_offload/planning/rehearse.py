@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import without_torch_function
 from eager_offload.codecs import PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
@@ -117,7 +117,7 @@ class _Stage:
         self._node = -1
         #: What forward holds, what graphs hold, and what backward holds.
         self._tensors: dict[int, Tensor] = {}
-        self._handles: dict[int, active.Handle] = {}
+        self._handles: dict[int, contexts.Handle] = {}
         self._returned: dict[int, list[Tensor]] = defaultdict(list)
         self._released: dict[int, int] = {}
         self._returning = set[int]()
@@ -247,7 +247,7 @@ class _Stage:
         handle = self._handles.get(self._program.asks[at].save)
         if handle is None:
             return
-        tensor = active.unpack(handle)
+        tensor = contexts.unpack(handle)
         if save.storage >= 0:
             self._returned[save.storage].append(tensor)
             if tensor.untyped_storage() is not self._originals[save.storage]():

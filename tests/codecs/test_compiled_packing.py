@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import eager_offload.context
 import eager_offload.eager.packing
 import eager_offload.eager.saving
 import eager_offload.kernels.codecs as module
+import eager_offload.offload
 from eager_offload import OffloadStats
 from eager_offload.codecs import BF16, BitMask, BlockFP8, BlockInt, Codec, Narrow, TensorMeta
 from eager_offload.codecs.names import is_compiled
@@ -37,7 +37,7 @@ WITHOUT = nullcontext()
 def kernels(monkeypatch: pytest.MonkeyPatch) -> CodecKernels:
     """Those of a process that has packed nothing, in which a size is worth it from its first tensor on."""
     found = CodecKernels()
-    monkeypatch.setattr(eager_offload.context, "CODECS", found)
+    monkeypatch.setattr(eager_offload.offload, "CODECS", found)
     monkeypatch.setattr(eager_offload.eager.packing, "CODECS", found)
     monkeypatch.setattr(eager_offload.eager.saving, "CODECS", found)
     monkeypatch.setattr(module, "_WORTH", 1)

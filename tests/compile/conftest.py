@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload import active
+from eager_offload import contexts
 from tests.compile.sanitizer import sanitized
 from tests.hazards.backends import DiskBackend
 from tests.threads import collect
@@ -22,7 +22,7 @@ def _nothing_stays_open() -> Iterator[None]:
     torch._dynamo.reset()
     collect()
     # The collector does not name what was frozen with the modules, and those that stand live for ever.
-    for one in [*active._standing.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
+    for one in [*contexts._standing.values(), *(one for one in gc.get_objects() if type(one) is eo.Offload)]:
         one.close()
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Node
 
 import eager_offload as eo
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload.compile import (
     Choice,
     choose,
@@ -129,7 +129,7 @@ def moving(choice: Choice) -> set[str]:
 
 def stats_of(config: eo.OffloadConfig) -> eo.OffloadStats:
     """What was done for graphs of ``config`` outside of every ``with``."""
-    return active.serving(config.to_text()).stats(synchronize=True)
+    return contexts.serving(config.to_text()).stats(synchronize=True)
 
 
 def assert_moves_exactly(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import eager_offload as eo
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload.compile import ops
 from eager_offload.engine.offloader import Census
 from eager_offload.tiers.base import MustGrow, Slot
@@ -207,7 +207,7 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
 ) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=0)
     source = torch.randn(64, 64)
-    monkeypatch.setattr(active.maker, "new", lambda config: one)
+    monkeypatch.setattr(contexts, "make_owner", lambda config: one)
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -220,7 +220,7 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
     stats = one.stats(synchronize=True)
     assert stats.bytes_out == stats.bytes_in == source.nbytes
     assert stats.is_approximate
-    active._standing.pop(one.config_key)
+    contexts._standing.pop(one.config_key)
     one.close()
 
 

@@ -47,7 +47,7 @@ FIELDS = {"max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES, "keep_
 _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE / "tiers" / "directories.py"}
 
 #: Modules with state of their own, for all objects of a process.
-_SHARED = {"active.py", "foreign.py", "marks.py", "ownership.py"}
+_SHARED = {"contexts.py", "marks.py", "ownership.py"}
 #: The code that looks steps up in a table.
 _LOOKING_UP = {"followed.py", "following.py", "plans.py"}
 
@@ -70,7 +70,7 @@ def is_ours(code: CodeType) -> bool:
         PACKAGE in path.parents
         and path != PACKAGE / "planning" / "simulated.py"
         and path not in _OUTSIDE
-        and not (path.name in ("offload.py", "context.py") and code.co_name in ("__init__", "__exit__"))
+        and not (path.name in ("offload.py", "contexts.py") and code.co_name in ("__init__", "__exit__"))
     )
 
 
@@ -105,13 +105,15 @@ def after_jumps_back(code: CodeType) -> frozenset[int]:
 
 
 def has_lines(code: CodeType) -> bool:
-    """Whether every line of ``code`` counts. Of what the objects of a process share it is the entries of functions.
+    """Whether every line of ``code`` counts. Of what the objects of a process share it is the entries of functions; a
+    context, which stands beside that, is of one object.
 
     Their state outlives an object whose offloader has crashed: there statements without a call in between, where no
     signal is looked for, belong together.
     """
     path = Path(code.co_filename)
-    return not {PACKAGE / "tiers", PACKAGE / "runtime"} & set(path.parents) and path.name not in _SHARED
+    is_shared = path.name in _SHARED and not code.co_qualname.startswith("Context.")
+    return not {PACKAGE / "tiers", PACKAGE / "runtime"} & set(path.parents) and not is_shared
 
 
 class Walk:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload import active
+from eager_offload import contexts
 from eager_offload._torch import top_pack_hook
 from eager_offload.planning.trace import trace
 from tests.hazards.programs import assert_identical
@@ -64,8 +64,8 @@ def test_inside_of_a_context_nothing_is_seen_of_it(
     expected = gradients(model, lambda: model(x))
     with eo.Offload(CONFIG, tier="disk", disk_path=tmp_path) as offload:
         plan(planning, x.clone())
-        hooks, contexts = top_pack_hook(), list(active.thread.contexts)
-        assert len(contexts) == 1
+        hooks, entered = top_pack_hook(), list(contexts.thread.contexts)
+        assert len(entered) == 1
         assert offload.stats().saved_tensors == 0
 
         def forward() -> Tensor:
@@ -75,7 +75,7 @@ def test_inside_of_a_context_nothing_is_seen_of_it(
 
         found = gradients(model, forward)
         assert top_pack_hook() is hooks
-        assert active.thread.contexts == contexts
+        assert contexts.thread.contexts == entered
     assert_identical(expected, found)
     stats = offload.stats(synchronize=True)
     assert stats.bytes_out > 0

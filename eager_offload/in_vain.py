@@ -1,0 +1,120 @@
+"""Tells the user, once, that a context can do nothing where it stands, or that nothing of a training has moved."""
+
+from __future__ import annotations
+
+from eager_offload import contexts
+from eager_offload.config import OffloadConfig
+from eager_offload.contexts import Forward
+from eager_offload.errors import warn
+from eager_offload.matched_modules import MatchedModules
+from eager_offload.stats import Accounts, KeepReason
+from eager_offload.step_memory import why
+
+#: How many forwards a plain loop runs before it is looked at whether anything moved.
+_LOOKED_AT = 3
+_EMPTY = (
+    "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks inside it hide "
+    "them, or the forward ran elsewhere. Enter this context inside the others, around the forward alone"
+)
+_NESTED = (
+    "another Offload, entered inside this context, took all that was saved here: autograd gives a saved tensor to the "
+    "innermost one alone, so this one moves nothing. Leave one of the two out"
+)
+_BACKWARD_ALONE = (
+    "this context is around backward alone, and what backward reads was saved before: nothing moves. Put "
+    "`with offload:` around the forward; backward may run inside or outside"
+)
+_UNSEEN = (
+    f"no saved tensor was seen in {_LOOKED_AT} contexts, so nothing moved: put `with offload:` around the forward of "
+    "a model that trains, under grad mode"
+)
+_FOREIGN = (
+    "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
+    "this context inside theirs, or leave one of the two out"
+)
+
+
+class InVain:
+    """What one ``Offload`` has warned of, each once, and what it has to know for that."""
+
+    def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
+        self._config, self._accounts = config, accounts
+        self._warned: set[str] = set()
+        #: Forwards in which something was saved.
+        self.forwards = 0
+        #: Those, since the last of these, in which nothing was.
+        self._unseen = 0
+
+    def warn_once(self, what: str, message: str) -> None:
+        """Warns with ``message``, the first time for ``what``."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warn(message)
+
+    def expect_nothing(self) -> None:
+        """Takes it to be meant that nothing moves."""
+        self._warned.add("nothing")
+
+    def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
+        """Looks at a forward that is over. The lock is held.
+
+        Args:
+            forward: on the calling thread.
+            matched: the modules that patterns of the configuration name.
+            is_own: whether a saved tensor came to this ``Offload``.
+        """
+        seen = forward.seen()
+        if is_own or seen.packed:
+            self._unseen = 0
+            self.forwards += 1
+            if not is_own:
+                self.warn_once("nested", _NESTED)
+            if self.forwards == _LOOKED_AT:
+                self.warn_if_nothing_moved()
+                if not contexts.compiled.is_set():  # what a compiler has traced may have called them
+                    self._warn_of_patterns(matched)
+        elif contexts.compiled.is_set():
+            return
+        elif seen.nodes:
+            self._accounts.counters.empty_forwards += 1
+            self.warn_once("empty", _EMPTY)
+        elif not self.forwards and forward.may_save:
+            self._unseen += 1
+            if seen.backwards:
+                self.warn_once("unseen", _BACKWARD_ALONE)
+            elif self._unseen == _LOOKED_AT:
+                self.warn_once("unseen", _UNSEEN)
+
+    def saw_foreign_hooks(self, count: int) -> None:
+        """Counts as many pairs of other hooks, which hid what was saved in a context. The lock is held."""
+        if count:
+            self._accounts.counters.foreign_hooks += count
+            self.warn_once("foreign", _FOREIGN)
+
+    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+        """Warns, once, if forwards were run and nothing of them was offloaded, and says why.
+
+        A plain loop is looked at after its third forward and in :meth:`Offload.close`, an integration's at the end of
+        training.
+
+        Args:
+            moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
+        """
+        if self._warned & {"nothing", "empty", "foreign", "nested"}:
+            return
+        stats = self._accounts.counters.snapshot(self._config)
+        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
+        if stats.offloaded_bytes == moved_before and not reported:
+            self.warn_once("nothing", f"nothing moved, because {why(stats, self._config)}")
+
+    def _warn_of_patterns(self, matched: MatchedModules) -> None:
+        """Warns, once a field, of patterns of which no module has been called."""
+        found = matched.without_calls()
+        for field, instead in (("skip", "no_offload()"), ("codec", "codec(...)")):
+            if patterns := [one.text for one in found if one.field == field]:
+                self.warn_once(
+                    field,
+                    f"{field}={patterns} has had no effect so far: no module that it names has been called. It counts "
+                    "for what is saved where a module is called, as module(x), and not where module.forward(x) is, or "
+                    f"a method of its own: name a module around it, or write `with eager_offload.{instead}:` there",
+                )
