@@ -83,9 +83,9 @@ class _Thread(threading.local):
     """What the calling thread is in, and what it has done so far."""
 
     packed = 0
-    """Saved tensors that hooks of any ``Offload`` were given."""
+    """Saved tensors that hooks of any ``Offload`` were given, but for those in ``outside``."""
     backwards = 0
-    """Backwards that it has begun."""
+    """Backwards that it has begun, but for those in ``outside``."""
     elsewhere = 0
     """Autograd nodes that it has made in ``outside``."""
 
@@ -418,7 +418,8 @@ class Context:
 @contextmanager
 def outside() -> Iterator[None]:
     """The calling thread is in no context meanwhile, and what it saves goes to no hooks; then it is as before."""
-    contexts, nodes, hooks = thread.contexts, autograd_sequence(), list[HookFunctions]()
+    contexts, hooks = thread.contexts, list[HookFunctions]()
+    packed, backwards, nodes = thread.packed, thread.backwards, autograd_sequence()
 
     def take_off(found: list[HookFunctions]) -> None:
         hooks[:], found[:] = found, []
@@ -432,7 +433,7 @@ def outside() -> Iterator[None]:
         yield
     finally:
         replace_hooks(put_back)
-        thread.contexts = contexts
+        thread.contexts, thread.packed, thread.backwards = contexts, packed, backwards
         thread.elsewhere += autograd_sequence() - nodes
 
 

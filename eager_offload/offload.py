@@ -14,7 +14,8 @@ from typing import Any, Self, TypeAlias, Unpack
 import torch
 from torch import Tensor
 
-import eager_offload.compile.ops  # noqa: F401  # defines operators, which graphs of other processes may call
+import eager_offload.compile.ops  # defines operators, which graphs of other processes may call
+import eager_offload.eager.checkpointing  # noqa: F401  # has selective checkpointing save with us in a context
 from eager_offload import contexts
 from eager_offload._torch import (
     accelerator_in_use,
