@@ -93,6 +93,24 @@ def test_h42_with_hooks_of_others_in_between(backend: Backend) -> None:
     assert_moved(assert_settled(first))
 
 
+def test_h42_what_hooks_of_others_have_left_behind_goes_and_not_an_open_context_of_ours(backend: Backend) -> None:
+    first, second = KINDS["equal"](backend, 2)
+    theirs, x = Theirs(), leaf(16, 16)
+    theirs.__enter__()
+    first.__enter__()
+    theirs.__exit__(None, None, None)  # takes ours off
+    second.__enter__()
+    first.__exit__(None, None, None)
+    h = stage(x, x)
+    second.__exit__(None, None, None)
+    assert hooks_are_gone()
+    assert theirs.packed == 0
+    h.sum().backward()
+    assert_identical(plain(1), x.grad)
+    del h
+    assert_moved(assert_settled(second))
+
+
 def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Backend) -> None:
     first, second = KINDS["different"](backend, 2)
     graphs, x = list[Tensor](), leaf(16, 16)
