@@ -10,8 +10,8 @@ import pytest
 from tests.processes import printed_by
 
 HAZARDS = (
-    *("streams", "copies", "interrupts", "reentry", "in_between", "short_memory", "overlapping", "replaced_memory"),
-    *("neighbours", "versions", "subclasses", "lifetime", "copied_objects", "modes"),
+    *("copies", "interrupts", "reentry", "in_between", "short_memory", "overlapping", "replaced_memory"),
+    *("versions", "subclasses", "lifetime", "copied_objects", "modes"),
 )
 #: Scripts have the bytes that travel; compiled programs have settings of their own.
 LEFT_OUT = "script or aot_eager or inductor"
