@@ -91,11 +91,12 @@ def scenario_of(program: OfCorpus) -> Scenario:
         torch.manual_seed(0)
         first = body(nullcontext())
         torch.manual_seed(0)
+        second = body(nullcontext())
         try:
-            machine.identical(first, body(nullcontext()))
+            machine.identical(first, second)
         except AssertionError as error:
             raise Skipped("this device does not compute it twice to the same bits") from error
-        del first
+        del first, second
         reloads = Flag.NOTHING_BACK not in program.flags
         same(machine, body, least=program.moved, reloads=reloads, **program.fields)
 

@@ -99,6 +99,7 @@ def same_gradients(
     reloads: bool = True,
     held: bool = False,
     regimes: Sequence[Regime] = REGIMES,
+    again: list[OffloadStats] | None = None,
     **fields: Any,
 ) -> list[OffloadStats]:
     """Asserts that ``program`` gives the same bits with offload in every regime, and that its bytes did move.
@@ -109,6 +110,7 @@ def same_gradients(
         moved: the part of the eligible bytes that has to move.
         reloads: whether bytes have to come back when everything has left before backward begins.
         held: whether the program itself holds on to what it saved.
+        again: is given the stats of every second time.
         fields: of the config.
 
     Returns:
@@ -130,9 +132,11 @@ def same_gradients(
             assert_identical(expected, actual, where)
             del actual
             found.append(assert_settled(offload))
-        stats = found[0]
+        stats, *later = found
         offload.close()
         backend.offloads.remove(offload)
+        if again is not None:
+            again += later
         if backend.runtime.holds_copies_back and not (regime.settled or at_once):
             assert stats.offloaded_bytes > 0, "backward can have come first to most of it, but not to all"
             continue

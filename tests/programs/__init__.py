@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,6 @@ class Flag(Enum):
     """It computes on streams of an accelerator: the virtual device, or a GPU."""
     HELD = auto()
     """The program itself holds what it saves: that need not leave a second time."""
-    DIFFERS = auto()
-    """No two of its steps are alike: none is looked up in a table."""
     SOURCES_CHANGE = auto()
     """It writes over what it saved, while that may be on its way out: see :attr:`tests.hazards.backends.Backend`."""
     NO_SCRIPT = auto()
@@ -92,7 +91,10 @@ class Program:
     @property
     def file(self) -> str:
         """Where it is written, as named from ``tests/`` on."""
-        return "/".join((self.step or self.body).__module__.split(".")[1:]) + ".py"
+        function: Any = self.step or self.body
+        while isinstance(function, partial):
+            function = function.func
+        return "/".join(function.__module__.split(".")[1:]) + ".py"
 
     def __str__(self) -> str:
         return self.name
