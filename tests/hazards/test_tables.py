@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_h54_what_differs_is_counted_and_each_save_as_without(name: str) -> None
     assert found[0][: None if whole else 1] == found[1][: None if whole else 1]
 
 
-def in_a_capture(offload: Offload, patch: pytest.MonkeyPatch) -> None:
+def in_a_capture(offload: Offload, patch: pytest.MonkeyPatch, _: ExitStack) -> None:
     patch.setattr(offloader_of(offload), "can_capture", True)
     patch.setattr(offloader_of(offload).runtime, "is_capturing", lambda device: True)
 
@@ -167,8 +167,8 @@ def in_a_capture(offload: Offload, patch: pytest.MonkeyPatch) -> None:
     ("what", "begin", "kept"),
     [
         ("capture", in_a_capture, {"region": 3}),
-        ("interrupt", lambda offload, patch: offloader_of(offload).crash(), {"failed": 6}),
-        ("trace", lambda offload, patch: offload.trace(os.devnull).__enter__(), {}),
+        ("interrupt", lambda offload, *_: offloader_of(offload).crash(), {"failed": 6}),
+        ("trace", lambda offload, _, ends: ends.enter_context(offload.trace(os.devnull)), {}),
     ],
 )
 def test_h54_what_begins_in_the_middle_of_a_step_ends_the_looking_up(
@@ -189,7 +189,8 @@ def test_h54_what_begins_in_the_middle_of_a_step_ends_the_looking_up(
     offload, expected = backend.offload(step_plans=True), step(nullcontext())
     for _ in range(2):
         step(Settled(offload))
-    assert_identical(expected, step(Settled(offload), lambda: begin(offload, monkeypatch)))
+    with ExitStack() as ends:
+        assert_identical(expected, step(Settled(offload), lambda: begin(offload, monkeypatch, ends)))
     stats = offload.stats(synchronize=True)
     assert (stats.followed_forwards, stats.plan_misses) == (2, {what: 1})
     assert {reason: stats.kept_bytes[reason] for reason in kept} == {why: count * SIZE for why, count in kept.items()}

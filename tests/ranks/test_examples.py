@@ -42,7 +42,9 @@ def moved(said: str) -> list[float]:
 
 def learnt(said: str) -> list[str]:
     """Losses, and the digest of the parameters of each rank that prints one; ranks write in any order."""
-    found = re.findall(r"parameters \w{12,}|step \d+: loss [\d.]+|losses [\d. ]+", said)
+    found = re.findall(
+        r"parameters (?:[0-9a-f]{16}|[0-9a-f]{12})|step \d+: loss [\d.]+|losses [\d. ]+|'loss': '[\d.]+'", said
+    )
     assert len(found) >= 3, said
     return sorted(found)
 
