@@ -162,4 +162,4 @@ _reads("H14-read-on-another-stream-and-here", [True, False])
 _reads("H14-read-here-and-there-in-turn", [True, True, False, True])
 # What a table brings back is ordered for the stream of its forward.
 _ALIKE = [[False], [False], [False], [True], [False], [False, True], [False]]
-_reads("H14-steps-alike-but-for-the-stream", *_ALIKE, strides=[1], flags=[Flag.NO_SCRIPT])
+_reads("H14-steps-alike-but-for-the-stream", *_ALIKE, strides=[1])

@@ -57,7 +57,7 @@ _OTHERS: dict[str, list[Callable[[Run], object]]] = {
 }
 for _name, _changed in _OTHERS.items():
 
-    @program(f"H54-a-step-{_name}", Flag.EAGER, Flag.NO_SCRIPT)
+    @program(f"H54-a-step-{_name}", Flag.EAGER)
     def _(run: Run, changed: list[Callable[[Run], object]] = _changed) -> object:
         results = [branches(run, FIRST, seed) for seed in range(2)]
         for step in changed:
@@ -73,7 +73,7 @@ def _steps(
 ) -> None:
     """Adds a program of one step for each of ``cases``; ``forward`` returns what is differentiated, and leaves."""
 
-    @program(f"H54-{name}", Flag.EAGER, Flag.NO_SCRIPT, *flags, moved=moved)
+    @program(f"H54-{name}", Flag.EAGER, *flags, moved=moved)
     def _(run: Run) -> object:
         results = []
         for case in cases:
@@ -157,7 +157,7 @@ _steps("a-graph-of-gradients", _differentiated_inside, range(3))
 
 for _counts in ((1, 1, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2)):
 
-    @program(f"H54-backwards-{'-'.join(map(str, _counts))}", Flag.EAGER, Flag.NO_SCRIPT)
+    @program(f"H54-backwards-{'-'.join(map(str, _counts))}", Flag.EAGER)
     def _(run: Run, counts: Sequence[int] = _counts) -> object:
         results = []
         for count in counts:
@@ -171,7 +171,7 @@ for _counts in ((1, 1, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2)):
         return results
 
 
-@program("H54-a-parameter-that-an-operator-has-changed", Flag.EAGER, Flag.NO_SCRIPT)
+@program("H54-a-parameter-that-an-operator-has-changed", Flag.EAGER)
 def _(run: Run) -> object:
     """It has a node then, which owns the handle: a cycle that no collector sees, if what saves it holds it."""
     results, storages = [], []
@@ -193,7 +193,7 @@ def _(run: Run) -> object:
 
 for _before in (0, 1):
 
-    @program(f"H54-a-change-after-{_before}-backwards", Flag.EAGER, Flag.NO_SCRIPT, Flag.SOURCES_CHANGE, moved=0.6)
+    @program(f"H54-a-change-after-{_before}-backwards", Flag.EAGER, Flag.SOURCES_CHANGE, moved=0.6)
     def _(run: Run, before: int = _before) -> object:
         results = []
         for changes in (False, False, True):
