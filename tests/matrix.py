@@ -85,7 +85,7 @@ def makes_sense(program: Program, way: Way, place: Place) -> bool:
         case Way.CHECKPOINTED:
             return program.step is not None and Flag.NO_CHECKPOINT not in flags
         case Way.CAPTURED:
-            return program.step is not None and Flag.EAGER not in flags and place is Place.VIRTUAL
+            return program.step is not None and Flag.NO_CAPTURE not in flags and place is Place.VIRTUAL
     return True
 
 

@@ -40,6 +40,8 @@ class Flag(Enum):
     """Only a compiler takes it, or eager code has nothing of the kind to show: it does not run uncompiled."""
     NO_INDUCTOR = auto()
     """Inductor does not compile it even without offload, or makes nothing else of it than ``aot_eager`` does."""
+    NO_CAPTURE = auto()
+    """No replay repeats it: it draws numbers, changes buffers, or asks the host or a backward of its own."""
     NO_CHECKPOINT = auto()
     """Its forward may not run twice, or what it saves is the point."""
     HOST = auto()

@@ -120,7 +120,9 @@ for _kind in HOW:
         program(f"H23-around-the-context-{_kind}", Flag.EAGER)(partial(around_the_context, kind=_kind))
 
 
-@step("H62-a-checkpoint-computes-again-with-the-attributes-of-its-inputs", Flag.EAGER, Flag.NO_CHECKPOINT)
+@step(
+    "H62-a-checkpoint-computes-again-with-the-attributes-of-its-inputs", Flag.EAGER, Flag.NO_CAPTURE, Flag.NO_CHECKPOINT
+)
 def _() -> tuple[Callable[..., Tensor], list[Any]]:
     def block(layer: nn.Module, x: Tensor, mask: Any) -> Tensor:
         return torch.where(mask, 0.0, layer(x) * mask.scale)

@@ -47,6 +47,7 @@ def _forward(layer: nn.Module, x: Tensor) -> Tensor:
 for _name, (_make, _size) in _LAYERS.items():
     _flags = [Flag.SOURCES_CHANGE] if _name in _WRITING else []
     _flags += [Flag.HOST] if _name == "sparse-embedding" else []
+    _flags += [Flag.NO_CAPTURE] if "dropout" in _name else []
     step(f"H31-{_name}", Flag.EAGER, *_flags)(lambda make=_make, size=_size: (_forward, [make(), leaf(*size)]))
 
 
@@ -65,7 +66,7 @@ def _(run: Run) -> object:
 
 
 # A checkpoint of torch stops to compute again as soon as it has seen the last save: before this noise is drawn.
-@step("H33-rrelu-saves-its-noise-before-it-draws-it", Flag.EAGER, Flag.NO_CHECKPOINT)
+@step("H33-rrelu-saves-its-noise-before-it-draws-it", Flag.EAGER, Flag.NO_CAPTURE, Flag.NO_CHECKPOINT)
 def _() -> tuple[Callable[..., Tensor], list[Tensor]]:
     def forward(x: Tensor) -> Tensor:
         h = x * 2
@@ -77,12 +78,12 @@ def _() -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 
 # No later pack tells that it has run: the end of the context does.
-step("H33-rrelu-as-the-last-operator-of-the-context", Flag.EAGER, Flag.NO_CHECKPOINT)(
+step("H33-rrelu-as-the-last-operator-of-the-context", Flag.EAGER, Flag.NO_CAPTURE, Flag.NO_CHECKPOINT)(
     lambda: (lambda x: F.rrelu(x * 2, training=True), [leaf(32, 32)])
 )
 
 
-@step("H33-many-packs-of-one-operator", Flag.EAGER, Flag.SOURCES_CHANGE)
+@step("H33-many-packs-of-one-operator", Flag.EAGER, Flag.NO_CAPTURE, Flag.SOURCES_CHANGE)
 def _() -> tuple[Callable[..., Tensor], list[Any]]:
     """One operator packs many tensors before it has computed anything: a lag of a few packs would not do."""
 
@@ -100,7 +101,7 @@ for _name, _kind in {
     "instance": partial(nn.InstanceNorm1d, affine=True, track_running_stats=True),
 }.items():
 
-    @step(f"H33-statistics-of-{_name}-normalization", Flag.EAGER, Flag.SOURCES_CHANGE)
+    @step(f"H33-statistics-of-{_name}-normalization", Flag.EAGER, Flag.NO_CAPTURE, Flag.SOURCES_CHANGE)
     def _(kind: Any = _kind) -> tuple[Callable[..., list[Tensor]], list[Any]]:
         """They are saved, and then written without a version: by the operator itself, and by the next one."""
 
