@@ -167,7 +167,7 @@ def _attention(norm: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([values.sin(), y.exp().flatten(1).t()[:4].t().reshape(ROWS, -1)], 1) * places.max()
 
 
-step("H73-everything-is-saved", Flag.EAGER, Flag.NO_CHECKPOINT)(
+step("H73-everything-is-saved", Flag.NO_CHECKPOINT)(
     lambda: (
         lambda norm, x: selectively(saving(), torch.sin, selectively(saving(), _attention, norm, x * 2)),
         [nn.LayerNorm(96), leaf(ROWS, 96)],

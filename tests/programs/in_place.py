@@ -161,7 +161,7 @@ _other_data = _after(lambda w, x: (w * 2) @ x, lambda x, y: setattr(x, "data", x
 _stays("H01-a-leaf-that-gets-other-data", _other_data)
 
 
-@step("H01-activations-in-place", Flag.EAGER)
+@step("H01-activations-in-place")
 def _() -> tuple[Callable[..., Tensor], list[Any]]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ELU(inplace=True))
     return lambda model, x: model(x), [model, leaf(8, 64)]

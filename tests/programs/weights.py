@@ -108,8 +108,7 @@ _STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Any]]]] = {
     "H06-the-cast-to-float16-that-autocast-caches": (partial(_cast_by_autocast, torch.float16), _two_layers),
 }
 for _name, (_forward, _inputs) in _STEPS.items():
-    _flags = [Flag.NO_CHECKPOINT, Flag.NO_CAPTURE] if "double-backward" in _name else []
-    _flags += [] if "transpose" in _name or "adapters" in _name else [Flag.EAGER]
+    _flags = [Flag.EAGER, Flag.NO_CHECKPOINT, Flag.NO_CAPTURE] if "double-backward" in _name else []
     # What is saved last before a backward in the context stays.
     step(_name, *_flags, moved=0.7 if "double-backward" in _name else 0.9)(
         lambda forward=_forward, inputs=_inputs: (forward, inputs())
