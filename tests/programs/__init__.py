@@ -20,8 +20,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -164,6 +164,17 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
         [one.grad for one in trained if isinstance(one, Tensor) and one.is_leaf and one.requires_grad],
         [one for one in inputs if isinstance(one, list)],
     ]
+
+
+@contextmanager
+def raises(said: str) -> Iterator[None]:
+    """Asserts that what is done inside raises a ``RuntimeError`` that says this, where pytest may not be installed."""
+    found = "nothing was raised"
+    try:
+        yield
+    except RuntimeError as error:
+        found = str(error)
+    assert said in found, found
 
 
 def sum_of(outputs: Sequence[Tensor]) -> Tensor:
