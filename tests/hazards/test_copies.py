@@ -19,9 +19,9 @@ from eager_offload.runtime.base import Direction
 from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, gate_before
-from tests.hazards.blocks import Step
 from tests.hazards.probes import meanwhile
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
+from tests.programs.parts.blocks import Step
 from tests.programs.streams import Streams
 from tests.simulation.log import Operation, Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream

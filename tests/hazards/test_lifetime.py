@@ -29,8 +29,8 @@ from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.probes import Gone
 from tests.hazards.programs import Around, Settled, assert_moved, leaf
-from tests.hazards.wrappers import two
 from tests.programs import Run, corpus
+from tests.programs.parts.wrappers import two
 from tests.threads import collect
 
 #: Moves everything at once.

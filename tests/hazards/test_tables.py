@@ -20,9 +20,9 @@ import eager_offload as eo
 from eager_offload import Offload
 from eager_offload.step_plan import Ask, Fate, Save, StepPlan
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
-from tests.hazards.functions import custom
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 from tests.programs import Run, corpus
+from tests.programs.parts.functions import custom
 from tests.programs.tables import FIRST, LAYERS, branches
 from tests.sampling import search
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.blocks import BOUNDARY, WIDTH
-from tests.hazards.functions import saving
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, Settled, assert_identical, same_gradients
-from tests.hazards.wrappers import KINDS as WRAPPERS
 from tests.programs import Run, corpus, leaf
 from tests.programs.layouts import KINDS, SHAPES
+from tests.programs.parts.blocks import BOUNDARY, WIDTH
+from tests.programs.parts.functions import saving
+from tests.programs.parts.wrappers import KINDS as WRAPPERS
 
 PROGRAMS = {program.name: program for program in corpus()}
 SQUARE, ROW, MIB = 64 * 64 * 4, 16 * 4, 1 << 20

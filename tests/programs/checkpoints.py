@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.hazards.blocks import ROWS, WIDTH, blocks, gradients
-from tests.hazards.wrappers import parts_of, wrapped_pair
 from tests.programs import Flag, Run, leaf, program, raises, step
 from tests.programs.in_place import everything_has_left
+from tests.programs.parts.blocks import ROWS, WIDTH, blocks, gradients
+from tests.programs.parts.wrappers import parts_of, wrapped_pair
 
 aten = torch.ops.aten
 

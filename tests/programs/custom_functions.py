@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tests.hazards.functions import as_given, custom
-from tests.hazards.wrappers import Scaled, parts_of, two
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import as_given, custom
+from tests.programs.parts.wrappers import Scaled, parts_of, two
 
 # A checkpoint of torch gives each saved tensor once.
 _ONCE = [Flag.EAGER, Flag.NO_CAPTURE, Flag.NO_CHECKPOINT]

@@ -13,9 +13,9 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.testing._internal.two_tensor import TwoTensor
 
 from eager_offload import Offload, SavedTensorModifiedError
-from tests.hazards.functions import custom, watching
-from tests.hazards.wrappers import KINDS, Renewed, parts_of, wrapped, wrapped_pair
 from tests.programs import Flag, Run, leaf, program, raises, step
+from tests.programs.parts.functions import custom, watching
+from tests.programs.parts.wrappers import KINDS, Renewed, parts_of, wrapped, wrapped_pair
 
 _Body = Callable[[Run], object]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hazards.functions import custom
-from tests.hazards.programs import trained
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.blocks import trained
+from tests.programs.parts.functions import custom
 
 #: Makes a layer; the size of its input.
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
-from tests.hazards.functions import custom, saving, watching
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import custom, saving, watching
 
 #: Views of a base of 32 by 32 by 16 elements.
 SHAPES: dict[str, list[Callable[[Tensor], Tensor]]] = {

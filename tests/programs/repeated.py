@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hazards.functions import saving
 from tests.programs import Flag, Run, leaf, program
 from tests.programs.in_place import everything_has_left
+from tests.programs.parts.functions import saving
 from tests.programs.streams import in_a_thread
 
 _SIDE = 64

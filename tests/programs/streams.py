@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.hazards.functions import custom
 from tests.programs import Flag, Run, leaf, program
+from tests.programs.parts.functions import custom
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import on_a_thread

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from tests.hazards.functions import custom
-from tests.hazards.wrappers import Dissolving
 from tests.programs import Flag, Run, leaf, program, raises
+from tests.programs.parts.functions import custom
+from tests.programs.parts.wrappers import Dissolving
 
 _SIDE = 32
 #: What a layer does with what the one before it returns.

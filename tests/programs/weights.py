@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.hazards.functions import watching
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import watching
 
 
 def _sliced_split_reshaped_and_expanded(fused: Tensor, scale: Tensor, x: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tests.hazards.functions import as_given, watching
-from tests.hazards.programs import trained
-from tests.hazards.wrappers import KINDS, Dissolving, Image, Scaled, parts_of, with_unit, wrapped
 from tests.programs import Flag, Run, leaf, program
 from tests.programs.layouts import noise
+from tests.programs.parts.blocks import trained
+from tests.programs.parts.functions import as_given, watching
+from tests.programs.parts.wrappers import KINDS, Dissolving, Image, Scaled, parts_of, with_unit, wrapped
 
 
 def _in_operators(x: Tensor, w: Tensor) -> Tensor:
