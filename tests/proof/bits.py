@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,6 +25,15 @@ def same_bits(one: Tensor | None, two: Tensor | None, *, strides: bool = True) -
         return one.is_meta or torch.equal(_plain_bytes(one), _plain_bytes(two))
     pairs = zip(_components(one), _components(two), strict=True)
     return all(same_bits(a, b, strides=strides) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def same_results(ours: Any, theirs: Any) -> bool:
+    """Whether tensors, lists of them, or what is said of errors are the same."""
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return bool(ours == theirs)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same_results, ours, theirs))
+    return same_bits(ours, theirs)
 
 
 def _plain_bytes(tensor: Tensor) -> Tensor:
