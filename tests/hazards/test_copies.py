@@ -11,10 +11,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from eager_offload import Offload
+from eager_offload.runtime.base import Direction
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
 from tests.programs.parts.blocks import Step
 from tests.programs.streams import Streams
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
 
 
@@ -74,6 +78,22 @@ def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend
         assert stats.bytes_in == 0
         gate.open()
     assert_moved(assert_settled(offload))
+
+
+def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
+    """Reading is so slow here that the next forward comes to the slots while they are still being read."""
+    simulated, log = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
+    out, back = (simulated.transfer_stream(torch.device("cpu"), direction) for direction in Direction)
+    with simulated.checked(log) as checker:
+        offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
+        for seed in range(4):
+            assert_identical(result(nullcontext(), seed), result(Settled(offload), seed))
+        assert_moved(assert_settled(offload))
+        offload.close()
+    checker.assert_clean()
+    reads = {entry.event for entry in log.entries if isinstance(entry, Recorded) and entry.stream is back}
+    waits = [entry for entry in log.entries if isinstance(entry, Waited) and entry.stream is out]
+    assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

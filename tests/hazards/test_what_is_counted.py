@@ -168,6 +168,24 @@ def test_h07_what_every_layer_saves_leaves_when_forward_is_over(backend: Backend
         assert stats.shared_bytes == (2 * step * 8 - copies) * 32 * 32 * 4
 
 
+def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backend: Backend) -> None:
+    offload = backend.offload()
+    with offload:
+        y = torch.arange(1024.0).requires_grad_() + 1.0
+        source, values, pack = weakref.ref(y.untyped_storage()), y.detach().clone(), offload._hooks.pack
+        first, again, other = pack(y), y.view(32, 32), y * 1.0
+        third = pack(other)  # sets the copy of `y` off, whose operator has run
+        offload.stats(synchronize=True)
+        second = pack(again)
+        assert offload.stats().shared_bytes == 4096, "saved by the operator that set the copy off"
+        del y, again, other
+    offload.stats(synchronize=True)
+    assert source() is None
+    assert torch.equal(second.unpack(), values.view(32, 32))
+    assert torch.equal(first.unpack(), values)
+    assert torch.equal(third.unpack(), values)
+
+
 def test_h49_what_was_never_touched_neither_travels_nor_counts(disk: Backend) -> None:
     """Two workspaces of 40 MiB, 4 of which are touched: within newest bytes of 16 MiB nothing has to move."""
     program = PROGRAMS["H49-workspaces-that-are-touched-in-part"]
