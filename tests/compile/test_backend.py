@@ -198,7 +198,7 @@ def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Ten
     assert offload.stats(synchronize=True).demotions["unpinned"] == 2
 
 
-def test_h24_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(offload: eo.Offload) -> None:
+def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(offload: eo.Offload) -> None:
     """The compiler knows nothing of ours there, and would keep the graph for calls that are in no context at all."""
     one = model()
     plain = step(one, list(one.parameters()))
