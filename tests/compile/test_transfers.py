@@ -174,29 +174,6 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
     assert not any(offloader_of(offload).census())
 
 
-@pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
-def test_a_wait_that_comes_too_late_is_reported(wrong: str, violations: list[str]) -> None:
-    checked, source = SimulatedBackend(), wrong == "the source is written over"
-    with pytest.raises(AssertionError), checked:
-        late_wait(checked.offload(), source=source)
-    assert checked.checker.violations
-    assert len(violations) == source
-    violations.clear()
-
-
-def late_wait(offload: eo.Offload, *, source: bool) -> None:
-    with offload:
-        x = make(1)
-        host = leave(offload, x, late=source)
-    if source:
-        x.zero_()
-        ops.wait_tensor(host, x)
-    else:
-        back = come_back(offload, host, late=True)
-        back.sum()
-        ops.wait_tensor(back, host)
-
-
 # -- the sanitizer, which every test of compiled code runs under ------------------------------------------------------
 
 
@@ -215,15 +192,3 @@ def test_h35_what_is_wrong_with_a_source_is_reported_at_its_wait(
         ops.wait_tensor(host, kept(x))
     assert violations == [found]
     violations.clear()
-
-
-def test_h35_a_source_may_be_written_over_after_its_wait(disk: DiskBackend, violations: list[str]) -> None:
-    x = torch.arange(64.0)
-    with disk.offload() as offload:
-        for part in (x, x.view(8, 8).t()[2:], x.reshape(8, 8)):
-            host = leave(offload, part)
-            ops.wait_tensor(host, part)
-            x.add_(1)
-            assert torch.equal(come_back(offload, leave(offload, part, late=False)), part)
-        del host
-    assert violations == []
