@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, Tracked, assert_settled, offloader_of, saves_of, tracked
+from tests.hazards.backends import Backend, Tracked, assert_settled, offloader_of, queued_bytes, saves_of, tracked
 from tests.hazards.programs import Settled, assert_moved, leaf
 from tests.programs import Run
 from tests.programs.repeated import ragged_step
@@ -60,7 +60,7 @@ def state_of(offload: Offload) -> State:
         finalized=len(offloader.finalized),
         slots=sum(tier.used_bytes for tier in offloader.tiers),
         held=sum(tier.held_bytes for tier in offloader.tiers),
-        queued=sum(line.nbytes for line in offload._hooks.thread.queues.values()),
+        queued=queued_bytes(offload),
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
     )
