@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, assert_settled, offloader_of, saves_of, tracked
+from tests.hazards.backends import Backend, assert_settled, offloader_of, queued_bytes, saves_of, tracked
 from tests.hazards.programs import Settled, assert_moved, leaf
 from tests.programs import Run
 from tests.programs.repeated import ragged_step
@@ -43,7 +43,7 @@ def state_of(offload: Offload) -> dict[str, object]:
         "known": tracked(saves_of(offload)),
         "finalized": len(offloader.finalized),
         "slots": [(tier.used_bytes, tier.held_bytes) for tier in offloader.tiers],
-        "queued": [line.nbytes for line in offload._hooks.thread.queues.values()],
+        "queued": queued_bytes(offload),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
     }

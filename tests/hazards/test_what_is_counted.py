@@ -172,7 +172,8 @@ def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backen
     offload = backend.offload()
     with offload:
         y = torch.arange(1024.0).requires_grad_() + 1.0
-        source, values, pack = weakref.ref(y.untyped_storage()), y.detach().clone(), offload._hooks.pack
+        source, values = weakref.ref(y.untyped_storage()), y.detach().clone()
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(False)
         first, again, other = pack(y), y.view(32, 32), y * 1.0
         third = pack(other)  # sets the copy of `y` off, whose operator has run
         offload.stats(synchronize=True)

@@ -267,7 +267,7 @@ def state_of(model: nn.Module, *leaves: Tensor) -> list[object]:
         [(list(one._forward_hooks), list(one._forward_pre_hooks), one.training) for one in model.modules()],
         torch.get_rng_state().tolist(),
         random.getstate(),
-        numpy.random.get_state()[1].tolist(),
+        numpy.random.get_state()[2],
         torch.is_grad_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,

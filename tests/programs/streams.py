@@ -60,7 +60,7 @@ class Streams:
 def simulated_device() -> SimulatedRuntime | None:
     """The device that is simulated here, if one is: its observer sees every operator of this thread."""
     modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
-    return next((mode._runtime for mode in modes if isinstance(mode, OperatorObserver)), None)
+    return next((mode.runtime for mode in modes if isinstance(mode, OperatorObserver)), None)
 
 
 def in_a_thread(work: Callable[[], object]) -> None:

@@ -61,7 +61,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         #: Bytes in storages that were allocated under observation and live, and the most there ever were.
         self.resident_bytes = 0
         self.peak_resident_bytes = 0
-        self._runtime = runtime
+        self.runtime = runtime
         self._log = log
         self._device = device
         self._home = runtime.current_stream(device) if home is None else home
@@ -133,7 +133,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
     def _write_down(self, func: OpOverload[..., Any], operands: Sequence[Operand], results: Sequence[Tensor]) -> None:
-        stream = self._runtime.current_stream(self._device)
+        stream = self.runtime.current_stream(self._device)
         what = str(func)
         reads = [region for o in operands if o.reads and (region := self._region(o.tensor, stream)) is not None]
         writes = [region for o in operands if o.writes and (region := self._region(o.tensor, stream)) is not None]
