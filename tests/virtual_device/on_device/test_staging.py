@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
 from tests.hazards.blocks import Step
-from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once
+from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once, leaf
 from tests.runtime.simulated_rig import DistantSlot
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
@@ -338,3 +338,40 @@ def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
     assert_identical(expected.result, step.backward().result)
     del step
     assert_moved(assert_settled(offload))
+
+
+# -- without one wait -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thread", [None, "write", "read"])
+def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
+    virtual: VirtualDevice,
+    offload: Offload,
+    runtime: AcceleratorRuntime,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+    thread: str | None,
+) -> None:
+    """The writer's for the copy into its room, the reader's for the last copy out of its room."""
+    limited(1 << 14)
+    synchronize = runtime.synchronize
+
+    def forgetful(event: Any) -> None:
+        if thread is None or not threading.current_thread().name.endswith(thread):
+            synchronize(event)
+
+    def gradient(around: AbstractContextManager[object]) -> Tensor:
+        x = leaf(64, 64)  # 16 KiB
+        with around:
+            y = x
+            for _ in range(6):
+                y = (y * 1.01).sin()
+            loss = y.sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    expected = gradient(nullcontext())
+    with virtual.slow_links(latency=0.01), monkeypatch.context() as patch:
+        patch.setattr(runtime, "synchronize", forgetful)
+        found = gradient(Settled(offload))
+        assert torch.equal(expected, found) is (thread is None)
+    assert offload.stats(synchronize=True).bytes_in > 0
