@@ -96,12 +96,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         assert region is not None, f"{tensor.device} {tensor.layout} memory is not observed"
         return region
 
-    def owner(self, tensor: Tensor) -> Stream:
-        """The stream whose allocator the memory of ``tensor`` came from."""
-        with self._lock:
-            self._region(tensor)
-            return self._blocks[id(tensor.untyped_storage())].stream
-
     def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
         """Takes note of a new block that the runtime itself allocated."""
         with self._lock:
