@@ -101,12 +101,13 @@ def _() -> tuple[Callable[..., Tensor], list[Any]]:
     return forward, [leaf(32, 32), nn.BatchNorm1d(32), nn.LSTM(32, 32)]
 
 
-for _name, _kind in {
-    "batch": nn.BatchNorm1d,
-    "instance": partial(nn.InstanceNorm1d, affine=True, track_running_stats=True),
-}.items():
+# A compiler takes batch normalization on a device that torch does not know to save what it saves on a CPU.
+for _name, _kind, _flags in (
+    ("batch", nn.BatchNorm1d, [Flag.HOST]),
+    ("instance", partial(nn.InstanceNorm1d, affine=True, track_running_stats=True), []),
+):
 
-    @step(f"H33-statistics-of-{_name}-normalization", Flag.NO_CAPTURE, Flag.SOURCES_CHANGE)
+    @step(f"H33-statistics-of-{_name}-normalization", Flag.NO_CAPTURE, Flag.SOURCES_CHANGE, *_flags)
     def _(kind: Any = _kind) -> tuple[Callable[..., list[Tensor]], list[Any]]:
         """They are saved, and then written without a version: by the operator itself, and by the next one."""
 

@@ -43,9 +43,9 @@ def _plain_bytes(tensor: Tensor) -> Tensor:
 
 def _components(tensor: Tensor) -> tuple[object, ...]:
     """What a wrapper or a sparse tensor is made of."""
-    tensor = tensor.detach()
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):  # what `detach` makes of it need not be one
         return tuple(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
