@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
-    from eager_offload.step_plan import StepPlan
+    from eager_offload.step_table import StepTable
 
 __all__ = [
     "CapacityError",
@@ -46,7 +46,7 @@ __all__ = [
     "PlanError",
     "Point",
     "SavedTensorModifiedError",
-    "StepPlan",
+    "StepTable",
     "TransferError",
     "codec",
     "keep",
@@ -73,13 +73,14 @@ _HOMES = {
     "planning.plan": ("Plan",),
     "planning.planner": ("plan",),
     "stats": ("OffloadStats",),
-    "step_plan": ("StepPlan",),
+    "step_table": ("StepTable",),
 }
 
 #: Names that were public, and what to write in their place.
 _GONE = {
     "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
     "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
+    "StepPlan": "what is known of a step is eager_offload.StepTable, which Offload.step_plan() returns",
     "simulation": "the simulated runtime is a part of the library's tests; a step is predicted by eager_offload.plan",
 }
 

@@ -27,7 +27,6 @@ from eager_offload._torch import (
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
-from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.eager.captured import CapturedRun
@@ -44,18 +43,14 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
-from eager_offload.plan_settings import settings_of
+from eager_offload.plan_settings import ComputedPlan, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
-from eager_offload.step_plan import StepPlan
+from eager_offload.step_table import StepTable
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import can_begin_nothing
 
-_NOTHING_TO_FOLLOW = (
-    "the plan that was given has no step plan, since none can say what this model does: its settings hold, and what "
-    "moves is decided as without it"
-)
 #: Every one of the process.
 _alive: Living[Offload] = Living()
 #: Of an object, what the library has not put there: its attributes, and what its slots hold.
@@ -102,7 +97,7 @@ class Offload:
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
-        plan: StepPlan | ComputedPlan | None = None,
+        plan: StepTable | ComputedPlan | None = None,
         runtime: Runtime | None = None,
         around_tier: Callable[[Tier], Tier] | None = None,
         **fields: Unpack[OffloadFields],
@@ -143,13 +138,19 @@ class Offload:
         self.patterns = patterns_of(self.config)
         _alive.add(self)
 
-    def _take(self, plan: StepPlan | ComputedPlan) -> None:
+    def _take(self, plan: StepTable | ComputedPlan) -> None:
         """Has forwards follow ``plan``."""
-        if not isinstance(plan, StepPlan | ComputedPlan):
+        if not isinstance(plan, StepTable | ComputedPlan):
             raise ConfigError(
                 f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
-                "StepPlan of step_plan() or StepPlan.load"
+                "StepTable of step_plan() or StepTable.load"
             )
+        if isinstance(plan, ComputedPlan):
+            self._accounts.counters.expect(plan)
+            self._hook_pair = hook_pair(text_of(self.config_key, plan))
+            if plan.is_small:
+                self._in_vain.expect_nothing()  # as the plan has said
+            return
         if self.config.device_budget is not None:
             raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
         if self.config.slowdown is not None:
@@ -158,33 +159,10 @@ class Offload:
             )
         if self.config.step_plans is False:
             raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
-        given = plan
-        if isinstance(plan, ComputedPlan):
-            self._accounts.counters.expect(plan)
-            self._hooks.computed = plan
-            self._hook_pair = hook_pair(text_of(self.config_key, plan))
-            if not plan.step_plans:
-                if plan.is_small:
-                    self._in_vain.expect_nothing()  # as the plan has said
-                else:
-                    self._in_vain.warn_once("plan", _NOTHING_TO_FOLLOW)
-                return
-            (given,) = plan.step_plans
-        assert isinstance(given, StepPlan)
-        given.check()
-        self._check_codecs(given)
-        if not given.slots:
+        plan.check()
+        if not plan.movable_bytes:
             self._in_vain.expect_nothing()
-        self._hooks.given = given
-
-    def _check_codecs(self, plan: StepPlan) -> None:
-        """Raises ``ConfigError`` where ``plan`` packs with a codec that there is not."""
-        for number, save in enumerate(plan.saves):
-            if save.coded is not None and self.config.codec_rules.codec(save.coded.codec) is None:
-                raise ConfigError(
-                    f"save {number} of the step plan is packed by the codec {save.coded.codec!r}, which there is not: "
-                    "give another plan, or none"
-                )
+        self._hooks.given = plan
 
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
@@ -297,7 +275,7 @@ class Offload:
         """The calling thread enters this object, by ``context``."""
         thread, counters = self._hooks.thread, self._accounts.counters
         self.replace_crashed()
-        thread.begin()
+        thread.begin(writes_rows=counters.writes_rows)
         context.forward.offloaded_before = counters.offloaded_bytes
         if isinstance(thread.step, CapturedRun):  # which is no step yet, and may not ask the driver
             return
@@ -341,9 +319,6 @@ class Offload:
                         module = getattr(record, "module", no_module)()
                         stays[record.kept, module] += record.device_bytes
                         waiting += record.device_bytes if record.state is WAITING else 0
-            for run in self._hooks.runs():
-                stays[KeepReason.NEWEST, None] += run.waiting_bytes + run.kept_bytes
-                waiting += run.waiting_bytes
             written = self._hooks.thread.rows  # of a step that is not over; else of the largest that is
             rows = counters.rows if written is None else written.rows
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
@@ -386,7 +361,7 @@ class Offload:
                 given a plan.
         """
         thread = self._hooks.thread
-        if self._hooks.has_given:
+        if self._hooks.given is not None:
             raise CaptureStateError(
                 "an Offload(plan=...) cannot be captured: a capture follows what its warm-ups did. Leave plan= out"
             )
@@ -512,19 +487,18 @@ class Offload:
                     offloader.synchronize()
             with self._accounts.lock:
                 self._offloaders.poll()
-                self._hooks.count_kept()
                 self._offloaders.snapshot_peaks()
                 return self._accounts.counters.snapshot(self.config)
 
-    def step_plan(self, device: torch.device | str | None = None) -> StepPlan | None:
+    def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
         """What the last step that was followed did, as numbers; ``None`` where none was. ``print`` shows it as a table.
 
-        Its ``save`` writes it to a file, and ``StepPlan.load`` reads it.
+        Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
 
         Args:
             device: whose saved tensors; ``None``: those of the device of which a step was followed.
         """
-        return self._hooks.followed(None if device is None else torch.device(device))
+        return self._hooks.last_table(None if device is None else torch.device(device))
 
     def reset_stats(self) -> None:
         """Starts every counter anew. What was saved before is not counted any more.
@@ -535,7 +509,6 @@ class Offload:
         self.refuse_reentry()
         with without_caller_modes(), self._accounts.lock:
             self._offloaders.poll()
-            self._hooks.count_kept()
             self._offloaders.restart_counters()
             self._in_vain.forwards = 0
             if contexts.entered(self) is not None or any(

@@ -1,17 +1,63 @@
-"""The settings of an ``Offload`` that is given a computed plan: what it was made for, and what goes with it."""
+"""A plan as far as an ``Offload`` takes it: what it was made for, and the settings that follow from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from eager_offload.computed_plan import ComputedPlan
+import torch
+
 from eager_offload.config import OffloadConfig, OffloadFields, shown, variable_of
 from eager_offload.errors import ConfigError
+from eager_offload.machine import Machine
+from eager_offload.stats import Relief
 
 #: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
 _WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
 _PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "codec")
+
+
+class ComputedPlan:
+    """What a planner has worked out; sizes in bytes, times in seconds."""
+
+    config: OffloadConfig
+    """The settings that it was made for."""
+    device_budget: int
+    """Bytes of the device that a step may take."""
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
+    machine: Machine
+    """The device."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
+        raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        """That the step takes of the device at most."""
+        raise NotImplementedError
+
+    @property
+    def kept_bytes(self) -> int:
+        """That could leave the device, and stay."""
+        raise NotImplementedError
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward and backward."""
+        raise NotImplementedError
+
+    @property
+    def without_offload_seconds(self) -> float | None:
+        """Of forward and backward without offload, where real steps were timed."""
+        raise NotImplementedError
+
+    @property
+    def relief(self) -> Relief | None:
+        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
+        raise NotImplementedError
 
 
 def settings_of(
@@ -41,7 +87,28 @@ def settings_of(
                 f"{name}={found.shown(name)!r} does not go with plan=..., which was made for "
                 f"{name}={plan.config.shown(name)!r}: leave it out{other}"
             )
-    return found
+    if found.device_budget is not None:
+        raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
+    if found.slowdown is not None:
+        raise ConfigError(
+            f"plan=... does not go with {found.says_slowdown}, which says what moves: leave one of them out"
+        )
+    return OffloadConfig.from_fields(_what_stays(plan), found)
+
+
+def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
+    """The fields that say what stays of a step, as ``plan`` has worked it out.
+
+    On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: there the newest
+    bytes stay, as many as the plan keeps.
+    """
+    if plan.policy == "max":
+        return {}
+    if plan.policy == "free":
+        return {"policy": "free"}
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return {"keep_last_bytes": plan.kept_bytes}
+    return {"device_budget": plan.device_budget}
 
 
 def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:

@@ -225,15 +225,14 @@ class ResidentQueue:
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
-    def due(self, sequence: int | None, beside: int = 0) -> Key | None:
+    def due(self, sequence: int | None) -> Key | None:
         """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
-            beside: bytes of the thread's newest that are in no queue.
         """
-        for keys in (self._urgent, self._waiting if self.nbytes + beside > self.limit else ()):
+        for keys in (self._urgent, self._waiting if self.nbytes > self.limit else ()):
             final_after = AT_THE_EXIT
             for key in keys:
                 packed_at = self._waiting[key].packed_at
@@ -306,7 +305,6 @@ class PrefetchOrder:
     uses in reverse, unless a caller knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
     bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
     share weighs once, and stays for as long as one of its uses is promised. One that weighs more is promised alone.
-    What forwards that follow a plan have promised, as it says, is in the same ``limit`` and is no use here.
 
         packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
                       ^     [promised]  ^
@@ -330,11 +328,8 @@ class PrefetchOrder:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.promised_bytes = 0
-        #: Bytes that forwards which follow a plan have promised: they have the same room.
-        self.followed_bytes = 0
-        #: How many times something was asked for, and by which of these some promise of those forwards is expected.
+        #: How many times something was asked for.
         self.unpacks = 0
-        self.followed_due = sys.maxsize
         self._uses: dict[int, _Use] = {}
         self._newest: dict[int, int] = {}  # of each sequence
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
@@ -383,26 +378,10 @@ class PrefetchOrder:
         del self._uses[position]
         return dropped
 
-    @property
-    def is_late(self) -> bool:
-        """Whether some promise of a forward that follows a plan may be overdue."""
-        return self.followed_due + self.PATIENCE < self.unpacks
-
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be promised. A storage larger than the limit may, alone, unless that is 0."""
-        held = self.promised_bytes + self.followed_bytes
+        held = self.promised_bytes
         return held + nbytes <= self.limit or self.limit > 0 == held
-
-    def make_room(self, nbytes: int) -> list[Key]:
-        """For ``nbytes`` that a forward which follows a plan promises: the storages of promises that are given up."""
-        found = Prefetch()
-        self._make_room(nbytes, found)
-        return found.drop
-
-    def promise(self, position: int) -> None:
-        """A save that was just added is asked for soon, as a plan has said that is not followed any more."""
-        self._promise(position, self.unpacks)
-        self._lost = True
 
     def arrange(self, sequence: int, positions: Iterable[int]) -> None:
         """From now on the saves of a forward are expected to be asked for in this order.

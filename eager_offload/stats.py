@@ -356,27 +356,12 @@ class Counters:
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
 
-    def kept_as_planned(self, tensors: int, parameter_bytes: int, small_bytes: int) -> None:
-        """Several saves that stay, together; or none."""
-        if self.step_begins and tensors:
-            self._begin_step()
-        self.saved_tensors += tensors
-        self.saved_bytes += parameter_bytes + small_bytes
-        self.kept_bytes[KeepReason.PARAMETER] += parameter_bytes
-        self.kept_bytes[KeepReason.SMALL] += small_bytes
-
     def expect(self, planned: Planned) -> None:
         """What forwards follow from here on is of ``planned``."""
         # A plan that was made anew knows what steps with offload took: what was measured without is the first one's.
         without = planned.without_offload_seconds if self.plan is None else self.plan.without_offload_seconds
         self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
         self.planned = planned
-
-    def follow(self) -> None:
-        """A forward begins that follows a plan; what it keeps is counted later."""
-        if self.step_begins:
-            self._begin_step()
-        self.followed_forwards += 1
 
     def kept_by_graph(self, region: str) -> int:
         """What a compiled graph keeps each time it runs; bytes, parameters left out."""

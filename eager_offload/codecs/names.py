@@ -89,8 +89,12 @@ class CodecRules(Mapping[str, str]):
         return IDENTITY
 
     def codec(self, text: str) -> Codec | None:
-        """Returns the codec that a step plan calls ``text``."""
+        """Returns the codec that a captured step calls ``text``."""
         return _PACKING.get(text)
+
+    def stand_in(self) -> Codec | None:
+        """Returns what packs the storage that is saved now, in place of a codec of these names; in a rehearsal only."""
+        return None
 
 
 def check_name(name: object, given: str, accepts: str = "the codecs are", others: str = "") -> None:

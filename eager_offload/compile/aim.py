@@ -17,10 +17,10 @@ import torch
 
 from eager_offload import contexts
 from eager_offload._torch import without_dispatch_modes
-from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.machine import Machine
+from eager_offload.plan_settings import ComputedPlan
 
 #: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
 _AUTO_PART = 0.9

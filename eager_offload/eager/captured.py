@@ -7,7 +7,7 @@ A graph has every decision in it, so in a capture none is left to make: a ``Capt
     unpack    it is the one that comes next    -> its tensor, the copies back whose turn it is
     finish    the step is over                 -> both streams of copies join
 
-It differs from a ``Run``, which follows a plan in eager code, in what a graph is. A plan is no hint here: the first
+It differs from what eager code does in what a graph is. A plan is no hint here: the first
 save or unpack that differs raises. No event of a capture is ever over, so a source goes once compute has waited for its
 copy, where the plan saw it go: where the window had no room for the next copy, or at the end of forward. What was still
 there when backward began goes one by one, a source for each unpack, and what backward would come to before that stays.
@@ -26,28 +26,27 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import autograd_sequence, version_of, weak_storage
+from eager_offload._torch import autograd_sequence, storage_of, version_of, weak_storage
 from eager_offload.config import OffloadConfig
+from eager_offload.eager.captured_plan import Fate, Save, StepPlan
 from eager_offload.eager.coding import Coding, codings_of
-from eager_offload.eager.following import resident
 from eager_offload.eager.handles import KeptTensor, Returned, SavedStorage, SavedView, what_stays_of
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.packing import pack_into, unpack_into
 from eager_offload.eager.warm_ups import late_releases, mismatch, said, slots_of
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING
 from eager_offload.errors import CaptureStateError, OffloadError
-from eager_offload.learning import Forward, LearnedForwards
 from eager_offload.marks import codec_here
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.selection import logical_bytes, reason_to_stay, root_of, whole
-from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Fate, Save, StepPlan
+from eager_offload.stats import Accounts, KeepReason
+from eager_offload.step_table import Step, StepTables
 
 
 class _Back(NamedTuple):
@@ -70,12 +69,14 @@ class CapturedStorage(SavedStorage):
     __slots__ = ("packed_at", "started_in", "state")
     #: In place of what a storage of an unknown step has, which nothing of a captured one is asked for: another type.
     reload: _Back | None  # type: ignore[assignment]  # of its own
+    #: What unpacks its handles.
+    saves: CapturedRun  # type: ignore[assignment]  # likewise
 
     def __init__(
-        self, tensor: Tensor, number: int, forward: Forward, stream: torch.Stream, coding: Coding | None
+        self, tensor: Tensor, number: int, run: CapturedRun, stream: torch.Stream, coding: Coding | None
     ) -> None:
         storage = tensor.untyped_storage()
-        self.number, self.forward, self.stream = number, forward, stream
+        self.number, self.saves, self.step, self.stream = number, run, run.step, stream
         self.footprint = whole(storage.nbytes())
         self.alignment_offset = storage.data_ptr() % ALIGNMENT
         self.origin, self.root = weak_storage(storage), weakref.ref(root_of(tensor))
@@ -103,9 +104,6 @@ class CapturedRun:
         config: that of the ``Offload``.
     """
 
-    #: As a ``Run`` that does not differ from its plan: this one raises where it does.
-    is_over = False
-
     def __init__(
         self,
         plans: Sequence[StepPlan],
@@ -128,15 +126,10 @@ class CapturedRun:
         self._forward_number = -1
         self._begin_forward(self._plans.popleft() if self._plans else StepPlan(()))
 
-    @property
-    def keeper(self) -> Any:
-        """What unpacks its handles."""
-        return self
-
     def _begin_forward(self, plan: StepPlan) -> None:
         self._plan, self._slots = plan, slots_of(plan)
         self._forward_number += 1
-        self._forward = Forward(self._forward_number, LearnedForwards())
+        self.step = Step(self._forward_number, StepTables(False, Accounts()))
         self._starts = plan.starts()
         self._codings = codings_of(plan, self._rules)
         #: The saves whose sources go before each save, and when forward is over.
@@ -219,9 +212,9 @@ class CapturedRun:
         if save.fate is Fate.SHARE:
             storage = self._shared(tensor, number, save)
         else:
-            storage = CapturedStorage(tensor, number, self._forward, self._stream, self._codings[number])
+            storage = CapturedStorage(tensor, number, self, self._stream, self._codings[number])
             self._storages[number] = weakref.ref(storage)
-        view = SavedView(storage, tensor, 0, self._forward, number, cast(Any, self))
+        view = SavedView(storage, tensor, 0, self.step, number)
         if storage.state is AWAY or storage.packed is not None:
             view.forget_bytes()
         else:
@@ -342,7 +335,7 @@ class CapturedRun:
             )
         rank, asks, storage = self._asked, self._plan.asks, view.storage
         assert isinstance(storage, CapturedStorage)
-        if view.forward is not self._forward or rank == len(asks) or asks[rank].save != view.number:
+        if view.step is not self.step or rank == len(asks) or asks[rank].save != view.number:
             said = "none" if rank == len(asks) else f"save {asks[rank].save}"
             self._differ(f"unpack {rank}", said, f"save {view.number}")
         here = self._runtime.current_stream(self._device)
@@ -353,7 +346,7 @@ class CapturedRun:
         self._end_forward()
         if (going := self._late_releases.get(rank)) in self._leaving:
             self._release(going)
-        tensor = resident(view, storage, self._unpack_at_once)
+        tensor = self._resident(view, storage)
         if tensor is None and storage.reload is None:
             self._bring(storage)
         for number in ask.drop:
@@ -368,6 +361,26 @@ class CapturedRun:
             tensor = view.original.like(tensor)
             own_until_taken(storage, tensor)
         return tensor
+
+    def _resident(self, view: SavedView, storage: CapturedStorage) -> Tensor | None:
+        """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
+        original = None if view.original is None else view.original()
+        if storage.state is not AWAY and storage.packed is None:
+            return view.alias.detach() if original is None else original
+        nbytes, found = storage.footprint.nbytes, storage.origin()
+        if found is not None and found.nbytes() >= nbytes and not storage.rounds:
+            return view.over(found, 0) if original is None else original
+        if original is not None and storage_of(original) is not found:
+            return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
+        if storage.returned is not None:
+            found, first_byte = storage.returned.storage(), storage.returned.first_byte
+            if found is not None and found.nbytes() >= first_byte + nbytes:  # else its owner has resized it
+                return view.over(found, first_byte)
+        if storage.reload is not None:
+            target = storage.reload.target
+            if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
+                storage.drop_reload()  # it was handed out before, and its new owner has resized it
+        return None if storage.packed is None else self._unpack_at_once(view, storage)
 
     def _bring(self, storage: CapturedStorage) -> None:
         """Starts a copy back into a new target."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from eager_offload._torch import cast_from, made_by_function
 from eager_offload.codecs import BitMask, Codec, Gather, Narrow, TensorMeta
 from eager_offload.codecs.names import IDENTITY, ROUNDING, CodecRules
+from eager_offload.eager.captured_plan import Coded, Fate, Save, StepPlan
 from eager_offload.selection import Footprint, is_copy_of_leaf
-from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
 #: Bytes; where the words that codecs work on begin.
@@ -81,13 +81,15 @@ class Coding(NamedTuple):
         return not isinstance(self.codec, BitMask) or self.codec.may_hold(x)
 
 
-def coding_of(tensor: Tensor, area: Footprint, name: str, min_bytes: int) -> Coding | None:
+def coding_of(tensor: Tensor, area: Footprint, name: str, rules: CodecRules, min_bytes: int) -> Coding | None:
     """How ``area`` of the storage of ``tensor`` is to travel; ``None``: as it is.
 
     Args:
         name: of the codec that is in force.
         min_bytes: what is smaller is not rounded.
     """
+    if (stand_in := rules.stand_in()) is not None:
+        return _coding(stand_in, TensorMeta((area.nbytes // tensor.itemsize,), (1,), tensor.dtype))
     rounding, exact = _rounding_of(tensor, area, name, min_bytes), _exact_of(tensor, area, name)
     return exact if rounding is None or (exact is not None and exact.nbytes <= rounding.nbytes) else rounding
 

@@ -30,11 +30,11 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.codecs import Workspaces
-from eager_offload.learning import Forward
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
+from eager_offload.step_table import Step
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -62,19 +62,6 @@ class Keeper(Protocol):
 
     def release_scratch(self) -> None:
         """Lets go of what codecs compute in, unless some graph is alive. The lock is held."""
-
-
-class Follower(Protocol):
-    """A forward that follows a step plan."""
-
-    #: The saved tensors that it belongs to.
-    keeper: Any
-
-    def unpack(self, view: SavedView) -> Tensor | None:
-        """The saved tensor again, for the stream that is current now; ``None`` where the step is unknown by now."""
-
-    def is_out_of_memory(self, view: SavedView) -> None:
-        """The device had none for what ``view`` needs: from here on the step is unknown."""
 
 
 class KeptTensor:
@@ -159,7 +146,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             if failure is None:
                 saved.packed = None
                 saved.release_source()
-                if (recorder := saved.forward.recorder) is not None:
+                if (recorder := saved.step.recorder) is not None:
                     recorder.released(saved.number)
             else:
                 saved.slot = None
@@ -188,7 +175,6 @@ class SavedStorage:
         "coding",
         "first",
         "footprint",
-        "forward",
         "given",
         "number",
         "origin",
@@ -201,6 +187,7 @@ class SavedStorage:
         "saves",
         "slot",
         "started",
+        "step",
         "stream",
         "times_saved",
     )
@@ -215,7 +202,7 @@ class SavedStorage:
         coding: Coding | None,
         saves: Keeper,
         stream: Stream,
-        forward: Forward,
+        step: Step,
         number: int,
     ) -> None:
         self.record = record = StorageRecord(self, saves.offloader.on_death)
@@ -230,8 +217,8 @@ class SavedStorage:
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
         self.saves = saves
-        #: The forward that saved it, the number of the save in that, and that of the first save of the same storage.
-        self.forward = forward
+        #: The step that saved it, the number of the save in that, and that of the first save of the same storage.
+        self.step = step
         self.number = self.first = number
         #: The compute stream noted at pack: reload targets are allocated on it.
         self.stream = stream
@@ -315,33 +302,22 @@ class SavedView:
         "alias",
         "conj",
         "dtype",
-        "forward",
         "neg",
         "number",
         "offset",
         "original",
         "position",
-        "run",
         "size",
+        "step",
         "storage",
         "stride",
         "version",
     )
 
-    def __init__(
-        self,
-        storage: SavedStorage,
-        tensor: Tensor,
-        position: int,
-        forward: Forward,
-        number: int,
-        run: Follower | None = None,
-    ) -> None:
+    def __init__(self, storage: SavedStorage, tensor: Tensor, position: int, step: Step, number: int) -> None:
         self.storage = storage
-        #: What unpacks it where its forward follows a plan.
-        self.run = run
-        #: The forward that saved it, and the number of the save in that, or in the plan.
-        self.forward = forward
+        #: The step that saved it, and the number of the save in that.
+        self.step = step
         self.number = number
         #: Names this use of the storage in the prefetch order.
         self.position = position
@@ -360,11 +336,10 @@ class SavedView:
     @property
     def shares(self) -> bool:
         """Whether an earlier save has brought the storage in."""
-        return self.storage.number != self.number or self.storage.forward is not self.forward
+        return self.storage.number != self.number or self.storage.step is not self.step
 
     def unpack(self) -> Tensor:
-        saves: Keeper = self.storage.saves if self.run is None else self.run.keeper
-        return saves.unpack(self)
+        return self.storage.saves.unpack(self)
 
     def check_version(self) -> None:
         """Raises where autograd's own check would, were no hooks installed."""

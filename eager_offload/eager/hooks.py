@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from contextlib import nullcontext, suppress
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,24 +29,22 @@ from eager_offload._torch import (
     without_caller_modes,
     without_torch_function,
 )
-from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.following import Adopter, Run
+from eager_offload.eager.captured_plan import SAID
+from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
-from eager_offload.eager.plans import Recording, Turn
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
 from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloaders import Offloaders
-from eager_offload.errors import reentered
-from eager_offload.learning import Forward
+from eager_offload.errors import reentered, warn
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import footprint, is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason, SavedRow
-from eager_offload.step_plan import SAID, StepPlan
+from eager_offload.step_table import Step, StepTable
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
@@ -56,7 +54,8 @@ Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 _OF_NO_MEMORY = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 _NOT_FOLLOWED = _OF_NO_MEMORY | {KeepReason.SMALL}
 
-#: Reasons that a plan gives: the others are those of a region, a mark or a failure, and are looked at each time.
+#: Reasons that a captured step can follow: the others are those of a region, a mark or a failure, and are looked at
+#: each time.
 _FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL, KeepReason.ALIVE})
 
 #: Saves of one forward that are written down: a context that is never left would fill the memory.
@@ -69,55 +68,42 @@ class ThreadState:
     """What one thread has going with one ``Offload``."""
 
     def __init__(self) -> None:
-        #: Names the thread's current forward.
+        #: Names the thread's current step.
         self.sequence = next(_sequences)
         #: How many tensors were packed in it; unknown where the object was closed in the midst of it, and not 0 then.
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
-        self._forwards: dict[SavedTensors, Forward] = {}
-        #: Whether what is packed next is the first of a forward that may follow a plan, what follows one, and what
-        #: writes down what becomes of its saves.
-        self.may_follow = False
-        self.run: Run | CapturedRun | None = None
-        self.recorder: Recording | None = None
-        #: The last forward that followed a plan or was recorded; ``None`` where one came after it that was neither.
-        self.turn: Turn | None = None
-        #: What the forward of that sequence has saved, row by row; ``None`` where it is not written down.
+        self._steps: dict[SavedTensors, Step] = {}
+        #: What the step of that sequence has saved, row by row; ``None`` where it is not written down.
         self.rows: StepRows | None = None
-        #: What says which of the two it is in a step that is to be captured.
+        #: The step that is to be captured, or is, what writes down the former, and the latter while it packs.
         self.step: WarmUp | CapturedRun | None = None
+        self.recorder: StepRecorder | None = None
+        self.run: CapturedRun | None = None
 
-    def begin(self) -> None:
-        """A new forward begins."""
+    def begin(self, *, writes_rows: bool = False) -> None:
+        """A new step begins; ``writes_rows``: what it saves is written down."""
         self.sequence = next(_sequences)
         self.packed = 0
-        self._forwards = {}
-        self.may_follow, self.run, self.recorder, self.rows = True, None, None, None
+        self._steps = {}
+        self.rows = StepRows(self.sequence) if writes_rows else None
+        self.run = self.step if isinstance(self.step, CapturedRun) else None
+        self.recorder = self.step.begin() if isinstance(self.step, WarmUp) else None
         queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
             self.queues = dict(queues)
         for saves, queue in queues:
-            saves.plans.adapt()
             saves.begin_forward(queue)
 
     def end_recording(self) -> None:
-        """What is saved next is another step's if the forward that is recorded is over, in the same context."""
-        for saves, forward in self._forwards.items():
-            if forward.is_over:
-                self.recorder = None
-                self.next_step(saves, self.queue(saves))
+        """What is saved next is another step's if the one that is recorded is over, in the same context."""
+        for saves, step in self._steps.items():
+            if step.is_over:
+                self.sequence, self._steps = next(_sequences), {}
+                self.recorder = self.step.begin() if isinstance(self.step, WarmUp) else None
+                saves.begin_step(self.queue(saves))
                 return
-
-    def next_step(self, saves: Adopter, queue: ResidentQueue) -> None:
-        """What is saved next is another step's, in the same context; ``queue`` is this thread's."""
-        self.sequence, self._forwards = next(_sequences), {}
-        self.may_follow, self.run = True, None
-        saves.begin_step(queue)
-
-    def follow(self, run: Run, saves: SavedTensors) -> None:
-        """The current forward follows a plan. What is decided anew in it teaches nothing: it is a part of a forward."""
-        self.run, self._forwards[saves], self.rows = run, run.forward, None
 
     def queue(self, saves: SavedTensors) -> ResidentQueue:
         queue = self.queues.get(saves)
@@ -126,19 +112,18 @@ class ThreadState:
             saves.begin_forward(queue)
         return queue
 
-    def forward(self, saves: SavedTensors) -> Forward:
-        """The current forward, as far as it concerns one device, which has a queue from then on."""
-        forward = self._forwards.get(saves)
-        if forward is not None and forward.is_over and self.run is None:
-            self.sequence, forward = next(_sequences), None
-            self.recorder = None
+    def step_of(self, saves: SavedTensors) -> Step:
+        """The current step, as far as it concerns one device, which has a queue from then on."""
+        step = self._steps.get(saves)
+        if step is not None and step.is_over:
+            self.sequence, step = next(_sequences), None
             saves.begin_step(self.queue(saves))
-        if forward is None:
+        if step is None:
             self.queue(saves)
-            if self._forwards and self.recorder is not None:
-                self.recorder.is_void = True  # a plan is of one device
-            forward = self._forwards[saves] = saves.new_forward(self.sequence, self.recorder)
-        return forward
+            if self._steps and self.recorder is not None:
+                self.recorder.is_void = True  # what is captured is of one device
+            step = self._steps[saves] = saves.new_step(self.sequence, self.recorder)
+        return step
 
 
 class StepRows:
@@ -188,54 +173,23 @@ class Hooks:
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
-        #: The plan that the first forward is to follow.
-        self.given: StepPlan | None = None
-        #: Of which it is, where a planner has made it.
-        self.computed: ComputedPlan | None = None
-        #: The same, once it is known to a device; offloaders that come in the place of others are told again.
-        self._taken: StepPlan | None = None
+        #: The table that the user has given, and the device that it is known to: the first that something is saved on.
+        self.given: StepTable | None = None
+        self._given_to: torch.device | None = None
         self._threads = _Threads()
 
     def restart(self) -> None:
         """Forgets what every thread has going: the offloaders were closed."""
-        self.count_kept()
-        for saves in self._saves.values():
-            saves.plans.close()
         self._saves, self._threads = {}, _Threads()
-        self._give_again()
-
-    @property
-    def has_given(self) -> bool:
-        """Whether the user has given a plan."""
-        return self.given is not None or self._taken is not None
-
-    def _give_again(self) -> None:
-        if self.given is None:
-            self.given = self._taken
 
     @property
     def thread(self) -> ThreadState:
         """The calling thread's."""
         return self._threads.state
 
-    def runs(self) -> Iterator[Run]:
-        """Forwards that follow a plan and are alive. The lock is held."""
-        for saves in self._saves.values():
-            yield from cast(Iterable[Run], saves.plans.runs)
-
-    def count_kept(self) -> None:
-        """Counts what forwards that follow a plan have kept and not counted yet. The lock is held."""
-        for saves in self._saves.values():
-            for run in saves.plans.runs:
-                run.count_kept()
-
     def drop_crashed(self) -> None:
         """Crashed offloaders are replaced by new ones."""
         with self._accounts.lock:
-            for saves in self._saves.values():
-                if saves.offloader.is_crashed:
-                    saves.plans.close()
-                    self._give_again()
             self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
 
     def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
@@ -251,6 +205,9 @@ class Hooks:
             saves = self._saves.get(device)
             if saves is None or saves.offloader is not offloader:
                 saves = self._saves[device] = SavedTensors(offloader, self._config)
+                if self.given is not None and self._given_to in (None, device):
+                    self._given_to = device
+                    saves.give(self.given)
         return saves
 
     def pack(self, tensor: Tensor, *, is_unseen: bool = False) -> Packed:
@@ -268,26 +225,10 @@ class Hooks:
             raise reentered()
         thread = self._threads.state
         thread.packed += 1
-        if (run := thread.run) is None:
-            if thread.recorder is not None:
-                thread.end_recording()
-            if thread.may_follow:
-                thread.may_follow = False
-                if self._accounts.counters.writes_rows:
-                    thread.rows = StepRows(thread.sequence)
-                self._begin_run(tensor, thread)
-            run = thread.run
-        if run is not None:
-            if (handle := run.pack(tensor)) is not None:
-                return handle
-            assert isinstance(run, Run), "a captured step raises where it differs"
-            if run.is_over:
-                thread.run = None
-                run.keeper.plans.tell()
-            elif run.is_past:
-                thread.next_step(run.keeper, run.queue)
-                thread.packed -= 1
-                return self.pack(tensor, is_unseen=True)
+        if thread.run is not None:
+            return thread.run.pack(tensor)
+        if thread.recorder is not None:
+            thread.end_recording()
         packed = self._decide(tensor, thread)
         if (recorder := thread.recorder) is not None:
             self._record(recorder, tensor, packed)
@@ -319,13 +260,13 @@ class Hooks:
             with profiled("pack") if profiler_is_on() else nullcontext(), without_torch_function():
                 return self.pack(tensor, is_unseen=True)
         if is_tracing():
-            self._leave_plans()
+            self._cannot_be_captured()
             self.thread.packed += 1
             with without_torch_function():
                 return self._keep(tensor, KeepReason.PARAMETER if is_parameter(tensor) else KeepReason.LAYOUT)
         changes = allowing_changes()
         if changes is not None:
-            self._leave_plans()
+            self._cannot_be_captured()
         with without_caller_modes(), without_torch_function():
             packed = self.pack(tensor, is_unseen=True)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
@@ -347,7 +288,7 @@ class Hooks:
         return self._keep(tensor, reason)
 
     def _wrapped(self, tensor: Tensor, thread: ThreadState) -> WrappedTensor | KeptTensor | None:
-        """The handle of a wrapper; what is inside it is no save of its own to a plan."""
+        """The handle of a wrapper; what is inside it is no save of its own to a step that is captured."""
         run, recorder = thread.run, thread.recorder
         thread.run = thread.recorder = None
         try:
@@ -355,76 +296,30 @@ class Hooks:
         finally:
             thread.run, thread.recorder = run, recorder
 
-    # -- step plans: see [Note: following] in following.py ------------------------------------------------------------
-
-    def _begin_run(self, tensor: Tensor, thread: ThreadState) -> None:
-        """The first save of a forward: it follows a plan, or is written down, or neither."""
-        if thread.step is not None:
-            self._begin_step(thread.step, thread)
-            return
-        if self._config.step_plans is False or len(self._saves) > 1:
-            return
-        if self.given is not None:
-            self._take_given(tensor.device)
-        for saves in self._saves.values():
-            before = thread.turn
-            found = saves.begin_run(tensor, before, thread.queue(saves), thread.sequence, self._keep)
-            saves.plans.tell()
-            thread.turn = None if found is None else found.turn
-            if before is not None and thread.turn is not None:
-                before.precedes(thread.turn)
-            if isinstance(found, Run):
-                thread.follow(found, saves)
-            else:
-                thread.recorder = found
-            return
-        if self._config.step_plans is True:
-            thread.recorder = Recording()
-            thread.turn = thread.recorder.turn
-
-    def _begin_step(self, step: WarmUp | CapturedRun, thread: ThreadState) -> None:
-        """The first save of a step that is to be captured, or of a forward in it."""
-        thread.turn = None
-        if isinstance(step, WarmUp):
-            thread.recorder = step.begin()
-        else:
-            thread.run = step
-
-    def _take_given(self, device: torch.device) -> None:
-        """The plan that the user has given is known from here on to the device that the first saves are on."""
-        saves, given = self.saved_tensors(device), self.given
-        if isinstance(saves, SavedTensors) and given is not None:
-            self.given, self._taken = None, given
-            with self._accounts.lock:
-                saves.give(given, self.computed)
-
-    def followed(self, device: torch.device | None) -> StepPlan | None:
-        """The plan that was followed last on ``device``, or where that is ``None`` on any."""
+    def last_table(self, device: torch.device | None) -> StepTable | None:
+        """The table of the step that was looked up last on ``device``, or where that is ``None`` on any."""
         for saves in list(self._saves.values()):
             own = saves.device
             is_meant = device is None or (device.type == own.type and len({device.index, own.index} - {None}) < 2)
-            if saves.plans.last is not None and is_meant:
-                return saves.plans.last
+            if saves.tables.last is not None and is_meant:
+                return saves.tables.last
         return None
 
-    def _leave_plans(self) -> None:
-        """The calling thread saves something that no plan can say."""
-        thread = self.thread
-        thread.may_follow = False
-        if (recorder := thread.recorder) is not None:
-            recorder.is_void = True
-        if (run := thread.run) is not None:
-            thread.run = None
-            with self._accounts.lock:
-                if not run.is_over:
-                    run.miss("modes")
+    # -- steps that are captured --------------------------------------------------------------------------------------
 
-    def _record(self, recorder: Recording, tensor: Tensor, handle: Packed) -> None:
+    def _cannot_be_captured(self) -> None:
+        """The calling thread saves something that no captured step can."""
+        if (recorder := self.thread.recorder) is not None:
+            recorder.is_void = True
+        if (run := self.thread.run) is not None:
+            run.miss("modes")
+
+    def _record(self, recorder: StepRecorder, tensor: Tensor, handle: Packed) -> None:
         nbytes, requires_grad = logical_bytes(tensor), tensor.requires_grad
         with self._accounts.lock:
             if isinstance(handle, SavedView) and not self._is_preferred(tensor, handle):
                 storage, saves = handle.storage, self._saves.get(tensor.device)
-                is_own, is_whole = storage.forward is handle.forward, storage.footprint.whole
+                is_own, is_whole = storage.step is handle.step, storage.footprint.whole
                 whole = storage.footprint.nbytes if is_whole else 0
                 owner = storage.number if is_own else -1
                 codec = marks.codec_here(self._config.codec_rules)
@@ -458,22 +353,20 @@ class Hooks:
             is_outermost: whether the forward is over.
         """
         thread = self.thread
-        if (run := thread.run) is not None:
-            run.leave(waits=waits, is_outermost=is_outermost)
-            if run.is_over:
-                run.keeper.plans.tell()
-            if is_outermost or run.is_over:
-                thread.run = None
+        if thread.run is not None:
+            thread.run.leave(waits=waits, is_outermost=is_outermost)
         if is_outermost:
-            thread.may_follow, thread.recorder = False, None
+            thread.run = thread.recorder = None
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
+            if message := saves.tables.warning():
+                warn(message)
         if is_outermost:
             self._end_rows(thread, is_whole=waits)
 
-    def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int | None = None) -> KeptTensor:
-        """The handle of a tensor that stays; ``nbytes`` are its bytes, where the caller has asked for them."""
-        accounts, nbytes = self._accounts, logical_bytes(tensor) if nbytes is None else nbytes
+    def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
+        """The handle of a tensor that stays."""
+        accounts, nbytes = self._accounts, logical_bytes(tensor)
         held = what_stays_of(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
         with accounts.lock:
@@ -492,17 +385,17 @@ class Hooks:
             return KeepReason.REGION
         if (node := current_autograd_node()) is not None and _recomputes(node):
             return KeepReason.NEWEST
-        forward = thread.forward(saves)
-        return saves.save(tensor, thread.queues[saves], autograd_sequence(), forward, mark)
+        step = thread.step_of(saves)
+        return saves.save(tensor, thread.queues[saves], autograd_sequence(), step, mark)
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
         if marks.in_no_offload_region():
             return None
         for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
-            forward = thread.forward(saves)
-            if saves.may_know(tensor, forward):
-                return saves.share(tensor, queue, autograd_sequence(), forward)
+            step = thread.step_of(saves)
+            if saves.may_know(tensor, step):
+                return saves.share(tensor, queue, autograd_sequence(), step)
         return None
 
 

@@ -31,9 +31,7 @@ class Offloading:
         records.sort(key=attrgetter("key"))
         return [saved for record in records if (saved := record()) is not None]
 
-    def start_due(
-        self, queue: ResidentQueue, sequence: int | None, beside: int = 0, found: FoundSlot | None = None
-    ) -> Lack | None:
+    def start_due(self, queue: ResidentQueue, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` now; see ``ResidentQueue.due``.
 
         Args:
@@ -43,7 +41,7 @@ class Offloading:
             What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
         """
         offloader = self.offloader
-        while (record := queue.due(sequence, beside)) is not None:
+        while (record := queue.due(sequence)) is not None:
             saved: SavedStorage | None = record()
             if saved is None:  # it died a moment ago
                 offloader.resident_bytes -= queue.discard(record)
@@ -130,5 +128,5 @@ class Offloading:
         record = saved.record
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
-        if (recorder := saved.forward.recorder) is not None:
+        if (recorder := saved.step.recorder) is not None:
             recorder.started(saved.number, None if saved.coding is None else saved.coding.coded)

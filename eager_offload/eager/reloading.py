@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from eager_offload._torch import storage_of, weak_storage
+from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
-from eager_offload.eager.plans import StepPlans
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
-from eager_offload.step_recorder import StepRecorder
 
 
 class Reloading:
     """The saved storages of one device, on their way back."""
 
-    def __init__(self, offloading: Offloading, plans: StepPlans) -> None:
-        self._plans = plans
+    def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
         self._offloader = offloading.offloader
         self.order = PrefetchOrder(self._offloader.windows.prefetch)
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
-        run = view.run
         try:
-            if run is not None and (tensor := run.unpack(view)) is not None:
-                return tensor
             return self._unpack(view)
         except (torch.OutOfMemoryError, MemoryError):
             pass
         # Not while the error is handled, whose frames hold what is to go.
-        if run is not None:
-            run.is_out_of_memory(view)
         self._offloader.make_room(partial(self._drop_all_but, view.storage))
         return self._unpack(view)
 
     def _unpack(self, view: SavedView) -> Tensor:
-        offloader, order, saved, forward = self._offloader, self.order, view.storage, view.forward
+        offloader, order, saved, step = self._offloader, self.order, view.storage, view.step
         runtime, record = offloader.runtime, saved.record
         with offloader.lock:
             offloader.poll()
@@ -57,14 +49,12 @@ class Reloading:
                     self._stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                expected = forward.asked(view.number, runtime.clock(stream))
+                expected = step.asked(view.number, runtime.clock(stream))
                 if expected is not None:  # other than before
-                    order.arrange(forward.sequence, expected)
-                if order.followed_bytes and order.is_late:
-                    self._give_up()
+                    order.arrange(step.sequence, expected)
                 plan = order.unpacked(view.position)
-                if forward.recorder is not None:
-                    self._record(forward.recorder, view, plan)
+                if step.recorder is not None:
+                    self._record(step.recorder, view, plan)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
             if tensor is not None:
@@ -108,23 +98,7 @@ class Reloading:
             self._offloader.release(saved.reload.transfer)
             saved.reload = saved.record.reload = None
 
-    def make_room(self, nbytes: int) -> None:
-        """Ends promises that are overdue, so that a forward which follows a plan may promise. The lock is held."""
-        if self.order.is_late:
-            self._give_up()
-        for record in self.order.make_room(nbytes):
-            self.drop(record())
-
-    def _give_up(self) -> None:
-        """Ends the promises of forwards that follow a plan which were not taken up for so long."""
-        order = self.order
-        order.followed_due = min(
-            (run.give_up(order.unpacks - order.PATIENCE) for run in self._plans.runs), default=sys.maxsize
-        )
-
     def _drop_all_but(self, needed: SavedStorage) -> None:
-        for run in self._plans.runs:
-            run.drop_reloads()
         for saved in self._offloading.storages():
             if saved is not needed:
                 self.drop(saved)
@@ -169,9 +143,9 @@ class Reloading:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
             is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
             if is_away and is_new and saved.footprint.whole:
-                saved.forward.was_alive(saved.first)
-                if saved.forward.recorder is not None:
-                    saved.forward.recorder.was_alive(saved.number)
+                saved.step.was_alive(saved.first)
+                if saved.step.recorder is not None:
+                    saved.step.recorder.was_alive(saved.number)
             if not saved.rounds:
                 return view.over(storage, first_byte) if original is None else original
         if original is not None and storage_of(original) is not storage:
@@ -183,13 +157,13 @@ class Reloading:
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
     def _record(self, recorder: StepRecorder, view: SavedView, plan: Prefetch) -> None:
-        """Notes an unpack, and of what it sets off all that is the same forward's."""
-        saved, forward = view.storage, view.forward
-        if saved.forward is forward:
+        """Notes an unpack, and of what it sets off all that is the same step's."""
+        saved, step = view.storage, view.step
+        if saved.step is step:
             kept = saved.record.kept if saved.record.state is KEPT else None
             keep = self.order.holds(saved.record)
-            bring = [one.number for record in plan.bring if (one := record()) is not None and one.forward is forward]
-            drop = [one.number for record in plan.drop if (one := record()) is not None and one.forward is forward]
+            bring = [one.number for record in plan.bring if (one := record()) is not None and one.step is step]
+            drop = [one.number for record in plan.drop if (one := record()) is not None and one.step is step]
             recorder.asked(view.number, saved.number, bring, drop, keep, kept)
 
     def _follow(self, plan: Prefetch, current: StorageRecord) -> None:

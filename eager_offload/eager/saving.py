@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Hashable
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,33 +25,27 @@ from eager_offload._torch import (
     weak_storage,
 )
 from eager_offload.codecs.names import IDENTITY
-from eager_offload.computed_plan import ComputedPlan
 from eager_offload.config import MIB, OffloadConfig
+from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.coding import coding_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
-from eager_offload.eager.followed import FollowedStorage
-from eager_offload.eager.following import Run
-from eager_offload.eager.handles import KeptTensor, SavedStorage, SavedView, StorageRecord, ViewRecord
+from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord, ViewRecord
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
-from eager_offload.eager.plans import KnownPlan, Recording, StepPlans, Turn
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.errors import OffloadError
 from eager_offload.kernels.codecs import CODECS, Workspaces
-from eager_offload.learning import Decision, Forward, ForwardRecord, Kept, LearnedForwards, Link
 from eager_offload.marks import Mark, codec_here
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepPlan
-from eager_offload.step_recorder import StepRecorder
-from eager_offload.tiers.base import Slot
+from eager_offload.step_table import Fate, Kept, Link, Row, Step, StepRecord, StepTable, StepTables
 from eager_offload.tiers.finalizers import Living
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
@@ -76,7 +68,9 @@ class SavedTensors:
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
         self.rules, self.min_bytes = config.codec_rules, config.size("min_bytes")
-        self.plans = StepPlans(config.step_plans, self.rules, self._accounts, StepMeasures(offloader))
+        #: What is known of steps before they run.
+        self.tables = StepTables(config.step_plans, self._accounts)
+        self._measures = StepMeasures(offloader)
         self._config, self._windows = config, offloader.windows
         #: The most of the newest bytes that stay where neither a budget nor a limit of the slowdown says it.
         self._queue_bytes = keep = config.newest_bytes(self._windows.prefetch)
@@ -86,18 +80,14 @@ class SavedTensors:
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
-        offloader.idle_slots.add(self.plans)
-        self._reloading = Reloading(self._offloading, self.plans)
+        self._reloading = Reloading(self._offloading)
         self.order = self._reloading.order
-        self._learned = LearnedForwards()
         self._queues: Living[ResidentQueue] = Living()
-        #: Whether an automatic window says how many of the newest bytes stay.
-        self._window_says_what_stays = config.learns_what_stays and config.prefetch_bytes == "auto"
         self._learns_what_stays = config.learns_what_stays
         self._use_windows()
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
-        self._forwards: set[ForwardRecord] = set()
+        self._steps: set[StepRecord] = set()
         self._weak = weakref.ref(self)
         self.scratch = Workspaces(
             lambda nbytes, stream: offloader.runtime.allocate(Layout(nbytes), offloader.device, stream),
@@ -116,36 +106,34 @@ class SavedTensors:
         kept = [one.keep for one in (self.budget, self.exposure) if one is not None]
         return min(kept, default=self._queue_bytes)
 
-    def new_forward(self, sequence: int, recorder: StepRecorder | None) -> Forward:
-        """A forward, for one thread; ``sequence`` names it in the prefetch order."""
+    def new_step(self, sequence: int, recorder: StepRecorder | None) -> Step:
+        """A step, for one thread; ``sequence`` names it in the prefetch order."""
         with self.offloader.crashing():
-            forward = Forward(sequence, self._learned)
-            record = ForwardRecord(forward, self.offloader.on_death)
-            record.log, record.saves = forward.log, self._weak
-            forward.recorder = record.recorder = recorder
-            if recorder is not None and self._window_says_what_stays and not self._windows.is_known:
-                recorder.is_early = True  # the next one of its kind keeps less
-            self._forwards.add(record)
+            step = Step(sequence, self.tables)
+            record = StepRecord(step, self.offloader.on_death)
+            record.log, record.saves = step.log, self._weak
+            step.recorder = recorder
+            self._steps.add(record)
             if self.exposure is not None:
                 self.exposure.note_forward()
-            return forward
+            return step
 
     def begin_forward(self, queue: ResidentQueue) -> None:
         """A forward begins on the thread of ``queue``: what was learnt says how much stays in it, and is on its way."""
         offloader, budget, exposure, message = self.offloader, self.budget, self.exposure, ""
-        self.plans.enter()
-        learns = budget is not None or exposure is not None
-        if not (learns or self._windows.is_auto) or offloader.is_crashed or offloader.is_capturing():
+        learns, is_planned = budget is not None or exposure is not None, self._accounts.counters.plan is not None
+        if not (learns or is_planned or self._windows.is_auto) or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.crashing():
             if self._windows.begin(queue.movable, queue.largest):
                 self._use_windows()
             queue.begin_step()
             self._tell_windows()
+            if is_planned:
+                self._measures.begin()
             if not learns:
                 return
             offloader.poll()
-            before = self.keep
             if budget is not None:
                 budget.begin()
                 message = budget.warning()
@@ -153,13 +141,11 @@ class SavedTensors:
                 if self._accounts.preparing:
                     exposure.pause()  # its waits are those of the window, and none of a replay's
                 else:
-                    most = self._learned.most_bytes
+                    most = self.tables.most_bytes
                     exposure.begin(queue, most if budget is None else min(most, budget.keep))
             keep = queue.limit = self._accounts.counters.keep_last_bytes = self.keep
-            if keep != before:
-                self.plans.forget_all()
             if exposure is not None:
-                self._learned.keep(keep, self._queue_bytes)
+                self.tables.keep(keep, self._queue_bytes)
         if message:  # with the lock not held: a warnings.showwarning is the user's
             self.offloader.warn(message)
 
@@ -167,7 +153,7 @@ class SavedTensors:
         """The windows are others than before. The lock is held."""
         prefetch = self.order.limit = self._windows.prefetch
         self._queue_bytes = self._config.newest_bytes(prefetch)
-        self._learned.room = self._config.small_step_bytes(prefetch)
+        self.tables.room = self._config.small_step_bytes(prefetch)
         for queue in self._queues:
             queue.limit = self.keep
         self._tell_windows()
@@ -184,7 +170,7 @@ class SavedTensors:
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
-        return sum(queue.nbytes for queue in self._queues) + sum(run.waiting_bytes for run in self.plans.runs)
+        return sum(queue.nbytes for queue in self._queues)
 
     def begin_step(self, queue: ResidentQueue) -> None:
         """What is saved next is another step's, in the same context; ``queue`` is the calling thread's."""
@@ -203,7 +189,7 @@ class SavedTensors:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def save(
-        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
+        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step, mark: Mark | None
     ) -> SavedView | KeepReason:
         """The handle of a saved tensor whose storage is to leave; a reason where it has to stay after all.
 
@@ -211,7 +197,7 @@ class SavedTensors:
             tensor: strided, not empty, on this device.
             queue: the calling thread's.
             packed_at: the calling thread's autograd sequence number.
-            forward: the calling thread's current one.
+            step: the calling thread's current one.
             mark: what the user asked of its storage.
         """
         offloader = self.offloader
@@ -221,7 +207,7 @@ class SavedTensors:
             return KeepReason.REGION
         try:
             with offloader.lock:
-                saved = self._save(tensor, queue, packed_at, forward, mark)
+                saved = self._save(tensor, queue, packed_at, step, mark)
                 if packed_at <= queue.final_after or not isinstance(saved, SavedView) or saved.shares:
                     return saved
                 lack = self._start_due(queue, packed_at)
@@ -234,15 +220,15 @@ class SavedTensors:
             raise
         return saved
 
-    def may_know(self, tensor: Tensor, forward: Forward) -> bool:
+    def may_know(self, tensor: Tensor, step: Step) -> bool:
         """Whether the storage of ``tensor`` might be known: a cheap question, before ``share`` asks it for good."""
         try:
             name = storage_key(tensor.untyped_storage())
-            return name in self._names or name in forward.kept
+            return name in self._names or name in step.kept
         except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
             return False
 
-    def share(self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward) -> SavedView | None:
+    def share(self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step) -> SavedView | None:
         """The handle of a tensor that would not leave for its own sake, but whose storage does; else ``None``.
 
         Arguments as for ``save``.
@@ -252,16 +238,16 @@ class SavedTensors:
             return None
         with offloader.lock, offloader.crashing():
             storage = tensor.untyped_storage()
-            if self._stays_again(storage, forward):
+            if self._stays_again(tensor, storage, step):
                 return None
             whole = self._known(storage_key(storage), storage)
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
             if self._may_share(whole, tensor, queue, packed_at):
-                return self._share(whole, tensor, forward)
+                return self._share(whole, tensor, step)
             if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
-            saved = self._save(tensor, queue, packed_at, forward, None)  # a small part would hold all that has left
+            saved = self._save(tensor, queue, packed_at, step, None)  # a small part would hold all that has left
             return saved if isinstance(saved, SavedView) else None
 
     def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:
@@ -283,17 +269,14 @@ class SavedTensors:
                 offloader.go_on(lack, partial(self._start_due, queue, None), waits=waits)
 
     def _start_due(self, queue: ResidentQueue, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
-        """Starts what has to leave ``queue`` beside the newest bytes of forwards that follow a plan."""
-        beside = 0
-        if self.plans.last is not None:
-            beside = sum([run.waiting_bytes for run in self.plans.runs if run.queue is queue])
-        lack = self._offloading.start_due(queue, sequence, beside, found)
+        """Starts what has to leave ``queue`` now."""
+        lack = self._offloading.start_due(queue, sequence, found)
         if not self._windows.is_known and self._windows.grow(queue.largest):
             self._use_windows()
         return lack
 
     def _save(
-        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, forward: Forward, mark: Mark | None
+        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step, mark: Mark | None
     ) -> SavedView | KeepReason:
         try:
             storage, address = tensor.untyped_storage(), tensor.data_ptr()
@@ -304,22 +287,22 @@ class SavedTensors:
         self.offloader.poll()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage_key(storage)
-        if forward.kept and mark is not Mark.PREFER and self._stays_again(storage, forward):
+        if step.kept and mark is not Mark.PREFER and self._stays_again(tensor, storage, step):
             return KeepReason.ALIVE
         if not area.whole:
             whole = self._known(name, storage)
             if whole is not None and self._may_share(whole, tensor, queue, packed_at):
-                return self._share(whole, tensor, forward)
+                return self._share(whole, tensor, step)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._known(name, storage)
         if known is not None:
             if self._may_share(known, tensor, queue, packed_at):
-                return self._share(known, tensor, forward)
+                return self._share(known, tensor, step)
             if known.times_saved == _MOST_TIMES:
                 return KeepReason.ALIVE
         if mark is Mark.KEEP:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
-        return self._save_anew(tensor, storage, name, area, known, queue, packed_at, forward, mark)
+        return self._save_anew(tensor, storage, name, area, known, queue, packed_at, step, mark)
 
     def _save_anew(
         self,
@@ -330,31 +313,32 @@ class SavedTensors:
         known: SavedStorage | None,
         queue: ResidentQueue,
         packed_at: int,
-        forward: Forward,
+        step: Step,
         mark: Mark | None,
     ) -> SavedView | KeepReason:
         """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
         offloader = self.offloader
-        number = len(forward.log.sizes)
-        first = known.first if known is not None and known.forward is forward else number
-        stream = self._runtime.current_stream(self.device)
-        decision = self._note(forward, area.nbytes, first, stream)
+        number = len(step.log.facts)
+        first = known.first if known is not None and known.step is step else number
+        stream, codec = self._runtime.current_stream(self.device), codec_here(self.rules)
+        row = self._note(step, tensor, area.nbytes, first, stream, codec)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
                 queue.saved_again(known.record, number)
-        if decision is Decision.ALIVE:
+        if row is not None and row.fate is Fate.KEEP:
             if mark is not Mark.PREFER:
-                forward.kept[name] = Kept(weak_storage(storage), number)
+                step.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
-            forward.taken(number)
+            step.taken(number)
         if first == number:
             queue.count(area.nbytes)
-        if (learned := forward.learned) is None:
+        if step.table is None:
             queue.await_nothing()
-        codec = codec_here(self.rules)
-        coding = coding_of(tensor, area, codec, self.min_bytes) if codec != IDENTITY or area.gathered else None
-        saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, forward, number)
+        coding = (
+            coding_of(tensor, area, codec, self.rules, self.min_bytes) if codec != IDENTITY or area.gathered else None
+        )
+        saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, step, number)
         record, saved.first = saved.record, first
         record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
@@ -363,21 +347,22 @@ class SavedTensors:
         record.queue = queue
         self._names[name] = record
         offloader.records.add(record)
-        view = self._view(saved, tensor, forward, number)
-        last_save = None if learned is None else learned.last_saves.get(number)
+        view = self._view(saved, tensor, step, number)
+        last_save = None if row is None or row.last_save < 0 else row.last_save
         if last_save is not None and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
-        if decision is Decision.FITS and offloader.resident_bytes + area.nbytes <= self._learned.room:
+        moves = row is not None and row.fate is Fate.MOVE and not step.stays
+        if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
             weight = 0
-        elif decision is Decision.LEAVE and self.exposure is not None:
+        elif moves and self.exposure is not None:
             weight = 0  # it pushes nothing out of what is to stay
         queue.push(
             record,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (decision is Decision.LEAVE and self._leaves_early),
+            urgent=mark is Mark.PREFER or (moves and (self._leaves_early or step.is_given)),
             weight=weight,
             last_save=last_save,
         )
@@ -424,7 +409,7 @@ class SavedTensors:
             return True
         return tensor.requires_grad
 
-    def _share(self, saved: SavedStorage, tensor: Tensor, forward: Forward) -> SavedView:
+    def _share(self, saved: SavedStorage, tensor: Tensor, step: Step) -> SavedView:
         counters, record, nbytes = self._accounts.counters, saved.record, tensor.nbytes
         if record.state is KEPT:
             counters.kept(record.kept, nbytes)
@@ -432,37 +417,38 @@ class SavedTensors:
             counters.shared(nbytes)
             if counters is record.counters:
                 record.shared_bytes += nbytes
-        number = len(forward.log.sizes)
-        owner = saved.first if saved.forward is forward else -1
-        self._note(forward, saved.footprint.nbytes, owner, self._runtime.current_stream(self.device))
-        if record.queue is not None and saved.forward is forward:
+        number = len(step.log.facts)
+        owner, stream = saved.first if saved.step is step else -1, self._runtime.current_stream(self.device)
+        self._note(step, tensor, saved.footprint.nbytes, owner, stream, codec_here(self.rules))
+        if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
-        return self._view(saved, tensor, forward, number)
+        return self._view(saved, tensor, step, number)
 
-    def _stays_again(self, storage: torch.UntypedStorage, forward: Forward) -> bool:
-        """Whether this forward has left ``storage`` to the owner that keeps it alive; if so, notes one more save."""
-        kept = forward.kept.get(storage_key(storage))
+    def _stays_again(self, tensor: Tensor, storage: torch.UntypedStorage, step: Step) -> bool:
+        """Whether this step has left ``storage`` to the owner that keeps it alive; if so, notes one more save."""
+        kept = step.kept.get(storage_key(storage))
         if kept is None or kept.storage() is not storage:
             return False
-        stream = self._runtime.current_stream(self.device)
-        self._note(forward, forward.log.sizes[kept.number], kept.number, stream)
+        stream, nbytes = self._runtime.current_stream(self.device), step.log.facts[kept.number][1]
+        self._note(step, tensor, nbytes, kept.number, stream, codec_here(self.rules))
         return True
 
-    def _note(self, forward: Forward, nbytes: int, owner: int, stream: Stream) -> Decision:
-        """The forward's next save; arguments as for ``Forward.save``."""
-        return forward.save(nbytes, owner, self._runtime.clock(stream), self.offloader.inflight_bytes)
+    def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> Row | None:
+        """The step's next save, of ``nbytes`` bytes that move with it; see ``Step.save``."""
+        seconds, ahead = self._runtime.clock(stream), self.offloader.inflight_bytes
+        return step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, seconds, ahead)
 
-    def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
+    def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
         position = next(self._keys)
         coding, nbytes = saved.coding, saved.footprint.nbytes
         if coding is not None and coding.rounds:  # what may be refused comes back as it is
             nbytes = coding.nbytes
-        self.order.add(position, saved.record, nbytes, forward.sequence)
-        view = SavedView(saved, tensor, position, forward, number)
+        self.order.add(position, saved.record, nbytes, step.sequence)
+        view = SavedView(saved, tensor, position, step, number)
         record = ViewRecord(view, self.offloader.on_death)
         record.position, record.saves = position, self._weak
         self.offloader.records.add(record)
-        forward.positions[number] = position
+        step.positions[number] = position
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
@@ -487,7 +473,7 @@ class SavedTensors:
         if version_of(view.alias) != view.version:  # `check_version`, which would be a call
             view.check_version()
         try:
-            if self.budget is not None and view.run is None:
+            if self.budget is not None:
                 with offloader.lock:
                     self.budget.note_ask()
             if profiler_is_on():
@@ -500,6 +486,9 @@ class SavedTensors:
         except BaseException:
             offloader.crash()
             raise
+        if view.step.is_over and self._measures.is_in_step:
+            with offloader.lock:
+                self._measures.end(self._accounts.counters)
         if view.original is not None and tensor is not view.original():
             tensor = view.original.like(tensor)
             own_until_taken(view.storage, tensor)
@@ -535,140 +524,20 @@ class SavedTensors:
         if not self.offloader.records:
             self.scratch.clear()
 
-    def learn(self, record: ForwardRecord) -> None:
-        """A forward is over, and its graph is gone."""
-        self._forwards.discard(record)
-        self.release_scratch()
-        out = self.offloader.out_rate.value
-        self._learned.learn(record.log, None if out is None else Link(out, self.offloader.in_rate.value or out))
-        if (recording := cast(Recording | None, record.recorder)) is not None:
-            self.plans.learn(recording)
-
-    # -- forwards that follow a plan ----------------------------------------------------------------------------------
-
-    def give(self, plan: StepPlan, computed: ComputedPlan | None) -> None:
-        """Takes in a plan that the user has; arguments as for ``StepPlans.give``. The lock is held."""
-        self.plans.give(plan, computed)
-        if self._windows.begin(plan.movable_bytes, plan.largest):
+    def give(self, table: StepTable) -> None:
+        """Takes in a table of the user's. The lock is held."""
+        self.tables.give(table)
+        if self._windows.begin(table.movable_bytes, table.largest):
             self._use_windows()
 
-    def begin_run(
-        self,
-        tensor: Tensor,
-        before: Turn | None,
-        queue: ResidentQueue,
-        sequence: int,
-        keep: Callable[[Tensor, KeepReason, int], KeptTensor],
-    ) -> Run | Recording | None:
-        """What a forward follows whose first save is ``tensor``, or what writes down what it does, if anything.
-
-        Args:
-            before: the calling thread's last forward.
-            queue: the calling thread's.
-            sequence: names the forward in the prefetch order.
-            keep: makes the handle of a tensor that stays.
-        """
-        offloader, plans = self.offloader, self.plans
-        if offloader.is_crashed or offloader.is_capturing() or self._accounts.observer is not None:
-            return None
-        with offloader.crashing():
-            with offloader.lock:
-                offloader.poll()
-                known = plans.fitting(tensor, before)
-                if known is None:
-                    if not plans.records(self._learned.most_alike()):
-                        return None
-                    plans.release_sets()
-                    return Recording()
-                if not plans.has_room(known, queue):
-                    known.release_idle()
-                    return None
-                if not plans.begin(known):
-                    return Recording(known)
-            slots = self._slots(known)
-            with offloader.lock:
-                if slots is None:
-                    plans.has_no_slots()
-                    return None
-                if known.is_forgotten or offloader.is_crashed:  # while a tier grew
-                    return None
-                run = Run(known, [*slots], self, keep, queue, sequence)
-                plans.follow(run, known)
-                if self.exposure is not None:
-                    self.exposure.note_forward()
-                return run
-
-    def _slots(self, known: KnownPlan) -> list[Slot] | None:
-        """Room for all that a plan offloads; ``None`` where no tier has it. The lock is not held."""
-        with self.offloader.lock:
-            for tier in self.offloader.tiers:  # with what the last step has given back
-                tier.release_idle()
-            with suppress(IndexError):  # there is none, or another thread was faster
-                slots = known.idle.pop()
-                for tier in self.offloader.tiers:
-                    tier.note_reuse(sum([slot.nbytes for slot in slots if slot.tier == tier.name]))
-                return slots
-            for run in self.plans.runs:
-                if run.is_mostly_gone:  # a program may keep a little of each step, a metric say
-                    run.release_slots()
-        slots = []
-        for nbytes in known.plan.slots:
-            slot = self.offloader.room(nbytes)
-            if slot is None:
-                return None
-            slots.append(slot)
-        return slots
-
-    def make_room(self, nbytes: int) -> None:
-        """Ends promises that are overdue, so that a run may promise ``nbytes``. The lock is held."""
-        self._reloading.make_room(nbytes)
+    def learn(self, record: StepRecord) -> None:
+        """A step is over, and its graph is gone."""
+        self._steps.discard(record)
+        self.release_scratch()
+        out = self.offloader.out_rate.value
+        self.tables.learn(record.log, None if out is None else Link(out, self.offloader.in_rate.value or out))
 
     def whole_of(self, tensor: Tensor) -> SavedStorage | None:
         """The saved storage that ``tensor`` is a part of, where that was to leave whole. The lock is held."""
         storage = tensor.untyped_storage()
         return self._known(storage_key(storage), storage)
-
-    def adopt(self, run: Run) -> None:
-        """From here on the step of ``run`` is unknown. The lock is held."""
-        run.is_over = True
-        run.record.slots = []
-        for weak in run.views:
-            if (view := weak()) is not None:
-                self.adopt_view(view, run)
-        run.record.forget_all(self.offloader)
-        if run.known.is_forgotten:
-            self._learned.forget_how_many()
-
-    def adopt_view(self, view: SavedView, run: Run) -> None:
-        """A handle of a run that is over is as one of an unknown step. The lock is held."""
-        if view.run is None:
-            return
-        followed = cast(FollowedStorage, view.storage)
-        saved, is_promised = followed.adopted, followed.number in run.record.promised
-        if saved is None:
-            saved = self._adopt_storage(followed, run)
-        nbytes, forward = saved.footprint.nbytes, run.forward
-        number = len(forward.log.sizes)
-        forward.save(nbytes, None if view.number == followed.number else saved.first, 0.0, 0)
-        position = next(self._keys)
-        self.order.add(position, saved.record, nbytes, forward.sequence)
-        if is_promised or self.order.holds(saved.record):
-            self.order.promise(position)
-        record = ViewRecord(view, self.offloader.on_death)
-        record.position, record.saves = position, self._weak
-        self.offloader.records.add(record)
-        forward.positions[number] = position
-        view.storage, view.number, view.position, view.run = saved, number, position, None
-
-    def _adopt_storage(self, followed: FollowedStorage, run: Run) -> SavedStorage:
-        """The storage of a run as one of an unknown step, in the state that it is in."""
-        origin = followed.origin()
-        name: Hashable = next(self._keys) if origin is None else storage_key(origin)
-        saved = followed.as_unknown(next(self._keys), name, run.forward)
-        record, queue = saved.record, run.queue
-        self._names[name] = record
-        self.offloader.records.add(record)
-        if record.state is WAITING:
-            queue.push(record, saved.footprint.nbytes, followed.packed_at)
-            record.queue = queue
-        return saved

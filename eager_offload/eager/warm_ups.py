@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from eager_offload.codecs.names import ROUNDING
-from eager_offload.eager.plans import Recording
+from eager_offload.eager.captured_plan import Coded, Fate, Save, StepPlan
+from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.errors import CaptureStateError, ScheduleMismatchError
 from eager_offload.runtime.base import ALIGNMENT
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Coded, Fate, Save, StepPlan
 
 
 class WarmUp:
     """One real step before a capture: writes down each forward of it, with its backward."""
 
     def __init__(self) -> None:
-        self._recordings: list[Recording] = []
+        self._recordings: list[StepRecorder] = []
 
-    def begin(self) -> Recording:
+    def begin(self) -> StepRecorder:
         """A forward begins on the thread of the capture."""
-        self._recordings.append(Recording())
+        self._recordings.append(StepRecorder())
         return self._recordings[-1]
 
     def plans(self) -> tuple[StepPlan, ...]:

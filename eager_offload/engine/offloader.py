@@ -53,8 +53,7 @@ from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, Counters
-from eager_offload.tiers.base import Fence, IdleSlots, MustGrow, Slot, Tier, release_idle_slots
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import tell_after_fork
 
 _NO_THREAD = (
@@ -162,10 +161,6 @@ class DeviceOffloader:
         self.finalized: deque[Any] = deque()
         #: Its ``append``, for the records: each would make another one.
         self.on_death = self.finalized.append
-        #: The same of what one record knows of by their numbers, as long as something of them is counted.
-        self.numbered: deque[Any] = deque()
-        #: Who keeps slots ready for a step, between two of them; held weakly, since they know the offloader.
-        self.idle_slots: Living[IdleSlots] = Living()
         # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
         self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
         self._held_back_bytes = 0
@@ -195,7 +190,7 @@ class DeviceOffloader:
         """What is known of at this moment. Takes the lock."""
         with self.lock, self.crashing():
             self.poll()
-            used_bytes = sum(tier.used_bytes for tier in self.tiers) - sum(one.idle_bytes for one in self.idle_slots)
+            used_bytes = sum(tier.used_bytes for tier in self.tiers)
             in_flight = len(self._held_back) + len(self._out) + len(self._in)
             if self.is_crashed:  # not all that has died is known, and bytes are not counted any more
                 alive = sum(record() is not None for record in self.records)
@@ -262,8 +257,6 @@ class DeviceOffloader:
             try:
                 with self.lock:  # what calls in the midst of it, a signal handler say, is to be refused
                     slot = tier.at_hand(nbytes)
-                    if slot is None and release_idle_slots():
-                        slot = tier.at_hand(nbytes)
             except MustGrow:
                 if not grows:
                     raise
@@ -282,8 +275,6 @@ class DeviceOffloader:
         """Room in ``tier``, which grows for it; the wait is counted."""
         with self._counting_wait(None):
             slot = tier.reserve(nbytes)
-            if slot is None and release_idle_slots():
-                slot = tier.reserve(nbytes)
         if message := tier.warning():
             self.warn(message)
         return slot
@@ -644,11 +635,6 @@ class DeviceOffloader:
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
         if self._stalls:
             self._count_stalls()
-        numbered = self.numbered
-        while numbered:  # most were settled when they were asked for the last time, which takes no call
-            one = numbered.popleft()
-            if not self.is_crashed and one.number in one.run.unsettled:
-                one.run.forget(one.number, self)
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eager_offload._torch import overriding_stale_streams
 from eager_offload.eager.captured import CapturedRun
+from eager_offload.eager.captured_plan import StepPlan
 from eager_offload.eager.warm_ups import WarmUp, check_alike, slot_bytes
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.graph import (
@@ -36,7 +37,6 @@ from eager_offload.offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import StepPlan
 
 
 class _Parts(NamedTuple):

@@ -12,7 +12,6 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from eager_offload.planning.draft import draft
 from eager_offload.planning.predict import Course, Moves, Problem
 from eager_offload.planning.program import kind_of
 from eager_offload.planning.recompute import Candidate
@@ -123,8 +122,7 @@ class RehearsedSolver:
         if moves not in self._known:
             from eager_offload.planning.rehearse import rehearse  # it brings in the simulation
 
-            plan = draft(self.problem, moves)
-            rehearsed = None if plan is None else rehearse(self.problem, plan, self._launch_seconds)
+            rehearsed = rehearse(self.problem, moves, self._launch_seconds)
             self._known[moves] = Outcome(self.problem, moves, rehearsed or self.problem.course(moves))
         return self._known[moves]
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
 from torch import nn
 
-from eager_offload.computed_plan import Adapted, ComputedPlan, Timing
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
+from eager_offload.plan_settings import ComputedPlan
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
-from eager_offload.planning.draft import draft, is_off, timed
 from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
-from eager_offload.step_plan import Fate, StepPlan
 
-#: A part of a step for which another plan is worth while.
-_GAIN = 0.02
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
 
@@ -35,20 +30,6 @@ class Plan(PlanFigures, ComputedPlan):
     run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
     these are. ``Offload(plan=plan)`` does the same in training. Sizes are bytes, times seconds.
     """
-
-    @cached_property
-    def step_plans(self) -> tuple[StepPlan, ...]:
-        """What ``Offload(plan=...)`` follows from the first step on; empty where nothing may move, and where no step
-        plan can say it: backward runs inside of forward, or twice."""
-        program, released = self.problem.program, self.course.released
-        drafted = None if released is None else draft(self.problem, self.moves)
-        if drafted is None or released is None:
-            return ()
-        saves = (
-            replace(save, release=released[program.saves[number].storage]) if save.fate is Fate.OFFLOAD else save
-            for number, save in enumerate(drafted.saves)
-        )
-        return (replace(drafted, saves=tuple(saves)),)
 
     def apply(self, model: nn.Module) -> AbstractContextManager[None]:
         """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
@@ -91,56 +72,6 @@ class Plan(PlanFigures, ComputedPlan):
         budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
         place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
         return None if place == len(budgets) else Relief(budgets[place], waits_within(budgets[place]))
-
-    def is_off(self, timing: Timing) -> bool:
-        return is_off(self.problem, self.moves, self.step_seconds, timing)
-
-    def adapted(self, surplus: int, timing: Timing | None = None) -> Adapted | None:
-        """The plan for a device on which so many bytes more are in use than this one knows of, or fewer.
-
-        ``Offload`` asks for it, by the peaks and the times that it has measured: see the page on planning.
-
-        Returns:
-            Over the budget, one whose peak is lower. Else one whose step is 2 % shorter, where what moves is as little
-            as can be; or with ``timing`` one that moves the same, and expects what was measured. ``None`` where there
-            is none.
-        """
-        problem = self.problem.with_more(surplus)
-        if timing is not None:
-            problem = timed(problem, self.moves, timing)
-        solver = RehearsedSolver(problem, self.machine.launch_seconds)
-        now = solver.of(self.moves)
-        is_over = surplus > 0 and now.peak_bytes > self.device_budget
-        if is_over or self.policy == "least":
-            found = solver.within(self.device_budget)
-        else:
-            found = solver.free() if self.policy == "free" else now
-        if is_over:
-            is_other = found.peak_bytes < now.peak_bytes
-        else:
-            is_shorter = found.step_seconds <= now.step_seconds * (1 - _GAIN)
-            moves_more = self.policy == "free" and found.peak_bytes <= now.peak_bytes * (1 - _GAIN)
-            fits = found.peak_bytes <= max(self.device_budget, now.peak_bytes)
-            is_other = fits and (is_shorter or moves_more)
-        found = found if is_other else now
-        if found.course.released is None or not (is_other or timing is not None):
-            return None
-        whole, least, machine = self.whole, self.traced_least, self.machine
-        if whole is not None and least is not None:
-            whole = whole.with_more(surplus)
-            least = Point(least.budget + surplus, least.peak_bytes + surplus, least.step_seconds)
-        if timing is not None:
-            machine = replace(machine, out=problem.out, back=problem.back)
-        plan = replace(
-            self,
-            machine=machine,
-            problem=problem,
-            moves=found.moves,
-            course=found.course,
-            whole=whole,
-            traced_least=least,
-        )
-        return Adapted(plan, is_other)
 
     def front(self, points: int = 16) -> list[Point]:
         """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.

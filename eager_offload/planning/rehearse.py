@@ -1,10 +1,10 @@
-"""A step in rehearsal: the library itself follows a step plan on a simulated device, and its clock is the prediction.
+"""A step in rehearsal: the library itself runs it on a simulated device, whose clock is the prediction.
 
 [Note: the rehearsal]
 An ``Offload`` with all that is below it runs on the simulated runtime. In the place of autograd stands the program of
 the step: it saves what autograd would, in the same order, asks for it in the same order, and lets the clock advance by
 what each operator takes. Tensors are stand-ins, smaller by one factor than those that they stand for, so that a step of
-any size takes as much memory as a small one; the links are slower by the same factor. So whatever a follower does in
+any size takes as much memory as a small one; the links are slower by the same factor. So whatever the library does in
 training it does here: it waits for room, brings back early, notices late that a copy is over. There is no second
 schedule that could disagree with it.
 
@@ -27,14 +27,14 @@ from eager_offload import contexts
 from eager_offload._torch import without_torch_function
 from eager_offload.codecs import PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
-from eager_offload.codecs.names import IDENTITY, CodecRules
+from eager_offload.codecs.names import LOSSLESS, CodecRules
 from eager_offload.offload import Offload
 from eager_offload.planning.numbers import by_itself
-from eager_offload.planning.predict import Course, Problem
+from eager_offload.planning.predict import Course, Moves, Problem
 from eager_offload.planning.program import Packing
 from eager_offload.planning.simulated import RehearsalRuntime
-from eager_offload.stats import KeepReason
-from eager_offload.step_plan import Coded, Fate, Save, StepPlan
+from eager_offload.selection import footprint
+from eager_offload.step_table import Fate, Row, StepTable
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 #: Bytes of all stand-ins together, at most.
@@ -45,14 +45,22 @@ _HOST_BYTES = 1 << 40
 _SMALL_BYTES, _MIN_BYTES = 1, 2
 
 
-def rehearse(problem: Problem, plan: StepPlan, launch_seconds: float = 0.0) -> Course | None:
-    """Runs a step that follows ``plan``; ``None`` where forwards follow none: tensors are marked.
+def rehearse(problem: Problem, moves: Moves, launch_seconds: float = 0.0) -> Course | None:
+    """Runs a step in which those storages move; ``None`` where stand-ins cannot go through it.
+
+    They cannot where backward runs inside of forward, or asks twice for a save whose handle has gone in between, or
+    where tensors are marked.
 
     Args:
+        moves: for each storage, whether it moves.
         launch_seconds: what each call costs the host; 0 where the host is the device, and waits for each operator.
     """
     with by_itself(), without_torch_function():
-        return _Stage(problem, plan, launch_seconds).play()
+        program = problem.program
+        asked = [ask.save for ask in program.asks if program.saves[ask.save].storage >= 0]
+        if not asked or len({*asked}) < len(asked) or any(ask.op < program.forward_ops for ask in program.asks):
+            return None
+        return _Stage(problem, moves, launch_seconds).play()
 
 
 class _Made(torch.autograd.Function):
@@ -89,22 +97,22 @@ class _StandIn:
 
 
 class _Codecs(CodecRules):
-    """The codecs of stand-ins, and none for what a plan does not know."""
+    """The codecs of stand-ins."""
 
-    def __init__(self, made: Callable[[str], _StandIn]) -> None:
-        super().__init__({"*": IDENTITY})
+    def __init__(self, made: Callable[[], _StandIn | None]) -> None:
+        super().__init__({"*": LOSSLESS})
         self._made = made
 
-    def codec(self, text: str) -> _StandIn:
-        return self._made(text)
+    def stand_in(self) -> _StandIn | None:
+        return self._made()
 
 
 class _Stage:
     """One step of stand-ins."""
 
-    def __init__(self, problem: Problem, plan: StepPlan, launch_seconds: float) -> None:
+    def __init__(self, problem: Problem, moves: Moves, launch_seconds: float) -> None:
         program = problem.program
-        self._problem, self._program, self._plan = problem, program, plan
+        self._problem, self._program, self._moves = problem, program, moves
         self._factor = max(1.0, program.movable_bytes / _STAGE_BYTES)
         self._runtime = RehearsalRuntime(
             out_bandwidth=problem.out / self._factor,
@@ -114,7 +122,7 @@ class _Stage:
         )
         self._root = torch.zeros(1, requires_grad=True, device="cpu")
         self._small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device="cpu")
-        self._node = -1
+        self._node = self._saving = -1
         #: What forward holds, what graphs hold, and what backward holds.
         self._tensors: dict[int, Tensor] = {}
         self._handles: dict[int, contexts.Handle] = {}
@@ -150,15 +158,15 @@ class _Stage:
                 "host_budget": _HOST_BYTES,
                 "max_inflight_bytes": max(self._nbytes(self._problem.window), 1),
                 "prefetch_bytes": self._nbytes(self._problem.ahead),
-                "keep_last_bytes": "auto",
+                "keep_last_bytes": _HOST_BYTES,  # all that does not move
                 "device_budget": None,
                 "disk_path": None,
                 "skip": (),
                 "step_plans": "auto",
-                "codec": _Codecs(self._codec),
+                "codec": _Codecs(self._stand_in),
                 "enabled": True,
             },
-            plan=self._small_plan(),
+            plan=self._table(),
             runtime=runtime,
         )
         begun = runtime.default_stream.tail
@@ -217,10 +225,7 @@ class _Stage:
         tensor = self._small
         if save.storage >= 0:
             self._make(save.storage)
-            storage = self._program.storages[save.storage]
-            tensor = self._tensors[save.storage]
-            if not storage.is_whole:
-                tensor = tensor[: max(self._nbytes(min(save.nbytes, storage.moved_bytes)), _MIN_BYTES)]
+            tensor, self._saving = self._part_of(self._tensors[save.storage], number), save.storage
         self._handles[number] = self._offload.pack(tensor)  # type: ignore[assignment]  # whatever autograd holds
         while self._gone:
             self._released[self._number_of[self._gone.popleft()]] = number
@@ -276,31 +281,40 @@ class _Stage:
         """Bytes of what stands for so many."""
         return nbytes if self._factor == 1 else max(round(nbytes / self._factor), min(nbytes, _MIN_BYTES))
 
-    def _small_plan(self) -> StepPlan:
-        slots = tuple(self._nbytes(nbytes) for nbytes in self._plan.slots)
-        saves = []
-        for number, save in enumerate(self._plan.saves):
-            if save.owner >= 0:
-                whole = self._nbytes(self._plan.saves[save.owner].storage_nbytes)
-                own = whole if save.owner == number else 0
-                first = self._saves_of[self._program.saves[number].storage][0]
-                requires_grad = self._program.saves[first].requires_grad
-                save = dataclasses.replace(save, nbytes=whole, storage_nbytes=own, autograd_bytes=own, codec=IDENTITY)
-                save = dataclasses.replace(save, requires_grad=requires_grad)
-                if save.coded is not None:
-                    dtype = str(torch.float8_e5m2 if requires_grad else torch.uint8)
-                    coded = Coded(str(self._program.saves[number].storage), dtype, self._nbytes(save.coded.nbytes))
-                    save = dataclasses.replace(save, coded=coded)
-            elif self._program.saves[number].storage < 0:
-                save = Save(Fate.KEEP, KeepReason.SMALL, _SMALL_BYTES, _SMALL_BYTES)
-            saves.append(save)
-        return dataclasses.replace(self._plan, saves=tuple(saves), slots=slots)
+    def _part_of(self, tensor: Tensor, number: int) -> Tensor:
+        """What save ``number`` takes of the stand-in of its storage."""
+        save = self._program.saves[number]
+        storage = self._program.storages[save.storage]
+        if storage.is_whole:
+            return tensor
+        return tensor[: max(self._nbytes(min(save.nbytes, storage.moved_bytes)), _MIN_BYTES)]
 
-    def _codec(self, text: str) -> _StandIn:
-        """What stands for the codec of the storage of that number."""
-        packing = self._program.storages[int(text)].packing
-        assert packing is not None
-        return _StandIn(self._nbytes(packing.nbytes), packing, self._packs)
+    def _table(self) -> StepTable:
+        """What the library is to do with the stand-ins."""
+        saves, storages = self._program.saves, self._program.storages
+        numbers = {number: row for row, number in enumerate(at for at, one in enumerate(saves) if one.storage >= 0)}
+        owners: dict[tuple[int, int], int] = {}
+        rows: list[Row] = []
+        last_saves = {numbers[each[0]]: numbers[each[-1]] for at, each in self._saves_of.items() if at >= 0}
+        for number, row in numbers.items():
+            save = saves[number]
+            nbytes = self._nbytes(storages[save.storage].nbytes)
+            part = self._part_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), number)
+            area = footprint(part, nbytes)
+            owner = owners.setdefault((save.storage, area.nbytes), row)
+            requires_grad = saves[self._saves_of[save.storage][0]].requires_grad
+            moves = self._moves[save.storage] or not storages[save.storage].is_whole
+            fate = Fate.SHARE if owner != row else Fate.MOVE if moves else Fate.STAY
+            last = last_saves.get(row, -1) if owner == row and storages[save.storage].is_whole else -1
+            facts = part.nbytes, area.nbytes, requires_grad, owner, LOSSLESS
+            rows.append(Row(*facts, fate, last_save=last if last > row else -1))
+        order = [numbers[ask.save] for ask in self._program.asks if ask.save in numbers]
+        return StepTable(tuple(rows), tuple(order))
+
+    def _stand_in(self) -> _StandIn | None:
+        """What stands for the codec of the storage that is saved now."""
+        packing = self._program.storages[self._saving].packing
+        return None if packing is None else _StandIn(self._nbytes(packing.nbytes), packing, self._packs)
 
     def _packs(self, traffic: int, scratch: int) -> None:
         """A codec reads and writes so many bytes, and takes some for a moment."""

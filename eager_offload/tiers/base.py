@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
+from eager_offload.tiers.finalizers import FinalizerRecord
 
 
 class ByteRegion(NamedTuple):
@@ -204,40 +204,3 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Gives everything back to the system. Slots that are still alive keep working until they go. Idempotent."""
-
-
-# -- slots that are kept ready ----------------------------------------------------------------------------------------
-
-
-class IdleSlots(Protocol):
-    """Slots that nothing uses now."""
-
-    @property
-    def idle_bytes(self) -> int:
-        """Their bytes."""
-
-    def release_idle(self) -> bool:
-        """Gives them back to their tier, and those that a step has no use for any more. Any thread may call it.
-
-        Returns:
-            Whether there were any.
-        """
-
-
-#: All of this process; what one of them keeps ready another one may be short of.
-_idle_slots: Living[IdleSlots] = Living()
-
-
-def keep_ready(slots: IdleSlots) -> None:
-    """From now on ``slots`` are given back when a tier has no room."""
-    _idle_slots.add(slots)
-
-
-def idle_slot_bytes() -> int:
-    """The bytes of all that is kept ready in this process."""
-    return sum(one.idle_bytes for one in _idle_slots)
-
-
-def release_idle_slots() -> bool:
-    """Gives back what is kept ready in this process; whether there was anything."""
-    return sum(one.release_idle() for one in _idle_slots) > 0

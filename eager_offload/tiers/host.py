@@ -8,7 +8,7 @@ from typing import ClassVar
 from eager_offload.config import size_literal, size_text
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.arena import Arena, note_refusal
-from eager_offload.tiers.base import MustGrow, Shortage, Tier, idle_slot_bytes, release_idle_slots
+from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
@@ -146,12 +146,10 @@ class HostTier(Tier):
         if arena.served_bytes < self._next_look:
             return
         arenas = [one for one in (arena, *[other for other in _arenas if other is not arena]) if not one.is_given]
-        if not arenas or not (any(one.idle_bytes for one in arenas) or idle_slot_bytes()):
+        if not any(one.idle_bytes for one in arenas):
             return
         self._next_look = arena.served_bytes + _LOOK_BYTES
         missing = process_guard().missing_bytes()
-        if missing > 0:
-            release_idle_slots()
         for one in arenas:
             idle = one.idle_bytes
             if idle and missing > 0:

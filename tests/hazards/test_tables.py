@@ -18,7 +18,8 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload import Offload
-from eager_offload.step_plan import Ask, Fate, Save, StepPlan
+from eager_offload.stats import KeepReason
+from eager_offload.step_table import Fate, Row, StepTable
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
 from tests.programs import Run, corpus
@@ -174,64 +175,68 @@ def test_h54_what_begins_in_the_middle_of_a_step_ends_the_looking_up(
 # -- one that is wrong ------------------------------------------------------------------------------------------------
 
 
-def resized(save: Save) -> Save:
-    nbytes, storage_nbytes, autograd = save.nbytes // 2, save.storage_nbytes // 2, save.autograd_bytes // 2
-    return dataclasses.replace(save, nbytes=nbytes, storage_nbytes=storage_nbytes, autograd_bytes=autograd, coded=None)
+def resized(row: Row) -> Row:
+    return dataclasses.replace(row, nbytes=row.nbytes // 2, storage_nbytes=row.storage_nbytes // 2)
 
 
-def begun_at_once(saves: list[Save], number: int = 0) -> None:
-    """Each copy is as early as numbers permit, also of what is not filled by then."""
-    saves[:] = [dataclasses.replace(save, start=0) for save in saves]
+def begun_at_once(rows: list[Row], number: int = 0) -> None:
+    """Each copy is as early as a table can say, also of what is not filled by then."""
+    rows[:] = [dataclasses.replace(row, fate=Fate.MOVE, reason=None, last_save=-1) for row in rows]
 
 
-def shared_late(saves: list[Save], number: int) -> None:
+def shared_late(rows: list[Row], number: int) -> None:
     """What has begun to leave may have been written since, in a way that no version counts."""
-    begun_at_once(saves)
-    owner = next((place for place, save in enumerate(saves) if save.fate is Fate.OFFLOAD), number)
-    saves[number] = dataclasses.replace(saves[number], fate=Fate.SHARE, owner=owner)
+    begun_at_once(rows)
+    rows[number] = dataclasses.replace(rows[number], fate=Fate.SHARE, owner=0)
 
 
-def swapped(saves: list[Save], number: int) -> None:
-    other = (number + 3) % len(saves)
-    saves[number], saves[other] = saves[other], saves[number]
+def swapped(rows: list[Row], number: int) -> None:
+    other = (number + 3) % len(rows)
+    rows[number], rows[other] = rows[other], rows[number]
+
+
+def changed(**fields: Any) -> Callable[[list[Row], int], None]:
+    def change(rows: list[Row], number: int) -> None:
+        rows[number] = dataclasses.replace(rows[number], **fields)
+
+    return change
 
 
 #: What may be wrong with a row, by its number.
-EDITS: dict[str, Callable[[list[Save], int], object]] = {
-    "dropped": lambda saves, number: saves.pop(number),
-    "doubled": lambda saves, number: saves.insert(number, saves[number]),
+EDITS: dict[str, Callable[[list[Row], int], object]] = {
+    "dropped": lambda rows, number: rows.pop(number),
+    "doubled": lambda rows, number: rows.insert(number, rows[number]),
     "swapped": swapped,
-    "resized": lambda saves, number: saves.__setitem__(number, resized(saves[number])),
+    "resized": lambda rows, number: rows.__setitem__(number, resized(rows[number])),
     "begun at once": begun_at_once,
     "shared late": shared_late,
-    "with gradients the other way": lambda saves, number: saves.__setitem__(
-        number, dataclasses.replace(saves[number], requires_grad=not saves[number].requires_grad)
+    "with gradients the other way": lambda rows, number: rows.__setitem__(
+        number, dataclasses.replace(rows[number], requires_grad=not rows[number].requires_grad)
     ),
+    "of an earlier step": changed(fate=Fate.SHARE, owner=-1, last_save=-1),
+    "kept": changed(fate=Fate.KEEP, reason=KeepReason.ALIVE),
+    "left": changed(fate=Fate.STAY, reason=None),
+    "saved again for ever": changed(last_save=1 << 30),
+    "rounded": changed(codec="bf16"),
 }
 
 
-def table_with(saves: list[Save], asks: list[int]) -> StepPlan:
+def table_with(rows: list[Row], order: list[int]) -> StepTable:
     """A table whose numbers fit together, whatever they say of a step."""
-    slots: list[int] = []
-    rows: list[Save] = []
-    for place, save in enumerate(saves):
-        if save.fate is Fate.OFFLOAD and save.slot_nbytes > 0:
-            start = min(max(save.start, place), len(saves))
-            rows.append(dataclasses.replace(save, owner=place, start=start, slot=len(slots), release=-1))
-            slots.append(save.slot_nbytes)
-        elif save.fate is Fate.SHARE and save.owner < place and rows[save.owner].owner == save.owner:
-            shared = {"storage_nbytes": 0, "autograd_bytes": 0, "coded": None, "slot": -1, "start": -1}
-            rows.append(dataclasses.replace(save, **shared))
-        elif save.fate is Fate.KEEP:
-            rows.append(dataclasses.replace(save, owner=place if save.owner >= 0 else -1, slot=-1, start=-1))
+    found: list[Row] = []
+    for number, row in enumerate(rows):
+        if row.fate is Fate.SHARE:
+            owner = row.owner if row.owner < number and (row.owner < 0 or found[row.owner].owner == row.owner) else -1
+            found.append(dataclasses.replace(row, owner=owner, last_save=-1))
         else:
-            rows.append(Save(Fate.DECIDE, nbytes=save.nbytes, requires_grad=save.requires_grad))
-    end = [place for place, row in enumerate(rows) if row.fate is Fate.OFFLOAD and row.start == len(rows)]
-    asked = [Ask(save) for save in asks if save < len(rows) and rows[save].owner >= 0]
-    return StepPlan(tuple(rows), tuple(asked), tuple(end), tuple(slots))
+            last = min(row.last_save, len(rows) - 1)
+            found.append(dataclasses.replace(row, owner=number, last_save=last if last > number else -1))
+    table = StepTable(tuple(found), tuple(number for number in order if number < len(found)))
+    table.check()
+    return table
 
 
-def taught(backend: Backend, step: Callable[[Around], object]) -> StepPlan:
+def taught(backend: Backend, step: Callable[[Around], object]) -> StepTable:
     """What two steps have taught."""
     offload = backend.offload(step_plans=True)
     for _ in range(2):
@@ -248,12 +253,13 @@ def test_h54_h68_a_table_that_is_wrong_in_any_way_changes_no_bit(backend: Backen
 
     def check(layers: list[str], model: list[str], edits: list[tuple[str, int]], turned: int, regime: Regime) -> None:
         plan = taught(backend, lambda around: branches(Run(around), layers))
-        saves, asks = [*plan.saves], [ask.save for ask in plan.asks]
+        rows, order = [*plan.rows], [*plan.order]
         for edit, number in edits:
-            EDITS[edit](saves, number % len(saves))
-        wrong = table_with(saves, [*asks[turned:], *asks[:turned]])
-        if not wrong.asks or not wrong.slots:
+            if rows:
+                EDITS[edit](rows, number % len(rows))
+        if not rows or not any(number < len(rows) for number in order):
             return
+        wrong = table_with(rows, [*order[turned:], *order[:turned]])
         offload = backend.offload(plan=wrong, **regime.fields)
         for seed in range(3):
             run = Run(regime.around(offload))
@@ -333,9 +339,9 @@ def test_h54_h68_a_storage_that_has_begun_to_leave_is_not_shared_whatever_a_tabl
 
     backend.sources_change = True
     plan, alone = taught(backend, lambda around: step(around, recorded)), backend.offload(step_plans=False)
-    saves = [*plan.saves]
-    shared_late(saves, number)
-    offload = backend.offload(plan=table_with(saves, [ask.save for ask in plan.asks]))
+    rows = [*plan.rows]
+    shared_late(rows, number)
+    offload = backend.offload(plan=table_with(rows, [*plan.order]))
     assert_identical(step(Settled(alone), program), step(Settled(offload), program))
     stats = assert_settled(offload)
     assert (stats.followed_forwards, stats.plan_misses) == (1, {"share": 1})
@@ -346,7 +352,7 @@ def test_h54_a_table_serves_another_process_and_one_of_another_model_is_told_of(
     backend: Backend, tmp_path: Path
 ) -> None:
     taught(backend, lambda around: branches(Run(around), FIRST)).save(tmp_path / "table.json")
-    plan = StepPlan.load(tmp_path / "table.json")
+    plan = StepTable.load(tmp_path / "table.json")
     offload, other, layers = backend.offload(plan=plan), backend.offload(plan=plan), ["halves", "matrix"]
     assert_identical(branches(Run(), FIRST), branches(Run(Settled(offload)), FIRST))
     assert assert_settled(offload).followed_forwards == 1

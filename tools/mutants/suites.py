@@ -28,21 +28,18 @@ _FIRST = {
     "eager/captured": "",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/copies hazards/interrupts",
-    "eager/follow": "hazards/tables matrix like_steps codecs/rounding hazards/interrupts",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/device_budget": "how_much_moves",
     "eager/exposure": "how_much_moves",
     "eager/hooks": "hazards/versions contract",
-    "eager/plans": "hazards/tables",
     "eager/reloading": "hazards/copies hazards/in_between hazards/interrupts",
     "eager/ownership": "hazards/versions matrix",
     "eager/subclasses": "hazards/subclasses",
     "graphs": "",
     "in_vain": "what_is_told foreign_hooks hazards/overlapping",
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
-    "step_plan": "like_steps hazards/tables",
-    "learning": "like_steps",
+    "step_table": "like_steps hazards/tables matrix",
     "machine": "machine",
     "observe/doctor": "observe/doctor",
     "observe/timeline": "observe/tracing",
@@ -73,7 +70,7 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/captured eager/follow eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
+    "eager/captured eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
     "runtime/accelerator runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )

@@ -1,4 +1,4 @@
-"""Writes down what becomes of what one forward saves; ``step_plan.py`` says what a plan is."""
+"""Writes down what becomes of what one forward saves; ``captured_plan.py`` says what a plan is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from eager_offload.eager.captured_plan import SAID, Ask, Coded, Fate, Save, StepPlan
 from eager_offload.stats import KeepReason
-from eager_offload.step_plan import SAID, Ask, Coded, Fate, Save, StepPlan
 
 #: So often a save may be asked for: more are of a backward that runs over one graph again and again.
 _MOST_ASKS = 4

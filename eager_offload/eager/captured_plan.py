@@ -7,19 +7,13 @@ Numbers only, like ``schedule.py``: saves are counted from 0 in each forward, in
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
-import os
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.errors import ConfigError
 from eager_offload.schedule import largest_of
 from eager_offload.stats import KeepReason
 
@@ -187,75 +181,6 @@ class StepPlan:
             for one, two in zip(self.saves, other.saves, strict=True)
         )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
-        content = {"format": _FORMAT, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(content, separators=(",", ":")), "utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
-        """The plan that ``save`` wrote to ``path``.
-
-        Raises:
-            ConfigError: the file holds no such plan, or one of another version.
-        """
-        try:
-            content = json.loads(Path(path).read_text("utf-8"))
-            if (found := content.pop("format")) != _FORMAT:
-                raise ValueError(f"format {found!r} instead of {_FORMAT}")
-            plan: StepPlan = read_as(cls, content)
-            plan.check()
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{os.fspath(path)!r} holds no step plan that this version can read: {error}") from error
-        return plan
-
-    def check(self) -> None:
-        """Looks whether the numbers fit together.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        try:
-            is_as_read = repr(read_as(StepPlan, self)) == repr(self)  # 1.0 is equal to 1, and no place in a list
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"it holds something else than its numbers: {error}") from error
-        if not is_as_read:
-            raise ConfigError("its saves, asks, end and slots are not tuples of what belongs there")
-        if not self.saves or not self.asks:
-            raise ConfigError(f"it has no {'unpacks' if self.saves else 'saves'}")
-        for number, save in enumerate(self.saves):
-            self._check_save(number, save)
-        leaving = [number for number, save in enumerate(self.saves) if save.fate is Fate.OFFLOAD]
-        if sorted(self.saves[number].slot for number in leaving) != list(range(len(self.slots))):
-            raise ConfigError(
-                f"the {len(leaving)} storages that leave do not have one of the {len(self.slots)} slots each"
-            )
-        if sorted(number for number in leaving if self.saves[number].start == len(self.saves)) != sorted(self.end):
-            raise ConfigError("what leaves at the end is not what `end` says")
-        followed = {number for number, save in enumerate(self.saves) if save.owner >= 0}
-        storages = {save.owner for save in self.saves} - {-1}
-        asked = {ask.save for ask in self.asks}
-        if not asked <= followed:
-            raise ConfigError("an unpack is of a save that is not followed")
-        for ask in self.asks:
-            if not storages >= {*ask.bring, *ask.drop} or self.saves[ask.save].owner in ask.drop:
-                raise ConfigError(f"the unpack of save {ask.save} brings or drops what it cannot")
-
-    def _check_save(self, number: int, save: Save) -> None:
-        match save.fate:
-            case Fate.SHARE:
-                fits = 0 <= save.owner < number and self.saves[save.owner].owner == save.owner
-            case Fate.OFFLOAD:
-                fits = save.owner == number <= save.start <= len(self.saves) and 0 <= save.slot < len(self.slots)
-                fits = fits and 0 < save.slot_nbytes == self.slots[save.slot] <= save.storage_nbytes
-            case Fate.KEEP:
-                fits = save.reason is not None and save.owner in (-1, number)
-            case _:
-                fits = save.owner == -1
-        fits = fits and (save.fate is _OFFLOAD or save.slot == save.start == -1)
-        if not fits or save.autograd_bytes > save.storage_nbytes:
-            raise ConfigError(f"save {number} cannot {save.fate.value} as it says")
-
     def __str__(self) -> str:
         totals = self.totals
         lines = [
@@ -272,37 +197,6 @@ class StepPlan:
             lines.append(f"{span:>13}  {what:<18}{nbytes:>12}  {start:>13}  {release:>13}".rstrip())
             first += count
         return "\n".join(lines)
-
-
-def read_as(kind: Any, value: Any, least: int = 0) -> Any:
-    """A ``kind`` of what JSON has in its place: of a named tuple its values, of a dataclass its fields by their names.
-
-    Raises ``ValueError``, ``TypeError`` or ``KeyError`` for anything else; numbers are no less than ``least``.
-    """
-    if get_origin(kind) is tuple:
-        return tuple(read_as(get_args(kind)[0], one, least) for one in value)
-    if get_origin(kind) is UnionType:  # with None
-        return None if value is None else read_as(get_args(kind)[0], value)
-    if kind is int:
-        if type(value) is not int or not least <= value < _MOST:
-            raise ValueError(f"{value!r} is no number of bytes, of saves or of operators")
-        return value
-    if issubclass(kind, StrEnum):
-        return kind(value)
-    if kind in (str, bool):
-        if type(value) is not kind:
-            raise ValueError(f"{value!r} is no {kind.__name__}")
-        return value
-    hints = _hints(kind)
-    if isinstance(value, kind):
-        value = {name: getattr(value, name) for name in hints}
-    parts = value if isinstance(value, dict) else dict(zip(hints, value, strict=True))
-    if parts.keys() != hints.keys():
-        raise ValueError(f"{sorted(parts)} instead of {sorted(hints)}")
-    return kind(**{name: read_as(hints[name], part, -1 if name in _OR_NONE else 0) for name, part in parts.items()})
-
-
-_hints = functools.cache(get_type_hints)
 
 
 def _row(number: int, save: Save) -> tuple[str, str, str, str]:

@@ -1,0 +1,609 @@
+"""What is known of a step before it runs: the table of a step like it, in which each of its saves is looked up.
+
+Numbers only, like ``schedule.py``: saves are counted from 0 in each step, sizes are bytes, times are seconds.
+
+    Step         one forward of one thread on one device, and its backward: logs what it saves and asks for, and looks
+                 each save up while they are those of a table
+    StepLog      what it leaves behind when its graph is gone
+    StepTable    what follows from that for the next one: what becomes of each save, and in which order backward asks
+    StepTables   those of one device: which one a step is looked up in, and when one is forgotten
+
+[Note: a table is a hint]
+A step whose saves are as a table has them, one after the other, is told what became of each. At the first one that
+differs it is looked up in another table that has had all of it so far, and where there is none the step goes on as an
+unknown one: what it saved until then has the same handles, and is in the same queue. At the first unpack out of order
+the rest is expected in the reverse of packing. Selection, sharing, sequence numbers and versions are asked in any step.
+So a table that does not fit costs time and changes no bit.
+
+[Note: what a step teaches]
+    MOVE     it was asked for no sooner than it could have been away and back: it leaves as soon as it is final
+    STAY     it was asked for sooner: it stays as long as it is among the newest bytes. All of a step stays that saves
+             hardly more than what may stay in any case
+    KEEP     its original was still alive when it was asked for, so that to move it frees nothing
+    SHARE    its bytes are an earlier save's, which waits for the last save of its storage
+Where a limit of the slowdown says how many bytes are to stay, these are spread over the forward instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from eager_offload.config import size_text
+from eager_offload.errors import ConfigError
+from eager_offload.schedule import largest_of
+from eager_offload.stats import Accounts, KeepReason
+from eager_offload.tiers.finalizers import FinalizerRecord
+
+#: The form of the file that ``StepTable.save`` writes.
+_FORMAT = 3
+#: Numbers in files are below it.
+_MOST_NUMBER = 1 << 62
+#: How many tables are remembered: the forwards of one step may differ, of a generator and a discriminator say.
+_MOST_TABLES = 8
+#: So many steps in a row that differ from a table, and it is forgotten.
+_MOST_MISSES = 3
+#: After how many steps that are alike the next one is looked up, where the config says "auto".
+_ALIKE = 3
+#: What the program kept alive is taken in one step of so many, to see whether it still does.
+_LOOK_AGAIN = 16
+#: Saves of one step: a context that is never left, with a graph that is never whole, would fill the memory.
+_MOST_SAVES = 1 << 16
+
+
+class Fate(StrEnum):
+    """What becomes of a saved tensor."""
+
+    KEEP = "keep"
+    """It stays where it is, for a reason."""
+    SHARE = "share"
+    """Its storage is that of an earlier save, and goes with that."""
+    MOVE = "move"
+    """It leaves as soon as it is final."""
+    STAY = "stay"
+    """It could leave, and stays as long as it is among the newest bytes."""
+
+
+# To ask the class for its member takes longer than to compare.
+_KEEP, _SHARE, _MOVE, _STAY = Fate
+
+#: Of a save what a step is compared by: the fields of a ``Row`` up to ``codec``, in that order.
+_Facts: TypeAlias = tuple[int, int, bool, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One saved tensor of a step, of those that may move."""
+
+    nbytes: int
+    """Bytes of the tensor as saved."""
+    storage_nbytes: int
+    """Bytes that move with it: of its storage, or of the part of that which it takes."""
+    requires_grad: bool
+    owner: int
+    """The save that has brought its storage in, its own number for that one; -1 where that was of an earlier step."""
+    codec: str
+    """The name of the codec in force."""
+    fate: Fate
+    reason: KeepReason | None = None
+    """Why it is kept."""
+    last_save: int = -1
+    """The last save of its storage before backward; -1 where it is saved once."""
+
+    @property
+    def facts(self) -> _Facts:
+        """What a step is compared by."""
+        return (self.nbytes, self.storage_nbytes, self.requires_grad, self.owner, self.codec)
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """What a step saves that may move, and in which order it asks for that; ``print`` shows it as a table.
+
+    ``rows`` are in the order of packing. ``order`` has their numbers in the order of unpacking; what is asked for
+    again, as by a backward in two halves, is there twice.
+    """
+
+    rows: tuple[Row, ...]
+    order: tuple[int, ...]
+
+    @cached_property
+    def movable_bytes(self) -> int:
+        """Bytes of the storages that leave, or could and stay."""
+        return sum(self._movable)
+
+    @cached_property
+    def largest(self) -> int:
+        """``largest_of`` these storages."""
+        return largest_of(self._movable)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the storages that leave as soon as they are final."""
+        return sum(row.storage_nbytes for row in self.rows if row.fate is _MOVE)
+
+    @property
+    def _movable(self) -> list[int]:
+        return [row.storage_nbytes for row in self.rows if row.fate is _MOVE or row.fate is _STAY]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the table to ``path``, as JSON; a file that is there is replaced."""
+        content = self._content()
+        text = json.dumps({"format": _FORMAT, "digest": _digest(content), **content}, separators=(",", ":"))
+        Path(path).write_text(text, "utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepTable:
+        """Returns the table that ``save`` wrote to ``path``.
+
+        Raises:
+            ConfigError: the file holds no such table, one of another version, or one that was changed or is damaged.
+        """
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+            if (found := content.pop("format")) != _FORMAT:
+                raise ValueError(f"format {found!r} instead of {_FORMAT}")
+            if content.pop("digest") != _digest(content):
+                raise ValueError("its digest is another one: it was changed, or is damaged")
+            rows = tuple(_row_of(values) for values in content.pop("rows"))
+            table = cls(rows, tuple(content.pop("order")), **content)
+            table.check()
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{os.fspath(path)!r} holds no step table that this version can read: {error}") from error
+        return table
+
+    def check(self) -> None:
+        """Looks whether the numbers fit together.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if not isinstance(self.rows, tuple) or not isinstance(self.order, tuple):
+            raise ConfigError("its rows and its order are not tuples")
+        if not self.rows or not self.order:
+            raise ConfigError(f"it has no {'order' if self.rows else 'rows'}")
+        for number, row in enumerate(self.rows):
+            if not isinstance(row, Row) or not _is_possible(number, row, self.rows):
+                raise ConfigError(f"row {number} cannot be as it says")
+        for number in self.order:
+            if type(number) is not int or not 0 <= number < len(self.rows):
+                raise ConfigError(f"its order has {number!r}, which is not one of its {len(self.rows)} rows")
+
+    def _content(self) -> dict[str, Any]:
+        return {"rows": [dataclasses.astuple(row) for row in self.rows], "order": self.order}
+
+    def __str__(self) -> str:
+        nbytes = {fate: sum(row.nbytes for row in self.rows if row.fate is fate) for fate in Fate}
+        lines = [
+            f"{len(self.rows):,} saves: {size_text(sum(nbytes.values()))}, of which {size_text(nbytes[_MOVE])} leave, "
+            f"{size_text(nbytes[_SHARE])} share, {size_text(nbytes[_STAY])} stay among the newest and "
+            f"{size_text(nbytes[_KEEP])} are kept; unpacks {len(self.order):,}",
+            f"{'saves':>13}  {'what':<18}{'each':>12}  {'last save':>13}",
+        ]
+        first = 0
+        for (what, each, last), group in itertools.groupby(enumerate(self.rows), key=lambda item: _shown(*item)):
+            count = len(list(group))
+            span = f"{first:,}" if count == 1 else f"{first:,}-{first + count - 1:,}"
+            lines.append(f"{span:>13}  {what:<18}{each:>12}  {last:>13}".rstrip())
+            first += count
+        return "\n".join(lines)
+
+
+def _shown(number: int, row: Row) -> tuple[str, str, str]:
+    """A row as it is printed: alike for saves that are alike."""
+    what = row.fate.value if row.reason is None else f"{row.fate.value} ({row.reason.value})"
+    if row.fate is _SHARE and row.owner >= 0:
+        what += f" {number - row.owner} back"
+    last = f"{row.last_save - number:,} later" if row.last_save >= 0 else ""
+    return what, size_text(row.nbytes), last
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _row_of(values: Sequence[Any]) -> Row:
+    """The row that a file has."""
+    *facts, fate, reason, last_save = values
+    return Row(*facts, Fate(fate), None if reason is None else KeepReason(reason), last_save)
+
+
+def _is_possible(number: int, row: Row, rows: Sequence[Row]) -> bool:
+    """Whether row ``number`` fits to those before it."""
+    numbers = (row.nbytes, row.storage_nbytes, row.owner, row.last_save)
+    if not all(type(one) is int and -1 <= one < _MOST_NUMBER for one in numbers) or row.nbytes < 0:
+        return False
+    if type(row.requires_grad) is not bool or type(row.codec) is not str or type(row.fate) is not Fate:
+        return False
+    if (row.fate is _KEEP) != (type(row.reason) is KeepReason) or row.storage_nbytes < 0:
+        return False
+    if row.fate is _SHARE:
+        return row.owner < number and row.last_save == -1 and (row.owner < 0 or rows[row.owner].owner == row.owner)
+    return row.owner == number and (row.last_save == -1 or number < row.last_save < len(rows))
+
+
+class StepLog:
+    """What one step has saved and asked for; lists are by number of save."""
+
+    __slots__ = ("ahead", "alive", "asked_at", "asks", "before_backward", "facts", "known", "packed_at")
+
+    def __init__(self) -> None:
+        self.facts: list[_Facts] = []
+        #: When each was packed, and the bytes that were on their way out before it.
+        self.packed_at: list[float] = []
+        self.ahead: list[int] = []
+        #: How many there were when the first one was asked for.
+        self.before_backward = 0
+        #: The saves as they were asked for, and when each was for the first time.
+        self.asks: list[int] = []
+        self.asked_at: dict[int, float] = {}
+        #: Those whose storage was alive when it was asked for, or was not looked at, since it was before.
+        self.alive: set[int] = set()
+        #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
+        self.known: KnownTable | None = None
+
+    def table(self, link: Link | None) -> StepTable:
+        """Returns what follows for a step like this one.
+
+        Args:
+            link: ``None`` where nothing has been moved that could tell.
+        """
+        owners = [facts[3] for facts in self.facts]
+        last_saves = {owner: number for number, owner in enumerate(owners[: self.before_backward])}
+        first_asked = {owners[number]: seconds for number, seconds in reversed(self.asked_at.items())}
+        rows = []
+        for number, facts in enumerate(self.facts):
+            if owners[number] != number:
+                rows.append(Row(*facts, _SHARE))
+                continue
+            last = last_saves.get(number, number)
+            if number in self.alive:
+                fate, reason = _KEEP, KeepReason.ALIVE
+            else:
+                resting, reason = first_asked.get(number, math.inf) - self.packed_at[number], None
+                is_in_time = link is not None and resting >= link.round_trip(facts[1], self.ahead[number])
+                fate = _MOVE if is_in_time else _STAY
+            rows.append(Row(*facts, fate, reason, last if last > number else -1))
+        order = tuple([number for number in self.asks if owners[number] not in self.alive])
+        return StepTable(tuple(rows), order)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What travels in a second; bytes, each way."""
+
+    out: float
+    back: float
+
+    def round_trip(self, nbytes: int, ahead: int) -> float:
+        """Returns the seconds until ``nbytes`` could be away and back, behind ``ahead`` others on their way out."""
+        return (ahead + nbytes) / self.out + nbytes / self.back
+
+
+class KnownTable:
+    """A table, and how the steps were that were looked up in it."""
+
+    __slots__ = ("facts", "is_given", "is_proven", "misses", "order", "table", "times")
+
+    def __init__(self, table: StepTable, *, is_given: bool = False) -> None:
+        self.facts = [row.facts for row in table.rows]
+        #: Whether it is the user's, and no step has replaced it.
+        self.is_given = is_given
+        #: Whether a step was like it to the end.
+        self.is_proven = not is_given
+        #: How many steps were like it, and how many of the last ones in a row differed.
+        self.times = self.misses = 0
+        self.take(table)
+
+    def take(self, table: StepTable) -> None:
+        """``table`` comes in place of its own, for the same saves."""
+        self.table = table
+        #: The saves in the order in which they are asked for the first time.
+        self.order = tuple(dict.fromkeys(table.order))
+
+    def has(self, facts: Sequence[_Facts]) -> bool:
+        """Whether it begins with those saves."""
+        return self.facts[: len(facts)] == facts
+
+    def difference(self, number: int, facts: _Facts) -> str:
+        """Returns by what save ``number`` differs, in the words of ``stats().plan_misses``."""
+        if number == len(self.facts):
+            return "more"
+        nbytes, storage_nbytes, requires_grad, owner, _ = self.facts[number]
+        if (nbytes, storage_nbytes) != facts[:2]:
+            return "size"
+        if owner != facts[3]:
+            return "share"
+        return "requires_grad" if requires_grad != facts[2] else "codec"
+
+
+class StepTables:
+    """The tables of one device, the latest last. Callers hold the offloader's lock.
+
+    Args:
+        policy: the config's ``step_plans``.
+        accounts: where steps that are looked up, and those that differ, are counted.
+    """
+
+    def __init__(self, policy: bool | str, accounts: Accounts) -> None:
+        #: After how many steps that are alike the next one is looked up.
+        self._after = math.inf if policy is False else 1 if policy is True else _ALIKE
+        self._accounts = accounts
+        #: Bytes: a step that could move no more is left where it is.
+        self.room = 0
+        #: The table of the last step that was looked up.
+        self.last: StepTable | None = None
+        self._known: list[KnownTable] = []
+        #: What ``keep`` was told: the bytes that stay, and how many of them are the newest.
+        self._keep: tuple[int, int] | None = None
+        #: The warning that the table of the user does not fit, until it is given.
+        self._unfit = ""
+
+    def give(self, table: StepTable) -> None:
+        """Takes in a table of the user's, in which the first step is looked up."""
+        self._known.append(KnownTable(table, is_given=True))
+
+    def keep(self, nbytes: int, newest: int) -> None:
+        """Has so many bytes stay of each step that is looked up, whatever the link may be.
+
+        Args:
+            newest: bytes that stay of the newest, before any other does.
+        """
+        if self._keep != (nbytes, newest):
+            self._keep = (nbytes, newest)
+            for known in self._known:
+                known.table = _spread(known.table, nbytes, newest)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the storages that may leave, of the step that has most of them."""
+        return max((known.table.movable_bytes for known in self._known), default=0)
+
+    def look_up(self, facts: _Facts) -> list[KnownTable]:
+        """Returns the tables that begin with that save, the latest first, and counts a step where there are any."""
+        found = [one for one in reversed(self._known) if one.is_given or one.times >= self._after]
+        fitting = [one for one in found if one.facts[0] == facts]
+        if fitting:
+            self.last = fitting[0].table
+            self._accounts.counters.followed_forwards += 1
+        for one in found:
+            if not (one.is_proven or fitting):
+                self.missed(one, one.difference(0, facts))
+        return fitting
+
+    def leaves_all(self, known: KnownTable) -> bool:
+        """Whether a step like that stays where it is, as long as there is room."""
+        return not known.is_given and self._keep is None and known.table.movable_bytes <= self.room
+
+    def missed(self, known: KnownTable, what: str) -> None:
+        """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
+        misses = self._accounts.counters.plan_misses
+        misses[what] = misses.get(what, 0) + 1
+        known.misses += 1
+        if not known.is_proven:
+            known.is_proven = True
+            self._unfit = (
+                f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
+                "is decided as any first one is; gradients are the same. Give the plan of a step like this one, or none"
+            )
+        if known.misses >= _MOST_MISSES and known in self._known:
+            self._known.remove(known)
+
+    def warning(self) -> str:
+        """Returns what the user is to be told, once; empty where there is nothing."""
+        unfit, self._unfit = self._unfit, ""
+        return unfit
+
+    def learn(self, log: StepLog, link: Link | None) -> None:
+        """Takes in what a step has left behind, in place of what was known of its like.
+
+        Args:
+            link: as for ``StepLog.table``.
+        """
+        if not log.asks and not log.alive:
+            return  # a graph that was dropped: nothing was asked for, and nothing follows from that
+        alike = next((one for one in self._known if one.facts == log.facts), None)
+        if log.known is not None and log.known is not alike:
+            self.missed(log.known, "fewer")
+        table = log.table(link)
+        if self._keep is not None:
+            table = _spread(table, *self._keep)
+        if alike is None:
+            alike = KnownTable(table)
+        else:
+            self._known.remove(alike)
+            alike.take(table)
+        alike.times, alike.misses, alike.is_given, alike.is_proven = alike.times + 1, 0, False, True
+        if log.known is alike:
+            self.last = table
+        self._known = [*self._known, alike][-_MOST_TABLES:]
+
+
+def _spread(table: StepTable, keep: int, newest: int) -> StepTable:
+    """Returns ``table`` with ``keep`` bytes that stay: the newest, and of the others each stretch its part.
+
+    Args:
+        newest: bytes that stay of the newest, before any other does.
+    """
+    storages = [(number, row.storage_nbytes) for number, row in enumerate(table.rows) if row.fate in (_MOVE, _STAY)]
+    found, at, kept = set[int](), len(storages), 0
+    while at and kept + storages[at - 1][1] <= min(keep, newest):
+        at -= 1
+        kept += storages[at][1]
+        found.add(storages[at][0])
+    earlier, due = sum(nbytes for _, nbytes in storages[:at]), 0
+    room = min(keep - kept, earlier)
+    for number, nbytes in reversed(storages[:at]):
+        due += nbytes * room  # in parts of a byte, as many as there are earlier bytes
+        if nbytes * earlier <= due:
+            due -= nbytes * earlier
+            found.add(number)
+    rows = list(table.rows)
+    for number, _ in storages:
+        rows[number] = replace(rows[number], fate=_STAY if number in found else _MOVE)
+    return dataclasses.replace(table, rows=tuple(rows))
+
+
+class Kept(NamedTuple):
+    """A storage that stays because the program keeps it alive, and the save that it is."""
+
+    storage: Callable[[], object]
+    number: int
+
+
+class StepRecord(FinalizerRecord["Step"]):
+    """A weak reference to a step, and what that leaves behind."""
+
+    __slots__ = ("log", "saves")
+    log: StepLog
+    #: The saved tensors of its device, which learn from it; weak, since they hold the record.
+    saves: weakref.ref[Any]
+
+    def on_finalized(self) -> None:
+        """Its thread has begun another one, and its graph is gone."""
+        if (saves := self.saves()) is not None:
+            saves.learn(self)
+
+
+class Step:
+    """One forward of one thread on one device, and its backward.
+
+    Its thread holds it until the next one begins, and so do the handles of its graph.
+    """
+
+    def __init__(self, sequence: int, tables: StepTables) -> None:
+        #: Names it in the prefetch order.
+        self.sequence = sequence
+        self.log = StepLog()
+        #: What the prefetch order calls each save that has a handle.
+        self.positions: dict[int, int] = {}
+        #: Whether whatever is saved now belongs to another step: all that has a handle was asked for. So it is where
+        #: one context surrounds many steps. One that is never over ends when it is very long.
+        self.is_over = False
+        #: Storages that stay although they could move, by name, for further saves of them.
+        self.kept: dict[Hashable, Kept] = {}
+        #: Writes down what becomes of its saves, where it is to be captured.
+        self.recorder: Any = None
+        #: The table in force; ``None`` where the step is unknown, or is from here on.
+        self.table: StepTable | None = None
+        #: Whether that is the user's, and whether all of the step stays, as long as there is room.
+        self.is_given = self.stays = False
+        self._tables = tables
+        self._fitting: list[KnownTable] = []  # those that it may still turn out to be like, with that in front
+        self._looks_again = False
+        self._order: tuple[int, ...] = ()  # in which backward goes, as the table has it
+        self._rank = 0
+        self._asked_again: set[int] = set()
+
+    def save(
+        self,
+        nbytes: int,
+        storage_nbytes: int,
+        requires_grad: bool,
+        owner: int | None,
+        codec: str,
+        seconds: float,
+        ahead: int,
+    ) -> Row | None:
+        """Logs the next save; returns its row if it brings its storage in and the step is like a table.
+
+        Args:
+            nbytes, storage_nbytes, requires_grad, codec: as in ``Row``.
+            owner: likewise; ``None`` for its own number.
+            seconds: the time.
+            ahead: bytes that are on their way out.
+        """
+        log = self.log
+        number = len(log.facts)
+        is_first = owner is None or owner == number
+        facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner, codec)
+        if number == 0:
+            self._use(self._tables.look_up(facts))
+        elif (known := log.known) is not None and (number == len(known.facts) or known.facts[number] != facts):
+            self._differ([*log.facts, facts], known.difference(number, facts))
+        log.facts.append(facts)
+        log.packed_at.append(seconds)
+        log.ahead.append(ahead)
+        self.is_over = number + 1 >= _MOST_SAVES
+        if self.table is None or not is_first:
+            return None
+        row = self.table.rows[number]
+        if row.fate is _KEEP:
+            if self._looks_again:
+                return None
+            log.alive.add(number)
+        return row
+
+    def taken(self, number: int) -> None:
+        """Save ``number`` has taken its storage against its row: whether that lives will be seen."""
+        self.log.alive.discard(number)
+
+    def was_alive(self, number: int) -> None:
+        """The original of the storage that save ``number`` took was alive when it was asked for."""
+        self.log.alive.add(number)
+
+    def asked(self, number: int, seconds: float) -> Iterable[int] | None:
+        """Save ``number`` is asked for; returns the positions in the order of need, where another was expected."""
+        log = self.log
+        if number in log.asked_at:
+            if number not in self._asked_again:
+                self._asked_again.add(number)
+                log.asks.append(number)
+            return None
+        if not log.asks:  # more may be saved later
+            log.before_backward = len(log.facts)
+            self._begin_backward()
+        log.asks.append(number)
+        log.asked_at[number] = seconds
+        self.is_over = self.is_over or len(log.asked_at) >= len(self.positions)
+        if self.table is None:
+            return None
+        owner, order, positions = log.facts[number][3], self._order, self.positions
+        if owner >= 0 and self.table.rows[owner].fate is _KEEP:
+            return None  # it was looked at again
+        rank = self._rank
+        self._rank += 1
+        if rank < len(order) and order[rank] == number:
+            return [positions[number] for number in order if number in positions] if rank == 0 else None
+        is_short = rank == 0 and len(log.facts) < len(self.table.rows)
+        self._differ(None, "fewer" if is_short else "order")
+        return [*reversed(positions.values())] if rank else None
+
+    def _begin_backward(self) -> None:
+        """Backward begins, which tells steps apart that begin alike: by how much they save."""
+        facts = self.log.facts
+        if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
+            self._use(whole)
+        self._order = () if self.log.known is None else self.log.known.order
+
+    def _differ(self, facts: list[_Facts] | None, what: str) -> None:
+        """The step differs by ``what`` from the table that it was like.
+
+        Args:
+            facts: all of its saves, where another table may have them; ``None`` where it does not matter.
+        """
+        known = self.log.known
+        assert known is not None
+        self._use([] if facts is None else [one for one in self._fitting if one.has(facts)])
+        if self.log.known is None:
+            self._tables.missed(known, what)
+
+    def _use(self, fitting: list[KnownTable]) -> None:
+        """Looks the rest of the step up in the first of ``fitting``."""
+        self._fitting = fitting
+        self.log.known = known = fitting[0] if fitting else None
+        self.table = None if known is None else known.table
+        self.is_given = known is not None and known.is_given
+        self.stays = known is not None and self._tables.leaves_all(known)
+        self._looks_again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
