@@ -169,12 +169,13 @@ class StepTable:
         Raises:
             ConfigError: they do not.
         """
-        if not isinstance(self.rows, tuple) or not isinstance(self.order, tuple):
+        parts: tuple[object, ...] = (self.rows, self.order)
+        if not all(isinstance(one, tuple) for one in parts):
             raise ConfigError("its rows and its order are not tuples")
         if not self.rows or not self.order:
             raise ConfigError(f"it has no {'order' if self.rows else 'rows'}")
         for number, row in enumerate(self.rows):
-            if not isinstance(row, Row) or not _is_possible(number, row, self.rows):
+            if not _is_possible(number, row, self.rows):
                 raise ConfigError(f"row {number} cannot be as it says")
         for number in self.order:
             if type(number) is not int or not 0 <= number < len(self.rows):
@@ -215,16 +216,19 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _row_of(values: Sequence[Any]) -> Row:
     """The row that a file has."""
-    *facts, fate, reason, last_save = values
-    return Row(*facts, Fate(fate), None if reason is None else KeepReason(reason), last_save)
+    nbytes, storage_nbytes, requires_grad, owner, codec, fate, reason, last_save = values
+    kept = None if reason is None else KeepReason(reason)
+    return Row(nbytes, storage_nbytes, requires_grad, owner, codec, Fate(fate), kept, last_save)
 
 
-def _is_possible(number: int, row: Row, rows: Sequence[Row]) -> bool:
+def _is_possible(number: int, row: object, rows: Sequence[Row]) -> bool:
     """Whether row ``number`` fits to those before it."""
+    if not isinstance(row, Row):
+        return False
     numbers = (row.nbytes, row.storage_nbytes, row.owner, row.last_save)
     if not all(type(one) is int and -1 <= one < _MOST_NUMBER for one in numbers) or row.nbytes < 0:
         return False
-    if type(row.requires_grad) is not bool or type(row.codec) is not str or type(row.fate) is not Fate:
+    if [type(one) for one in (row.requires_grad, row.codec, row.fate)] != [bool, str, Fate]:
         return False
     if (row.fate is _KEEP) != (type(row.reason) is KeepReason) or row.storage_nbytes < 0:
         return False

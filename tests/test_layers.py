@@ -86,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats"},
     "planning": {
-        *("_torch", "codecs", "compile", "config", "contexts", "errors"),
+        *("_torch", "codecs", "compile", "config", "contexts", "eager", "errors"),
         *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),
         *("schedule", "selection", "solver", "stats", "step_table", "tiers"),
     },
