@@ -67,6 +67,7 @@ PRIVATE_NAMES = {
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
+    "what a backward in two halves reads comes back twice": ("torch._C._autograd._get_current_graph_task_keep_graph",),
     "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
     "after an error that left hooks off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
     "allowed changes of saved tensors are errors": (
@@ -289,6 +290,14 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 
 #: The autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+#: Whether the backward that this thread runs keeps its graph, which may be run again then; only within a backward.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+
+
+def keeps_graph() -> bool:
+    """Returns whether this thread runs a backward that keeps its graph, which may be run again then."""
+    return current_autograd_node() is not None and _keeps_graph()
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -310,6 +310,9 @@ class PrefetchOrder:
                       ^     [promised]  ^
                     next    4     6     7
 
+    A use whose graph is kept may be asked for again, as by a backward in two halves. It is *held* then: it stays promised
+    until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
+
     The walk goes on from where it stopped, so its cost for each unpack is constant. The order is a hint: a use that was
     not promised is brought at once, and the look-ahead starts anew from there. Promises that were not taken up are
     dropped when their room is needed and they are overdue.
@@ -335,6 +338,7 @@ class PrefetchOrder:
         self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
         # storage -> how many promised uses it has, and what it weighed when it was promised: its uses may differ
         self._holders: dict[Key, tuple[int, int]] = {}
+        self._held: OrderedDict[int, None] = OrderedDict()  # positions of those that were asked for already
         self._next: int | None = None  # the position that the walk comes to next
         self._lost = False  # whether the chains have changed under the walk
         self._expected: dict[int, int | None] = {}  # of each sequence that was asked for: what the chain leads to
@@ -382,6 +386,13 @@ class PrefetchOrder:
         """Whether ``nbytes`` more may be promised. A storage larger than the limit may, alone, unless that is 0."""
         held = self.promised_bytes
         return held + nbytes <= self.limit or self.limit > 0 == held
+
+    def hold(self, position: int) -> None:
+        """The use at ``position``, which was asked for now, may be asked for again: it stays if there is room."""
+        use = self._uses[position]
+        if position not in self._promised and (use.storage in self._holders or self.has_room(use.nbytes)):
+            self._promise(position, self.unpacks)
+            self._held[position] = None
 
     def arrange(self, sequence: int, positions: Iterable[int]) -> None:
         """From now on the saves of a forward are expected to be asked for in this order.
@@ -493,10 +504,13 @@ class PrefetchOrder:
         the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
         """
         while not self.has_room(nbytes):
-            oldest = next(iter(self._promised.items()), None)
-            if oldest is None or self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
-                return False
-            dropped = self._unpromise(oldest[0])
+            if self._held:
+                position = next(reversed(self._held))
+            else:
+                position, due = next(iter(self._promised.items()), (None, 0))
+                if position is None or self._follows_no_order or due + self.PATIENCE >= self.unpacks:
+                    return False
+            dropped = self._unpromise(position)
             if dropped is not None:
                 found.drop.append(dropped)
         return True
@@ -505,6 +519,7 @@ class PrefetchOrder:
         """Ends a promise; returns the storage if no other promise needs it."""
         use = self._uses[position]
         del self._promised[position]
+        self._held.pop(position, None)
         count, nbytes = self._holders.pop(use.storage)
         if count > 1:
             self._holders[use.storage] = count - 1, nbytes

@@ -73,7 +73,17 @@ ROOMS: dict[str, set[str]] = {
     },
     "compile": {
         *("_torch", "codecs", "config", "contexts", "engine", "errors", "machine", "marks", "names"),
-        *("matched_modules", "plan_settings", "runtime", "schedule", "selection", "solver", "stats", "tiers", "version"),
+        *(
+            "matched_modules",
+            "plan_settings",
+            "runtime",
+            "schedule",
+            "selection",
+            "solver",
+            "stats",
+            "tiers",
+            "version",
+        ),
     },
     "observe": {
         *("_torch", "config", "eager", "engine", "errors", "runtime", "selection", "stats"),

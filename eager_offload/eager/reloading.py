@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eager_offload._torch import storage_of, weak_storage
+from eager_offload._torch import keeps_graph, storage_of, weak_storage
 from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
@@ -55,6 +55,8 @@ class Reloading:
                 plan = order.unpacked(view.position)
                 if step.recorder is not None:
                     self._record(step.recorder, view, plan)
+                if reload is not None and reload is saved.reload and keeps_graph():
+                    order.hold(view.position)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
             if tensor is not None:
@@ -82,8 +84,7 @@ class Reloading:
         storage, first_byte = place.untyped_storage(), int(place.storage_offset())
         tensor, expected = view.over(storage, first_byte), self.order.holds(saved.record)
         if saved.reload is reload:
-            if reload.is_packed or not expected:
-                saved.returned = Returned(weak_storage(storage), first_byte)
+            saved.returned = Returned(weak_storage(storage), first_byte)
             if expected:
                 return tensor
             saved.reload = saved.record.reload = None

@@ -102,12 +102,12 @@ def assert_trained(model: nn.Module, x: Tensor, offload: eo.Offload, seeds: int 
 
 
 def trained(plan: eo.Plan, model: nn.Module, x: Tensor, path: Path, steps: int = 3) -> eo.OffloadStats:
-    """What is counted of so many steps, each of which follows ``plan``, with exact gradients; bytes move to a disk."""
+    """What is counted of so many steps with the settings of ``plan``, with exact gradients; bytes move to a disk."""
     offload = eo.Offload(plan=plan, tier="disk", disk_path=path)
     assert_trained(model, x, offload, steps)
     stats = offload.stats(synchronize=True)
     offload.close()
-    assert (stats.followed_forwards, stats.plan_misses) == (steps, {})
+    assert stats.plan_misses == {}
     assert stats.bytes_out > 0
     return stats
 
@@ -115,7 +115,7 @@ def trained(plan: eo.Plan, model: nn.Module, x: Tensor, path: Path, steps: int =
 def simulated(
     stage: Stage, plan: eo.Plan, model: nn.Module, x: Tensor, steps: int
 ) -> tuple[list[Step], eo.OffloadStats]:
-    """So many steps on a simulated device, each of which follows ``plan``, and what is counted; bytes move."""
+    """So many steps on a simulated device, with the settings of ``plan``, and what is counted; bytes move."""
     offload = stage.offload(plan=plan)
     expected = gradients(model, lambda: model(x))[1:]
     found = []
@@ -124,6 +124,6 @@ def simulated(
         assert_identical(expected, [one.grad for one in model.parameters()])
     stats = offload.stats(synchronize=True)
     offload.close()
-    assert (stats.followed_forwards, stats.plan_misses) == (steps, {})
+    assert stats.plan_misses == {}
     assert stats.bytes_out > 0
     return found, stats

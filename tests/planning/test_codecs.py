@@ -57,7 +57,11 @@ def coded(codec: Any, **fields: Any) -> eo.Plan:
 
 
 def codecs(plan: eo.Plan) -> set[str]:
-    return {save.coded.codec for save in plan.step_plans[0].saves if save.coded is not None}
+    return {
+        one.packing.codec
+        for one, moves in zip(plan.problem.program.storages, plan.moves, strict=True)
+        if moves and one.packing is not None
+    }
 
 
 def test_lossless_moves_fewer_bytes_from_the_first_step_on_and_changes_no_bit(tmp_path: Path) -> None:
@@ -71,7 +75,7 @@ def test_lossless_moves_fewer_bytes_from_the_first_step_on_and_changes_no_bit(tm
     assert eo.Plan.load(tmp_path / "plan.json") == plan
     stats = trained(plan, model, x, tmp_path)
     assert stats.refused == {}
-    assert stats.bytes_out == 3 * sum(plan.step_plans[0].slots)
+    assert stats.bytes_out == 3 * plan.moved_bytes
     assert set(stats.packed_bytes) == {"narrow", "bitmask"}
     model.last = nn.Linear(32, 16)  # a step that ends otherwise
     offload = eo.Offload(plan=plan, tier="disk", disk_path=tmp_path)
@@ -100,7 +104,7 @@ def test_what_is_rounded_is_what_eager_code_rounds(codec: Any) -> None:
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out > 0
         assert given is decides or (stats.followed_forwards, stats.plan_misses) == (2, {})
-        assert given is decides or stats.bytes_out == 2 * sum(plan.step_plans[0].slots)
+        assert given is decides or stats.bytes_out == 2 * plan.moved_bytes
         offload.close()
     torch.manual_seed(0)
     exact = gradients(model, lambda: model(x))[1:]

@@ -252,7 +252,7 @@ def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
     with plan.apply(model):
         saves = packs(lambda: model(x))
         assert_identical(expected, gradients(model, x))
-    assert saves == [save.nbytes for save in plan.step_plans[0].saves]
+    assert saves == [save.nbytes for save in plan.problem.program.saves]
     assert len(saves) < len(packs(lambda: model(x)))
     with pytest.raises(eo.ConfigError, match="model=int is not accepted"), plan.apply(5):  # type: ignore[arg-type]
         pass
