@@ -310,8 +310,8 @@ class PrefetchOrder:
                       ^     [promised]  ^
                     next    4     6     7
 
-    A use whose graph is kept may be asked for again, as by a backward in two halves. It is *held* then: it stays promised
-    until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
+    A use whose graph is kept may be asked for again, as by a backward in two halves. It is *held* then: it stays
+    promised until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
 
     The walk goes on from where it stopped, so its cost for each unpack is constant. The order is a hint: a use that was
     not promised is brought at once, and the look-ahead starts anew from there. Promises that were not taken up are

@@ -7,7 +7,6 @@
     version    a version is compared            it is always as expected
     fence      last uses that a slot carries    one is left out
     release    something is given back          it is not
-    guard      a step is compared with its plan it is taken to be alike
     check      codecs and kernels look at values, arguments and hardware: one condition is taken to be met
 
 Call sites are changed, never what they call: a function with three callers has three sites.
@@ -19,7 +18,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "guard", "check")
+KINDS = ("record", "wait", "after", "keepalive", "version", "fence", "release", "check")
 
 _RECORDS = {"record", "record_event"}
 _WAITS = {
@@ -47,14 +46,6 @@ _RELEASES = {
     "release_source",
     "take_up",
 }
-#: Where each condition under which a function says what differs is a guard: it returns a text, ``False`` for what has
-#: to wait, or ``None`` in place of a handle, has a storage stay, or calls ``miss``. So is each under which a handle is
-#: returned before all others were looked at.
-_GUARDED = "eager_offload/eager/following.py"
-#: Functions there whose answer is a guard, and what that is where a step is as its plan has it.
-_ALIKE = {"_is_like": True, "_contradicts": False}
-#: Functions there that return a handle, or ``None``.
-_PACKING = {"pack", "_pack"}
 #: Where what refuses, raises or says whether something may be is a check.
 _CHECKED = (
     "eager_offload/codecs/",
@@ -104,17 +95,6 @@ EQUIVALENT = {
         "fence",
         "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
     ): _HELD,
-    (
-        "eager_offload/eager/following.py",
-        "guard",
-        "not address or address % tensor.itemsize or tensor.layout is not torch.strided or tensor.is_nested"
-        "  without  tensor.layout is not torch.strided",
-    ): "of every other layout that reaches it, to ask for the storage or its address has raised before",
-    (
-        "eager_offload/eager/following.py",
-        "guard",
-        "followed.started == (self.queue, sequence, version_of(tensor))  without  self.queue",
-    ): "a storage of a run is packed and its copy started by that run alone, which has one queue",
 }
 
 
@@ -168,9 +148,7 @@ def mutate(text: str, site: Site) -> str:
 class _Finder(ast.NodeVisitor):
     def __init__(self, text: str, path: str) -> None:
         self.sites: list[Site] = []
-        self._path, self._is_checked, self._is_guarded = path, path.startswith(_CHECKED), path == _GUARDED
-        #: The function that is looked at.
-        self._function = ""
+        self._path, self._is_checked = path, path.startswith(_CHECKED)
         self._raw = text.encode()
         self._line_starts = [0]
         for line in self._raw.splitlines(keepends=True):
@@ -240,60 +218,19 @@ class _Finder(ast.NodeVisitor):
         if self._is_checked:
             for condition in _all_of(node.value):
                 self._take_out("check", node, condition, "True", self._text(condition))
-        if self._is_guarded and self._function in _ALIKE and not isinstance(node.value, ast.Constant):
-            self._take_for(_ALIKE[self._function], node, node.value)
-        self.generic_visit(node)
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        last = node.body[-1]
-        if self._is_guarded and self._function in _ALIKE and isinstance(last, ast.Return) and last.value is not None:
-            self._take_out("guard", node, last.value, str(_ALIKE[self._function]))
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
         if any(isinstance(side, ast.Attribute) and side.attr == "_version" for side in sides):
             self._take_out("version", node, node, "False" if isinstance(node.ops[0], ast.NotEq) else "True")
-        if self._is_guarded and isinstance(several := node.comparators[0], ast.Tuple):
-            whole = self._text(node.left)
-            for place, part in enumerate(several.elts):
-                same = f"({whole} or [None] * {len(several.elts)})[{place}]"
-                self._take_out("guard", node, part, same, self._text(part))
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if self._is_guarded and self._says_what_differs(node.body):
-            self._take_for(False, node.test, node.test)
-        elif self._is_guarded and self._returns_early(node):
-            self._take_for(True, node.test, node.test)
-        elif self._is_checked and _refuses(node.body):
+        if self._is_checked and _refuses(node.body):
             for condition in _any_of(node.test):
                 self._take_out("check", node.test, condition, "False", self._text(condition))
         self.generic_visit(node)
-
-    def _says_what_differs(self, body: list[ast.stmt]) -> bool:
-        """Whether statements are what follows where a step is not as its plan has it."""
-        last = body[-1]
-        calls = [statement.value for statement in body if isinstance(statement, ast.Expr)]
-        if any(isinstance(call, ast.Call) and _called(call) == "miss" for call in calls):
-            return True
-        if not isinstance(last, ast.Return):
-            return False
-        if last.value is None:
-            return any(isinstance(call, ast.Call) and _called(call) == "stay" for call in calls)
-        if not isinstance(last.value, ast.Constant):
-            return False
-        found = last.value.value
-        if self._function in _ALIKE:
-            return found is not _ALIKE[self._function]
-        return isinstance(found, str) or found is False or (found is None and self._function in _PACKING)
-
-    def _returns_early(self, node: ast.If) -> bool:
-        """Whether its condition is one of those under which a save is taken to be as the plan has it."""
-        last = node.body[-1]
-        if self._function not in {*_ALIKE, "pack"}:
-            return False
-        return self._returns_early(last) if isinstance(last, ast.If) else isinstance(last, ast.Return)
 
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
@@ -307,14 +244,6 @@ class _Finder(ast.NodeVisitor):
         for left_out in several.elts:
             others = "".join(f"{self._text(element)}, " for element in several.elts if element is not left_out)
             self._take_out(kind, shown, several, f"({others})", self._text(left_out))
-
-    def _take_for(self, verdict: bool, shown: ast.AST, test: ast.expr | None) -> None:
-        """Each condition of ``test`` is taken to be as it is where ``test`` is ``verdict``."""
-        for condition, found in [] if test is None else _conditions(test, verdict):
-            text, replacement = self._text(condition), str(found)
-            if any(isinstance(part, ast.NamedExpr) for part in ast.walk(condition)):  # whose name is used behind it
-                replacement = f"(({text}) {'or' if found else 'and'} {found})"
-            self._take_out("guard", shown, condition, replacement, text)
 
     def _take_out(self, kind: str, shown: ast.AST, taken: ast.AST, replacement: str, what: str | None = None) -> None:
         source = " ".join(self._text(shown).split())
