@@ -156,11 +156,6 @@ class _Finder(ast.NodeVisitor):
 
     # -- what is looked at ----------------------------------------------------------------------------------------
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer, self._function = self._function, node.name
-        self.generic_visit(node)
-        self._function = outer
-
     def visit_Expr(self, node: ast.Expr) -> None:
         # A record whose event is not taken orders by itself, as in a log.
         if isinstance(node.value, ast.Call) and _called(node.value) in _RECORDS:
@@ -290,21 +285,6 @@ def _keyword(call: ast.Call, name: str) -> ast.expr | None:
 def _any_of(test: ast.expr) -> list[ast.expr]:
     """The conditions each of which does."""
     return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
-
-
-def _conditions(test: ast.expr, verdict: bool) -> list[tuple[ast.expr, bool]]:
-    """The conditions that ``test`` is made of, each with what it is where it is for ``test`` being ``verdict``.
-
-    Where all of them have to be so, each by itself. Where one is enough, ``test`` as a whole, and those of its parts.
-    """
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _conditions(test.operand, not verdict)
-    if not isinstance(test, ast.BoolOp):
-        return [(test, verdict)]
-    parts = [_conditions(value, verdict) for value in test.values]
-    if isinstance(test.op, ast.And) is verdict:
-        return [condition for part in parts for condition in part]
-    return [(test, verdict), *(condition for part in parts if len(part) > 1 for condition in part)]
 
 
 def _all_of(value: ast.expr | None) -> list[ast.expr]:
