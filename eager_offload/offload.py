@@ -80,10 +80,10 @@ class Offload:
         config: an :class:`OffloadConfig`, beside which no variable is asked; or a mapping of its fields, as from a
             file. What neither this nor ``fields`` give, the ``EAGER_OFFLOAD_<FIELD>`` variables do, else the defaults.
             ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` does away with ``enabled=False``.
-        plan: what :func:`eager_offload.plan` has made: its settings hold, beside those that are given here, and every
-            forward follows it from the first one on. Or what the first forward follows, as :meth:`step_plan` has
-            returned it for a like one. Where it does not fit, a warning says so, once, and the forward is decided as
-            any first one. A copy of this object has none.
+        plan: what :func:`eager_offload.plan` has made: its windows and its budget hold, beside the settings that are
+            given here. Or a table of a step, as :meth:`step_plan` has returned it for a like one, in which the first
+            forward is looked up. Where it does not fit, a warning says so, once, and the forward is decided as any
+            first one. A copy of this object has none.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
             plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
         around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
@@ -491,12 +491,12 @@ class Offload:
                 return self._accounts.counters.snapshot(self.config)
 
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
-        """What the last step that was followed did, as numbers; ``None`` where none was. ``print`` shows it as a table.
+        """Returns the table of the last step that was looked up, or what that has taught; ``None`` where none was.
 
-        Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
+        ``print`` shows it. Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
 
         Args:
-            device: whose saved tensors; ``None``: those of the device of which a step was followed.
+            device: whose saved tensors; ``None``: those of the device of which a step was looked up.
         """
         return self._hooks.last_table(None if device is None else torch.device(device))
 

@@ -202,13 +202,10 @@ class OffloadStats:
     """Other saved-tensor hooks that were entered inside this context and hide from it what is saved there. Not counted:
     hooks that call those of the context for what they are given, and those inside of a checkpoint."""
     followed_forwards: int = 0
-    """How many forwards followed a step plan."""
+    """How many forwards were looked up in a step table: one was in force at their first save."""
     plan_misses: dict[str, int] = field(default_factory=dict)
-    """How often one of them went on as an unknown one, by what differed from the plan: ``size``, ``share``, ``order``,
-    ``codec``, ``fewer``, ``more`` and others. And how often one could not begin: ``room`` (the tiers have none for all
-    that it moves). ``decided`` is counted once: steps of some kind follow none, since more than an eighth of what may
-    leave is decided anew in each (views that are gathered, tensors made of tensors, parts of storages). So is
-    ``twice``: a save is asked for more than four times, by one backward of its graph after the other."""
+    """How often one of them went on as an unknown one, by what differed from all tables: ``size``, ``share``,
+    ``requires_grad``, ``codec``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
     plan: PlanOutcome | None = None
     """What the plan of :func:`eager_offload.plan` that was given has predicted, beside what was measured."""
     device_budget: int = 0

@@ -28,8 +28,6 @@ _ALL_IN_VAIN = 0.9
 _EXPLAINS = 0.3
 #: A share of the offloaded bytes from which it is worth a sentence that they were moved in vain.
 _VAIN = 0.30
-#: Of ``plan_misses``: what is counted where no plan was followed, so that none was differed from.
-_NO_MISSES = ("room", "decided", "twice")
 #: Terabytes a day. A disk for consumers is made for a few hundred in its life, one for servers for thousands.
 _WEARS = 10.0
 #: Of a shorter run nothing is said about a day.
@@ -179,11 +177,10 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             f"that was possible. What is followed now predicts {size_text(plan.predicted_peak_bytes)}{found}. Name "
             "what else is on the device as optimizer_bytes when planning, or plan for a larger device_budget."
         )
-    misses = {name: times for name, times in stats.plan_misses.items() if name not in _NO_MISSES}
-    count = sum(misses.values())
+    count = sum(stats.plan_misses.values())
     if count and count >= _MUCH * (count + stats.followed_forwards):
         yield (
-            f"{count:,} forwards differed from what was planned ({counts_text(misses)}), where "
+            f"{count:,} forwards differed from what was planned ({counts_text(stats.plan_misses)}), where "
             f"{stats.followed_forwards:,} began to follow it: plan with the model and the inputs of these steps."
         )
 
