@@ -125,7 +125,7 @@ def full() -> list[Cell]:
 
 
 def quick(cells: Sequence[Cell], sample: int = 3) -> set[Cell]:
-    """The cells of the quick suite: one of each program, and ``sample`` of each column.
+    """The cells of the quick suite: one of each program, and ``sample`` of each column, of one of Inductor's one.
 
     A program takes its cell with the fewest of its column taken so far, of what is not compiled by Inductor.
     """
@@ -139,7 +139,7 @@ def quick(cells: Sequence[Cell], sample: int = 3) -> set[Cell]:
         taken.add(first)
         columns[first.column] += 1
     for cell in cells:
-        if columns[cell.column] < sample and cell not in taken:
+        if columns[cell.column] < (1 if cell.way is Way.INDUCTOR else sample) and cell not in taken:
             taken.add(cell)
             columns[cell.column] += 1
     return taken

@@ -98,7 +98,8 @@ def assert_the_codecs_bits(kernels: CodecKernels, x: Tensor, around: Any = WITHO
     assert torch.equal(back, again)
 
 
-@pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("codec", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("followed", [False, True], ids=["decided", "followed"])
 def test_compiled_kernels_pack_the_same_bits(
     disk: DiskBackend, kernels: CodecKernels, codec: Codec, followed: bool, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ class Training:
 # -- the peak ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_above_the_budget_less_stays_from_the_seventeenth_forward_on(half: eo.Plan) -> None:
     training = Training(half, (half.device_budget - half.least_budget) // 2)
     assert min(step.peak_bytes for step in training.train(16)) > half.device_budget
