@@ -28,7 +28,7 @@ from tests.threads import collect
 from tests.virtual_device import install
 
 #: The programs of which some step is looked up in no table on the simulated device, whose clock makes that exact: they
-#: keep what they save, differ in each step, or save what no table has. The list may only become shorter.
+#: keep what they save, differ in each step, or save what no table has. The file names all of them, whichever cells run.
 NOT_LOOKED_UP = Path(__file__).with_name("not_looked_up.txt")
 
 #: Programs of which ``aot_eager`` alone, without an ``Offload``, has other bits than eager code: several parts of one
@@ -184,7 +184,7 @@ def _run(cell: Cell, backend: Backend) -> None:
             with install().slow_compute(2e-4) if cell.place is Place.VIRTUAL else nullcontext():
                 _run_eager(program, backend, step_plans=True)
         case Way.AOT_EAGER | Way.INDUCTOR:
-            _run_compiled(program, backend, "inductor" if way is Way.INDUCTOR else "aot_eager", cell.place)
+            _run_compiled(cell, backend)
         case Way.CHECKPOINTED:
             _run_checkpointed(program, backend)
         case Way.CAPTURED:
@@ -207,13 +207,15 @@ def _run_eager(program: Program, backend: Backend, *, step_plans: bool) -> list[
     return again
 
 
-def _run_compiled(program: Program, backend: Backend, compiler: str, place: Place) -> None:
+def _run_compiled(cell: Cell, backend: Backend) -> None:
+    program = cell.program
+
     def step(compile: Callable[..., Any], around: Any) -> list[Tensor | None]:
         return [one for one in tree_leaves(program(Run(around, compile))) if one is None or isinstance(one, Tensor)]
 
     # For a device that torch does not know a compiler takes other operators apart than eager code does.
-    exact = place is not Place.VIRTUAL and program.name not in ADDED_UP_OTHERWISE
-    stats = compare(step, compiler, as_eager=exact, tier=backend.tier, **program.fields)
+    exact = cell.place is not Place.VIRTUAL and program.name not in ADDED_UP_OTHERWISE
+    stats = compare(step, cell.way.value, as_eager=exact, tier=backend.tier, **program.fields)
     # What the graph returns, its caller holds: "alive".
     assert_moved(stats, program.moved, held=True)
 

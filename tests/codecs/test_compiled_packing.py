@@ -23,7 +23,8 @@ from eager_offload.codecs.names import is_compiled
 from eager_offload.kernels import TorchKernel, as_torch_kernel
 from eager_offload.kernels.codecs import CodecKernels
 from tests.hazards.backends import DiskBackend, assert_settled
-from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.hazards.programs import Settled, assert_identical
+from tests.programs import leaf
 from tests.threads import collect
 
 pytestmark = pytest.mark.xdist_group("kernels")

@@ -28,8 +28,8 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.forking import OwnThread, can_begin_nothing
 from tests.hazards.backends import Backend, assert_balanced, assert_settled, hooks_are_gone
-from tests.hazards.programs import leaf
 from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient
+from tests.programs import leaf
 from tests.threads import collect
 
 REFUSED = "in the midst of a call of eager_offload on the same thread"

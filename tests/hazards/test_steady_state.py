@@ -13,8 +13,8 @@ from torch import nn
 
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, queued_bytes, saves_of, tracked
-from tests.hazards.programs import Settled, assert_moved, leaf
-from tests.programs import Run
+from tests.hazards.programs import Settled, assert_moved
+from tests.programs import Run, leaf
 from tests.programs.repeated import ragged_step
 from tests.threads import collect
 
