@@ -16,7 +16,8 @@ from torch import Tensor
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, DiskBackend, assert_balanced
-from tests.hazards.programs import assert_moved, leaf
+from tests.hazards.programs import assert_moved
+from tests.programs import leaf
 
 N = 1 << 14
 NBYTES = 4 * N

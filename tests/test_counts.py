@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, offloader_of, open_when_the_host_waits
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward, gradient
 
 DEPTH = 10

@@ -18,7 +18,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend, assert_balanced, assert_settled, hooks_are_gone, offloader_of
-from tests.hazards.programs import assert_identical, assert_moved, leaf
+from tests.hazards.programs import assert_identical, assert_moved
+from tests.programs import leaf
 from tests.test_contract import NBYTES, N, chain, exact_backward
 from tests.threads import collect, on_a_thread
 from tests.tiers.files import Watched

@@ -21,6 +21,7 @@ from eager_offload.tiers.base import ByteRegion, Slot
 from eager_offload.tiers.memory import view_of
 from tests.processes import python
 from tests.threads import on_a_thread
+from tests.tiers.rig import noise
 
 CPU = torch.device("cpu")
 
@@ -62,10 +63,6 @@ def stream(runtime: HostRuntime, direction: Direction = Direction.OUT) -> Transf
     transfer = runtime.transfer_stream(CPU, direction)
     assert isinstance(transfer, TransferThread)
     return transfer
-
-
-def noise(nbytes: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def raising(error: BaseException) -> Callable[[], None]:

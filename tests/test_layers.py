@@ -195,13 +195,13 @@ def private_uses_of(tree: ast.Module) -> Iterator[str]:
     A name that the package shares with torch or Python (``_replace``) counts only where the package has made it.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
-            base = ast.unparse(node.value).split(".")[0]
-            if base != "torch" and _is_private(node.attr) and node.attr in private_names():
+        if isinstance(node, ast.Attribute) and node.attr in private_names():
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls") and owner.split(".")[0] != "torch":
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _BY_NAME:
             for given in node.args[1:2]:
-                if isinstance(given, ast.Constant) and _is_private(str(given.value)) and given.value in private_names():
+                if isinstance(given, ast.Constant) and given.value in private_names():
                     yield f"{ast.unparse(node.args[0])}.{given.value}"
 
 

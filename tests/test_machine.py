@@ -126,6 +126,7 @@ print(grown > 100 * mib, left < 16 * mib)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
 def test_what_is_freed_goes_back_at_once_and_the_advice_names_that_where_it_would_change_something(
     monkeypatch: pytest.MonkeyPatch,

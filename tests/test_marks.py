@@ -13,7 +13,8 @@ from torch import Tensor
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
-from tests.hazards.programs import assert_identical, leaf
+from tests.hazards.programs import assert_identical
+from tests.programs import leaf
 from tests.threads import on_a_thread
 
 BIG = 1 << 14  # elements: 64 KiB

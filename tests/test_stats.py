@@ -11,7 +11,7 @@ import pytest
 import eager_offload as eo
 from eager_offload.stats import KeepReason, PlanOutcome
 from tests.hazards.backends import DiskBackend
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 
 MIB = 1 << 20
 

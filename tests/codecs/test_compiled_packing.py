@@ -23,7 +23,8 @@ from eager_offload.codecs.names import is_compiled
 from eager_offload.kernels import TorchKernel, as_torch_kernel
 from eager_offload.kernels.codecs import CodecKernels
 from tests.hazards.backends import DiskBackend, assert_settled
-from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.hazards.programs import Settled, assert_identical
+from tests.programs import leaf
 from tests.threads import collect
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -98,7 +99,8 @@ def assert_the_codecs_bits(kernels: CodecKernels, x: Tensor, around: Any = WITHO
     assert torch.equal(back, again)
 
 
-@pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("codec", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("followed", [False, True], ids=["decided", "followed"])
 def test_compiled_kernels_pack_the_same_bits(
     disk: DiskBackend, kernels: CodecKernels, codec: Codec, followed: bool, monkeypatch: pytest.MonkeyPatch

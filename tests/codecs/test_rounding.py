@@ -24,7 +24,8 @@ from eager_offload.codecs.names import ROUNDING
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import COPIES, Summed, coded
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, offloader_of
-from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.hazards.programs import Settled, assert_identical
+from tests.programs import leaf
 from tests.programs.layouts import noise
 from tests.programs.parts.wrappers import wrapped_pair
 from tests.threads import collect

@@ -90,6 +90,7 @@ class Count(_torch.CustomGraphPass):
         return None
 
 
+@pytest.mark.long
 def test_the_backend_offloads_inside_of_its_graphs_beside_passes_for_everyone(
     plain: list[Tensor], tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ assert stats.bytes_in > 0 and stats.compiled_regions == 1, stats
 """
 
 
+@pytest.mark.long
 def test_what_is_compiled_first_inside_of_a_context_is_offloaded() -> None:
     printed_by("-W", "ignore", "-c", _FIRST)
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_balanced, assert_settled
-from tests.programs import leaf as leaf  # for tests of one file
 from tests.proof.bits import same_bits
 
 #: What stands around forwards: an ``Offload``, or nothing.

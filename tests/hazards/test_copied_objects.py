@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 import eager_offload as eo
 from tests.copies import pickled, saved
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, hooks_are_gone
-from tests.hazards.programs import assert_identical, assert_moved, leaf
+from tests.hazards.programs import assert_identical, assert_moved
+from tests.programs import leaf
 
 
 class Layers(nn.Module):

@@ -14,7 +14,8 @@ from torch import Tensor
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
-from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Around, Settled, assert_identical, assert_moved
+from tests.programs import leaf
 from tests.programs.parts.blocks import Step
 from tests.programs.streams import Streams
 from tests.simulation.log import Recorded, Waited, WrittenLog

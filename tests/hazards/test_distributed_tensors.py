@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.hazards.backends import Backend
 from tests.hazards.probes import Transfers
-from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
+from tests.hazards.programs import REGIMES, Around, same_gradients
+from tests.programs import leaf
 from tests.programs.parts.blocks import ROWS, WIDTH
 from tests.programs.parts.functions import watching
 

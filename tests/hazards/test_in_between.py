@@ -22,7 +22,7 @@ from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.probes import Allocations
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import collect
 

@@ -20,8 +20,8 @@ from eager_offload.codecs import Gather
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
 from tests.hazards.probes import Allocations, meanwhile
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
-from tests.programs import Run
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved
+from tests.programs import Run, leaf
 from tests.programs.exceptions import Fault, Trainer, raising, undisturbed
 
 ROWS, WIDTH = 8, 32

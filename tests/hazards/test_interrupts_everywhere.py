@@ -33,7 +33,8 @@ import eager_offload
 from eager_offload import Offload, OffloadStats
 from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
-from tests.hazards.programs import Around, assert_identical, leaf
+from tests.hazards.programs import Around, assert_identical
+from tests.programs import leaf
 from tests.sampling import one_in
 
 PACKAGE = Path(eager_offload.__file__).parent

@@ -28,8 +28,8 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone
-from tests.hazards.programs import Around, Settled, assert_moved, leaf
-from tests.programs import Run, corpus
+from tests.hazards.programs import Around, Settled, assert_moved
+from tests.programs import Run, corpus, leaf
 from tests.programs.parts.wrappers import two
 from tests.threads import collect
 

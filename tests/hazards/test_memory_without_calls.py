@@ -14,7 +14,8 @@ from torch import Tensor
 from eager_offload.runtime import transfer_threads
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone, Transfers
-from tests.hazards.programs import Settled, assert_moved, leaf
+from tests.hazards.programs import Settled, assert_moved
+from tests.programs import leaf
 
 SIDE, LAYERS = 64, 12
 NBYTES = SIDE * SIDE * 4

@@ -15,8 +15,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf
-from tests.programs import Run
+from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved
+from tests.programs import Run, leaf
 from tests.programs.threads import model_of, train, train_together
 
 #: What two, or three, contexts have in common.

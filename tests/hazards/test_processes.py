@@ -19,7 +19,7 @@ import gc, json, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
-from eager_offload.tiers.disk import DiskSlot
+from eager_offload.tiers.disk import DiskSlot, DiskTier
 
 transfer_threads._STOP_SECONDS = 0.1  # the end of a process waits for so long for a transfer that never ends
 directory, reports = sys.argv[1:]
@@ -172,6 +172,29 @@ FORKS = {
         go_on.set()
         assert trains(offload)
         loss.backward()
+        ready()
+    """,
+    "a fork while another thread holds the lock does not hang": """
+        offload, inside, go_on, at_hand = make(), threading.Event(), threading.Event(), DiskTier.at_hand
+        def held_back(*arguments):
+            inside.set()
+            assert go_on.wait(60)
+            return at_hand(*arguments)
+        assert trains(offload)
+        DiskTier.at_hand = held_back
+        thread = threading.Thread(target=forward, args=(offload,))
+        thread.start()
+        assert inside.wait(60)
+        pid = os.fork()
+        if pid == 0:
+            DiskTier.at_hand = at_hand
+            signal.alarm(20)  # where it would wait for a thread that it does not have
+            os._exit(0 if trains(offload, 1) and trains(make(), 2) else 1)
+        assert code_of(pid) == 0
+        go_on.set()
+        thread.join()
+        DiskTier.at_hand = at_hand
+        assert trains(offload)
         ready()
     """,
     "a child is told that its parent's bytes are not its own": """

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.forking import OwnThread, can_begin_nothing
 from tests.hazards.backends import Backend, assert_balanced, assert_settled, hooks_are_gone
-from tests.hazards.programs import leaf
 from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient
+from tests.programs import leaf
 from tests.threads import collect
 
 REFUSED = "in the midst of a call of eager_offload on the same thread"
@@ -48,6 +48,33 @@ def train(offload: Offload) -> None:
 def save_only(offload: Offload) -> None:
     """The same by hooks that are there already, or not: whatever was interrupted is in a `with`, or in a backward."""
     (leaf(16, 16, seed=1) * 3.0).sin().exp().sum().backward()
+
+
+class Graph(NamedTuple):
+    """A graph that was there before, of which a handler asks for the gradient."""
+
+    x: Tensor
+    loss: Tensor
+    expected: Tensor
+
+
+#: That of the test that runs.
+EARLIER: list[Graph] = []
+
+
+def prepare(offload: Offload) -> None:
+    x = leaf(16, 16, seed=1)
+    with offload:
+        loss = (x * 3.0).sin().exp().sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    EARLIER[:] = [Graph(x, loss, expected)]
+
+
+def ask_only(offload: Offload) -> None:
+    """The backward of that."""
+    (x, loss, expected), *_ = EARLIER
+    (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(found, expected), "the handler's own backward"
 
 
 def adds_up(offload: Offload) -> None:
@@ -78,12 +105,14 @@ def count(offload: Offload, call: Callable[[Offload], None], outcomes: Counter[s
 
 @pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize(
-    "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close], ids=lambda c: c.__name__
+    "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close, ask_only], ids=lambda c: c.__name__
 )
 def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offload], None], backend: Backend) -> None:
     expected = gradient(nullcontext())
     offload, outcomes, seen = backend.offload(**FIELDS), Counter[str](), 0
     stride = 7 if call is adds_up else 61
+    if call is ask_only:
+        prepare(offload)
 
     def reached(point: Point) -> None:
         nonlocal seen
@@ -97,6 +126,7 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
         assert torch.equal(found, expected)
         assert hooks_are_gone()
     assert torch.equal(gradient(offload), expected)
+    EARLIER.clear()
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     assert outcomes["done"] > 0

@@ -21,7 +21,8 @@ from eager_offload.tiers import guard, host
 from eager_offload.tiers.guard import Guard
 from eager_offload.tiers.limits import Headroom, host_headroom
 from tests.hazards.backends import SimulatedBackend, assert_settled
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Settled, assert_identical, assert_moved
+from tests.programs import leaf
 from tests.tiers.machines import MIB, FakeMachine, RealGroup, real_group
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from torch import nn
 
 from eager_offload import Offload
 from tests.hazards.backends import Backend, assert_settled, offloader_of, queued_bytes, saves_of, tracked
-from tests.hazards.programs import Settled, assert_moved, leaf
-from tests.programs import Run
+from tests.hazards.programs import Settled, assert_moved
+from tests.programs import Run, leaf
 from tests.programs.repeated import ragged_step
 from tests.threads import collect
 
@@ -81,6 +81,7 @@ def test_h25_h54_a_hundred_steps_leave_the_state_as_the_first_ones_did(
     assert stats.followed_forwards > 100 or not step_plans
 
 
+@pytest.mark.long
 def test_h41_a_configuration_that_is_not_used_any_more_costs_little() -> None:
     def use(min_bytes: int) -> None:
         offload = Offload(tier="disk", min_bytes=min_bytes)

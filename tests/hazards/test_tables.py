@@ -21,8 +21,8 @@ from eager_offload import Offload
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import Fate, Row, StepTable
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
-from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved, leaf
-from tests.programs import Run, corpus
+from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved
+from tests.programs import Run, corpus, leaf
 from tests.programs.parts.functions import custom
 from tests.programs.tables import FIRST, LAYERS, branches
 from tests.sampling import search
@@ -246,7 +246,7 @@ def taught(backend: Backend, step: Callable[[Around], object]) -> StepTable:
 
 
 @NEEDS_OTHERS
-def test_h54_h68_a_table_that_is_wrong_in_any_way_changes_no_bit(backend: Backend) -> None:
+def test_h68_a_table_that_is_wrong_in_any_way_changes_no_bit(backend: Backend) -> None:
     """Rows dropped, doubled, swapped, resized, too early, or of another model; asked for in another order."""
     backend.sources_change = True
 
@@ -324,7 +324,7 @@ def of_a_later_version(x: Tensor, arrive: Callable[[], object]) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_h54_h68_a_storage_that_has_begun_to_leave_is_not_shared_whatever_a_table_says(
+def test_h68_a_storage_that_has_begun_to_leave_is_not_shared_whatever_a_table_says(
     program: Any, number: int, recorded: Any, backend: Backend
 ) -> None:
     """Save ``number`` is of the storage that the first save has begun to copy; ``recorded`` has the same saves."""

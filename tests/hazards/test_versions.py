@@ -10,8 +10,8 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from eager_offload import SavedTensorModifiedError
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.programs import assert_identical, leaf
-from tests.programs import Program, Run, corpus
+from tests.hazards.programs import assert_identical
+from tests.programs import Program, Run, corpus, leaf
 from tests.programs.custom_functions import scaled
 from tests.threads import collect
 

@@ -21,7 +21,8 @@ from eager_offload.compile import ops
 from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of, transfer_threads
 from tests.hazards.probes import meanwhile
-from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved, leaf
+from tests.hazards.programs import REGIMES, Around, Regime, assert_identical, assert_moved
+from tests.programs import leaf
 from tests.threads import refuse_threads
 
 NBYTES = 64 * 64 * 4

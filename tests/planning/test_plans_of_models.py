@@ -33,6 +33,7 @@ def test_a_traced_step_is_the_real_one(name: str) -> None:
     assert_traced_as_it_runs(name)
 
 
+@pytest.mark.long
 def test_so_it_is_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert_traced_as_it_runs("GPT-2")

@@ -73,6 +73,7 @@ class Checkpointed(Stack):
         return x.sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [1.0, 1.15])
 def test_a_plan_needs_no_more_and_takes_no_longer_than_checkpoints_around_all(part: float) -> None:
     # The host is ahead of the device, so what is brought back early takes more than arithmetic says.
@@ -278,6 +279,7 @@ def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
     offload.close()
 
 
+@pytest.mark.long
 def test_threads_plan_under_no_grad_while_the_model_trains_and_leave_nothing_behind(plan: eo.Plan) -> None:
     model, x = wide()
     before, generator = state_of(model), torch.get_rng_state()

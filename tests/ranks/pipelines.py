@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 from tests.ranks.launch import Ranks
 from tests.ranks.training import WIDTH, Around, Block, Storages, exact, steps
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import eager_offload as eo
-from tests.hazards.programs import assert_identical, leaf
+from tests.hazards.programs import assert_identical
 from tests.planning.programs import Stack, slow
+from tests.programs import leaf
 from tests.ranks.launch import Ranks
 from tests.ranks.training import steps
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 from tests.ranks.fsdp import gathered_storages
 from tests.ranks.launch import Ranks
 from tests.ranks.training import STEPS, WIDTH, Around, Block, Storages, exact, steps

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eager_offload import Offload, OffloadStats
-from tests.hazards.programs import Settled, exact, trained
+from tests.hazards.programs import Settled, exact
+from tests.programs.parts.blocks import trained
 from tests.real_models.models import ARCHITECTURES, Architecture, padded_words
 
 #: A 16th of a hidden state, as the default, 1 MiB, is of one of 2,048 tokens at a width of 4,096 in bfloat16.

@@ -9,7 +9,7 @@ import torch
 
 from eager_offload import Offload, _torch
 from eager_offload.runtime import accelerator
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 
 CUDA = torch.device("cuda")
 
