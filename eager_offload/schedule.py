@@ -507,9 +507,10 @@ class PrefetchOrder:
             if self._held:
                 position = next(reversed(self._held))
             else:
-                position, due = next(iter(self._promised.items()), (None, 0))
-                if position is None or self._follows_no_order or due + self.PATIENCE >= self.unpacks:
+                oldest = next(iter(self._promised.items()), None)
+                if oldest is None or self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
                     return False
+                position = oldest[0]
             dropped = self._unpromise(position)
             if dropped is not None:
                 found.drop.append(dropped)
