@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from eager_offload.computed_plan import Stretch, Timing
 from eager_offload.engine.offloader import DeviceOffloader, Wait
-from eager_offload.runtime.base import DeviceMemory
+from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.stats import PlanOutcome
 
 #: Of so many steps the median time is told.
@@ -47,7 +47,7 @@ class _Mark(NamedTuple):
     save: int
     """The save that it is at, or that is asked for; -1 where the forward begins."""
     is_ask: bool
-    moment: object
+    moment: Moment
     waits: int
     """How many waits there were until then."""
 
@@ -55,7 +55,7 @@ class _Mark(NamedTuple):
 class _Close:
     """A step that is measured closely."""
 
-    def __init__(self, moment: object, began_bytes: int) -> None:
+    def __init__(self, moment: Moment, began_bytes: int) -> None:
         #: In use when it began.
         self.began_bytes = began_bytes
         self.marks = [_Mark(-1, False, moment, 0)]
@@ -71,8 +71,10 @@ class StepMeasures:
 
     def __init__(self, offloader: DeviceOffloader) -> None:
         self._offloader, self._runtime, self._device = offloader, offloader.runtime, offloader.device
-        self._began: float | None = None
+        self._began: Moment | None = None
         self._peak: int | None = None
+        #: From when to when steps lasted that are over to the host; a device may be in the midst of them.
+        self._steps: deque[tuple[Moment, Moment]] = deque(maxlen=_MEASURED)
         self._seconds: deque[float] = deque(maxlen=_MEASURED)
         #: In the last step that was measured, by what the device remembers; ``None`` where that is not known.
         self.peak: int | None = None
@@ -85,10 +87,10 @@ class StepMeasures:
         """A forward begins."""
         memory = self._runtime.memory(self._device)
         self._peak = None if memory is None else memory.peak
-        self._began = self._now()
         self.drop()
-        if closely and self._offloader.waits is None:
-            self._close, self.is_close = _Close(self._moment(), self._used_besides(memory)), True
+        self._began = None if self._offloader.is_capturing() else self._moment()
+        if closely and self._began is not None and self._offloader.waits is None:
+            self._close, self.is_close = _Close(self._began, self._used_besides(memory)), True
             self._offloader.waits = self._close.waits
 
     def drop(self) -> None:
@@ -123,14 +125,16 @@ class StepMeasures:
 
     def end(self, outcome: PlanOutcome) -> PlanOutcome:
         """Its backward has asked for all that it needs; ``outcome`` with what that says."""
-        memory, now, self.peak = self._runtime.memory(self._device), self._now(), None
+        memory, self.peak = self._runtime.memory(self._device), None
         if memory is not None and memory.peak is not None and self._peak is not None and memory.peak > self._peak:
             self.peak = memory.peak
             outcome = replace(outcome, peak_bytes=max(memory.peak, outcome.peak_bytes or 0))
-        if now is not None and self._began is not None:
-            self._seconds.append(now - self._began)
+        if self._began is not None:
+            self._steps.append((self._began, self._moment()))
+            self._began = None
+        self._read_steps()
+        if self._seconds:
             outcome = replace(outcome, step_seconds=median(self._seconds))
-        self._began = None
         if self._close is not None:
             self._over.append(self._close)
             self.drop()
@@ -155,14 +159,13 @@ class StepMeasures:
 
     def restart(self) -> None:
         """Another plan is followed from here on."""
+        self._steps.clear()
         self._seconds.clear()
         self._over.clear()
         self.drop()
 
     def _stretches(self, close: _Close) -> tuple[Sequence[Stretch], float] | None:
         """What compute took until each moment, and what it has waited in all; ``None`` where that is not known."""
-        if not self._runtime.is_past(close.marks[-1].moment):
-            return None
         between = self._runtime.seconds_between
         waits = [between(*wait) for wait in close.waits]
         found, waited = list[Stretch](), 0.0
@@ -173,16 +176,20 @@ class StepMeasures:
             exposed = sum(one for one in own if one is not None)
             waited += exposed
             found.append(Stretch(after.save, after.is_ask, max(seconds - exposed, 0.0)))
-        return found, waited
+        tells_time = any(one.seconds for one in found)
+        return (found, waited) if tells_time else None
 
     def _used_besides(self, memory: DeviceMemory | None) -> int:
         """Bytes that are in use besides what has moved to memory of the host, which on a CPU is the same."""
         moved = sum(tier.used_bytes for tier in self._offloader.tiers if tier.name == "host")
         return 0 if memory is None else memory.used - moved
 
-    def _moment(self) -> object:
-        return self._runtime.moment(self._runtime.current_stream(self._device))
+    def _read_steps(self) -> None:
+        """Takes up how long the steps lasted that the device has come to the end of."""
+        while self._steps and (seconds := self._runtime.seconds_between(*self._steps[0])) is not None:
+            self._steps.popleft()
+            if seconds:  # a device that does not tell the time says 0
+                self._seconds.append(seconds)
 
-    def _now(self) -> float | None:
-        runtime = self._runtime
-        return runtime.clock(runtime.current_stream(self._device)) if runtime.knows_time else None
+    def _moment(self) -> Moment:
+        return self._runtime.moment(self._runtime.current_stream(self._device))

@@ -57,7 +57,9 @@ class Reloading:
                     self._stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                expected = forward.asked(view.number, runtime.clock(stream))
+                now = runtime.moment(stream if runtime.knows_moments else None)
+                assert isinstance(now, float)
+                expected = forward.asked(view.number, now)
                 if expected is not None:  # other than before
                     order.arrange(forward.sequence, expected)
                 if order.followed_bytes and order.is_late:

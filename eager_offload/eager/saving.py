@@ -450,7 +450,10 @@ class SavedTensors:
 
     def _note(self, forward: Forward, nbytes: int, owner: int, stream: Stream) -> Decision:
         """The forward's next save; arguments as for ``Forward.save``."""
-        return forward.save(nbytes, owner, self._runtime.clock(stream), self.offloader.inflight_bytes)
+        runtime = self._runtime
+        now = runtime.moment(stream if runtime.knows_moments else None)
+        assert isinstance(now, float)
+        return forward.save(nbytes, owner, now, self.offloader.inflight_bytes)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, forward: Forward, number: int) -> SavedView:
         position = next(self._keys)
