@@ -64,7 +64,7 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 class Span(NamedTuple):
     """When a copy ran, or a part of its way."""
 
-    #: The tier of a part that the device has none in; else empty.
+    #: The tier, of the part that lies between host memory and a disk, say; else empty.
     name: str
     began: Moment
     ended: Moment
@@ -189,8 +189,8 @@ class Runtime(abc.ABC):
     def tells_time(self, device: torch.device) -> bool:
         """Whether ``seconds_between`` knows how long ``device`` takes.
 
-        The host may wait for a stream that has nothing to do, so this is not for pack and unpack but for what is set up
-        before them. No transfer is waited for.
+        Probes it, for which the host waits for a stream that has nothing to do: the answer is to be remembered. No
+        transfer is waited for.
         """
         return True
 
