@@ -61,9 +61,9 @@ def test_no_step_that_is_traced_makes_the_host_wait_and_each_copy_is_timed(
     virtual: VirtualDevice, offloads: Any, tmp_path: Path, tells_time: bool
 ) -> None:
     offload, path = offloads(), tmp_path / "trace.json"
-    with virtual.slow_links(bandwidth=2e8), nullcontext() if tells_time else virtual.without_a_clock():
-        with offload.trace(path):
-            _, waits, _ = train(offload, virtual)
+    clock = nullcontext() if tells_time else virtual.without_a_clock()
+    with virtual.slow_links(bandwidth=2e8), clock, offload.trace(path):
+        _, waits, _ = train(offload, virtual)
     assert waits == [0] * STEPS
     trace, stats = read_trace(path), offload.stats()
     kinds = Counter(one.kind for one in trace.slices)
