@@ -20,7 +20,6 @@ is met as it comes. A forward that saves nothing that may leave is no step.
 from __future__ import annotations
 
 import heapq
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -256,13 +255,13 @@ class Rate:
         self._seconds = 0.0
 
     def add(self, nbytes: int, seconds: float | None) -> float:
-        """A transfer that is over; ``None`` where it is not known how long it took.
+        """A transfer that is over; ``None`` or 0 where it is not known how long it took.
 
         Returns:
             Seconds: those, or what it has taken at the rate of the others; 0 where that is not known either.
         """
         self.nbytes += nbytes
-        if seconds is None:
+        if not seconds:
             rate = self.value
             return 0.0 if rate is None else nbytes / rate
         self._timed += nbytes
@@ -272,9 +271,7 @@ class Rate:
     @property
     def value(self) -> float | None:
         """Bytes a second; ``None`` where none of them could be timed."""
-        if not self._timed:
-            return None
-        return self._timed / self._seconds if self._seconds else math.inf
+        return self._timed / self._seconds if self._seconds else None
 
 
 class _Use:

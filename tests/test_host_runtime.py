@@ -165,6 +165,23 @@ def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime
         gc.enable()
 
 
+# -- time -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_lies_between_the_moments_around_it_and_one_that_failed_has_no_time(runtime: HostRuntime) -> None:
+    slot, between = Memory(5000), runtime.seconds_between
+    before = runtime.moment(None)
+    runtime.synchronize(copied := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
+    after = runtime.moment(runtime.current_stream(CPU))
+    (span,) = runtime.spans(copied)
+    parts = [between(before, span.began), between(span.began, span.ended), between(span.ended, after)]
+    assert all(seconds is not None and seconds >= 0 for seconds in parts)
+    slot.before = raising(OSError(errno.EIO, "broken"))
+    with pytest.raises(eo.TransferError):
+        runtime.synchronize(failed := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
+    assert runtime.spans(failed) == ()
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 

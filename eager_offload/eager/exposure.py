@@ -30,6 +30,7 @@ from statistics import median
 
 from eager_offload.engine.offloader import DeviceOffloader, Wait
 from eager_offload.errors import ConfigError
+from eager_offload.runtime.base import Moment
 from eager_offload.schedule import ResidentQueue
 
 #: Of a step, what counts as nothing exposed: clocks and machines are not more exact than that.
@@ -182,13 +183,13 @@ class _Step:
 
     #: The thread, by its queue, and the others that have begun a forward since, with how many.
     thread: weakref.ref[ResidentQueue]
-    began: object
+    began: Moment
     keep: int
     others: dict[int, int] = field(default_factory=dict)
     #: How many forwards have saved something that may leave.
     forwards: int = 0
     waits: list[Wait] = field(default_factory=list)
-    stopped: object = None
+    stopped: Moment = None
 
 
 class Exposure:
@@ -261,13 +262,16 @@ class Exposure:
         runtime = self._runtime
         while self._over:
             step = self._over[0]
-            if not all(map(runtime.is_past, (step.stopped, *(wait.after for wait in step.waits)))):
+            exposed = 0.0
+            for wait in step.waits:
+                waited = runtime.seconds_between(*wait)
+                if waited is None:
+                    return
+                exposed += waited
+            seconds = runtime.seconds_between(step.began, step.stopped)
+            if seconds is None:
                 return
             self._over.popleft()
-            seconds = runtime.seconds_between(step.began, step.stopped)
-            waits = [runtime.seconds_between(*wait) for wait in step.waits]
-            if not most or seconds is None or None in waits:
-                continue
-            exposed = sum(one for one in waits if one is not None) / (1 + len(step.others))
-            self._rule.adapt(step.keep, exposed, seconds, most)
-            self._offloader.accounts.counters.slowdown = self._rule.slowdown
+            if most:
+                self._rule.adapt(step.keep, exposed / (1 + len(step.others)), seconds, most)
+                self._offloader.accounts.counters.slowdown = self._rule.slowdown

@@ -49,7 +49,9 @@ class Reloading:
                     self._stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                expected = step.asked(view.number, runtime.clock(stream))
+                now = runtime.moment(stream if runtime.knows_moments else None)
+                assert isinstance(now, float)
+                expected = step.asked(view.number, now)
                 if expected is not None:  # other than before
                     order.arrange(step.sequence, expected)
                 plan = order.unpacked(view.position)

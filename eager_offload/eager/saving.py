@@ -435,8 +435,10 @@ class SavedTensors:
 
     def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> Row | None:
         """The step's next save, of ``nbytes`` bytes that move with it; see ``Step.save``."""
-        seconds, ahead = self._runtime.clock(stream), self.offloader.inflight_bytes
-        return step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, seconds, ahead)
+        runtime, ahead = self._runtime, self.offloader.inflight_bytes
+        now = runtime.moment(stream if runtime.knows_moments else None)
+        assert isinstance(now, float)
+        return step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
         position = next(self._keys)

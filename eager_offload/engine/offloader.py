@@ -50,7 +50,7 @@ from eager_offload._torch import profiled, profiler_is_on
 from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
+from eager_offload.runtime.base import Direction, Event, Layout, Moment, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, Counters
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
@@ -102,8 +102,8 @@ class FoundSlot:
 class Wait(NamedTuple):
     """Moments of the stream that computes, on either side of a wait for a transfer; see ``Runtime.moment``."""
 
-    before: object
-    after: object
+    before: Moment
+    after: Moment
 
 
 class _Stall(NamedTuple):
@@ -555,11 +555,12 @@ class DeviceOffloader:
         runtime, counters = self.runtime, self.accounts.counters
         compute = runtime.current_stream(self.device) if stream is None else stream
         before = None if self.is_capturing() else runtime.moment(compute)
-        started = runtime.host_clock()
+        called = runtime.moment(None)
         try:
             yield
         finally:
-            seconds = runtime.host_clock() - started
+            seconds = runtime.seconds_between(called, runtime.moment(None))
+            assert seconds is not None, "the host's moments have come"
             wait = None if before is None else Wait(before, runtime.moment(compute))
             with self.lock:
                 if stream is None or runtime.has_host_wait(event):
@@ -574,9 +575,9 @@ class DeviceOffloader:
     def _count_stalls(self) -> None:
         """Counts the waits that the device has come to the end of."""
         runtime, stalls = self.runtime, self._stalls
-        while stalls and runtime.is_past(stalls[0].wait.after):
-            wait, counters, fills_window = stalls.popleft()
-            counters.stall(runtime.seconds_between(*wait) or 0.0, fills_window=fills_window)
+        while stalls and (seconds := runtime.seconds_between(*stalls[0].wait)) is not None:
+            stall = stalls.popleft()
+            stall.counters.stall(seconds, fills_window=stall.fills_window)
 
     def hold(self, nbytes: int) -> None:
         """The library holds ``nbytes`` bytes more on the device."""
@@ -610,7 +611,8 @@ class DeviceOffloader:
         del self._in[transfer]
         if not transfer.held_after:
             self.release(transfer)
-        counters, seconds = transfer.counters, self.runtime.seconds(transfer.event)
+        counters, spans = transfer.counters, self.runtime.spans(transfer.event)
+        seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
         counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
         counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
         return True
@@ -670,7 +672,7 @@ class DeviceOffloader:
             self.wait_until_over(pending)
             self.runtime.synchronize_kept()
             for stall in stalls:
-                self.runtime.wait_until_past(stall.wait.after)
+                self.runtime.seconds_between(*stall.wait, synchronize=True)
             with self.lock:
                 self.poll()
 
@@ -736,13 +738,13 @@ class DeviceOffloader:
     ) -> None:
         """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
         runtime, observer, used = self.runtime, self.accounts.observer, slot.record
-        keepalive = None if runtime.copies_hold_their_ends else (dst, src)
+        keepalive, is_traced = None if runtime.copies_hold_their_ends else (dst, src), observer is not None
         try:
             if profiler_is_on():
                 with profiled(what):
-                    event = runtime.copy(dst, src, stream, after)
+                    event = runtime.copy(dst, src, stream, after, timed=is_traced)
             else:
-                event = runtime.copy(dst, src, stream, after)
+                event = runtime.copy(dst, src, stream, after, timed=is_traced)
             # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
             used.fences = (Fence(runtime, event),)
             transfer.event = event
@@ -788,7 +790,8 @@ class DeviceOffloader:
         if failure is None:
             if transfer.codec:
                 counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
-            seconds = self.runtime.seconds(transfer.event)
+            spans = self.runtime.spans(transfer.event)
+            seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
             counters.out_seconds += self.out_rate.add(carried, seconds)
             counters.bytes_out -= transfer.moved - carried
         else:

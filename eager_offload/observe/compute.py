@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
-from eager_offload.observe.timeline import Moment, Saver, Timeline
+from eager_offload.observe.timeline import Noted, Saver, Timeline
 from eager_offload.runtime.base import Stream
 from eager_offload.trace_file import Slice, SliceKind
 
@@ -52,7 +52,7 @@ class _Frame(NamedTuple):
     #: Without its times.
     draft: Slice
     stream: Stream
-    began: Moment
+    began: Noted
 
 
 class Compute:

@@ -107,8 +107,6 @@ class TraceRecorder:
         return self._timeline.is_over
 
     def start(self) -> None:
-        for offloader in self._offloaders.all():
-            self._timeline.runtime(offloader.device)
         self._compute.start()
         self._sample()
 
@@ -145,7 +143,6 @@ class TraceRecorder:
     def pack(self, tensor: Tensor) -> Packed | RecordedHandle:
         """In place of the pack hook."""
         with without_torch_function():  # a subclass hears no more of it than without a trace
-            self._timeline.runtime(tensor.device)
             handle = self._pack(tensor)
             with self._accounts.lock:
                 if self.is_over:
@@ -180,13 +177,13 @@ class TraceRecorder:
     # -- what the engine reports --------------------------------------------------------------------------------------
 
     def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
-        runtime, device = self._timeline.runtime(offloader.device), str(offloader.device)
+        device = offloader.device
         saver = Saver(self._compute.module())
         saver = saver if key is None else self._savers.setdefault(key, saver)
-        draft = Slice(SliceKind(what), what, device, what, nbytes=slot.nbytes, tier=slot.tier)
-        self._timeline.copied(draft, runtime, event, saver)
+        draft = Slice(SliceKind(what), what, str(device), what, nbytes=slot.nbytes, tier=slot.tier)
+        self._timeline.copied(draft, device, event, saver)
         if what != SliceKind.OFFLOAD:
-            self._compute.asked(offloader.device, "")  # a graph asks, whose saves have no handle here
+            self._compute.asked(device, "")  # a graph asks, whose saves have no handle here
         self._sample()
 
     def waits(self, offloader: OnDevice, stream: Stream | None, what: str) -> Callable[[], None]:

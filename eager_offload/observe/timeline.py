@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from eager_offload.errors import OffloadError
-from eager_offload.runtime.base import Event, Runtime, Stream
+from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
 from eager_offload.trace_file import Slice, SliceKind
 
@@ -19,9 +19,22 @@ MOST = 1 << 20
 #: Seconds; a wait that is shorter has not waited.
 _NO_WAIT = 1e-6
 
-#: Tells the seconds since the trace began; the host waits until the moment has come.
-Moment: TypeAlias = Callable[[], float]
 _T = TypeVar("_T")
+
+
+class Noted(NamedTuple):
+    """A moment of a device, and the seconds since the trace began when the host enqueued it."""
+
+    device: torch.device
+    moment: Moment
+    enqueued: float
+
+
+class _Both(NamedTuple):
+    """One moment of a device, and when it was on the host's clock."""
+
+    moment: Moment
+    seconds: float
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +49,9 @@ class Saver:
 class Timeline:
     """The time of all devices that a trace comes across, and everything that took some.
 
+    [Note: two clocks] A device's moments lie on a clock of its own. Both clocks are read when all that was noted is
+    over, and each moment is placed by what lies between it and that one. So nothing waits while the trace runs.
+
     Args:
         runtime_of: what serves a device.
     """
@@ -46,9 +62,13 @@ class Timeline:
         self._lock = threading.RLock()
         #: Its clock may be a simulated one.
         self._host = runtime_of(torch.device("cpu")) or host_runtime()
-        self._began = self._host.host_clock()
+        self._began = self._host.moment(None)
         #: Give the slices of what took time, once it is over.
         self._entries: list[Callable[[], Iterator[Slice]]] = []
+        #: The moments of devices that these come from.
+        self._noted: list[Noted] = []
+        #: See [Note: two clocks]; of each device that has a clock of its own.
+        self._ends: dict[torch.device, _Both] = {}
         #: The threads that were on a track of a device, in order: each has a track of its own.
         self._threads: dict[tuple[str, str], list[int]] = {}
         #: What there was no room for.
@@ -64,7 +84,6 @@ class Timeline:
                     runtime = self._runtime_of(device) or self._host
                 except OffloadError:
                     runtime = self._host
-                runtime.start_timing(device)
                 self._runtimes[device] = runtime
             return self._runtimes[device]
 
@@ -72,18 +91,17 @@ class Timeline:
         """Writes nothing down any more, and forgets what was; may be called again."""
         self.is_over = True
         self._entries.clear()
-        for device in list(self._runtimes):
-            self._runtimes.pop(device).stop_timing(device)
+        self._noted.clear()
 
     def now(self) -> float:
         """Returns the seconds since the trace began, by the host."""
-        return self._host.host_clock() - self._began
+        return self._since_begin(self._host.moment(None))
 
-    def moment(self, device: torch.device, stream: Stream | None = None) -> Moment:
+    def moment(self, device: torch.device, stream: Stream | None = None) -> Noted:
         """Returns the moment when ``stream`` comes to this point; by default the one that ``device`` computes on."""
         runtime = self.runtime(device)
-        mark = runtime.mark(runtime.current_stream(device) if stream is None else stream)
-        return lambda: runtime.time_of(mark) - self._began
+        stream = runtime.current_stream(device) if stream is None else stream
+        return Noted(device, runtime.moment(stream), self.now())
 
     def keep(self, entries: list[_T], entry: _T) -> bool:
         """Writes ``entry`` down, or counts it where there is no room; returns whether there was. For any thread."""
@@ -93,12 +111,12 @@ class Timeline:
         entries.append(entry)
         return True
 
-    def worked(self, draft: Slice, began: Moment, ended: Moment, thread: int) -> None:
+    def worked(self, draft: Slice, began: Noted, ended: Noted, thread: int) -> None:
         """A thread, or the stream that it computes on, did what ``draft`` says, which has no times yet."""
 
         def slices() -> Iterator[Slice]:
-            start = began()
-            seconds = max(0.0, ended() - start)
+            start = self._seconds_of(began)
+            seconds = max(0.0, self._seconds_of(ended) - start)
             threads = self._threads.setdefault((draft.device, draft.track), [])
             if thread not in threads:
                 threads.append(thread)
@@ -106,24 +124,56 @@ class Timeline:
             if draft.kind is not SliceKind.STALL or seconds >= _NO_WAIT:
                 yield replace(draft, track=track, start=start, seconds=seconds)
 
-        self.keep(self._entries, slices)
+        if self.keep(self._entries, slices):
+            self._noted += began, ended
 
-    def copied(self, draft: Slice, runtime: Runtime, event: Event, saver: Saver) -> None:
-        """Bytes of ``saver`` travelled, as ``event`` tells."""
+    def copied(self, draft: Slice, device: torch.device, event: Event, saver: Saver) -> None:
+        """Bytes of ``saver`` travelled to or from ``device``, as ``event`` tells."""
+        runtime = self.runtime(device)
 
         def slices() -> Iterator[Slice]:
             try:
                 runtime.synchronize(event)
             except OffloadError:
                 return  # the bytes are where they were
-            for hop in runtime.hops(event):
-                named = replace(draft, module=saver.module, operation=saver.operation)
-                name, seconds = f"{draft.name} {hop.name}".rstrip(), max(0.0, hop.stop - hop.start)
-                yield replace(named, name=name, track=name, start=hop.start - self._began, seconds=seconds)
+            for span in runtime.spans(event):
+                start, stop = self._place(device, span.began), self._place(device, span.ended)
+                if start is not None and stop is not None:
+                    named = replace(draft, module=saver.module, operation=saver.operation)
+                    name = f"{draft.name} {span.name}".rstrip()
+                    yield replace(named, name=name, track=name, start=start, seconds=max(0.0, stop - start))
 
         self.keep(self._entries, slices)
 
     def slices(self) -> tuple[Slice, ...]:
         """Returns all, in the order of their beginning, outer ones first; the host waits until they are over."""
+        for one in self._noted:
+            if not isinstance(one.moment, float):
+                self.runtime(one.device).seconds_between(one.moment, one.moment, synchronize=True)
+        for device, runtime in list(self._runtimes.items()):
+            end = runtime.moment(runtime.current_stream(device))
+            if not isinstance(end, float) and runtime.tells_time(device):
+                runtime.seconds_between(end, end, synchronize=True)
+                self._ends[device] = _Both(end, self.now())
         found = (one for entry in self._entries for one in entry())
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
+
+    def _seconds_of(self, noted: Noted) -> float:
+        """Returns when ``noted`` was; where its device does not tell that, when it was enqueued."""
+        seconds = self._place(noted.device, noted.moment)
+        return noted.enqueued if seconds is None else seconds
+
+    def _place(self, device: torch.device, moment: Moment) -> float | None:
+        """Returns the seconds since the trace began; ``None`` where ``device`` does not tell them."""
+        if isinstance(moment, float):
+            return self._since_begin(moment)
+        end = self._ends.get(device)
+        if end is None:
+            return None
+        before_end = self.runtime(device).seconds_between(moment, end.moment, synchronize=True)
+        return None if before_end is None else end.seconds - before_end
+
+    def _since_begin(self, moment: Moment) -> float:
+        seconds = self._host.seconds_between(self._began, moment)
+        assert seconds is not None, "the host's moments have come"
+        return seconds

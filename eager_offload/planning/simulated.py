@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import without_dispatch_modes
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -45,7 +45,7 @@ class RehearsalEvent:
         #: Seconds: when it completes.
         self.time = time
         #: When the copy runs that it was recorded behind.
-        self.copy: Hop | None = None
+        self.copy: Span | None = None
 
     def __repr__(self) -> str:
         return f"event on {self.stream} at {self.time:.9f} s"
@@ -80,7 +80,7 @@ class RehearsalRuntime(Runtime):
         host_waits: the host waits for each operator, as where it computes itself.
     """
 
-    knows_time = True
+    knows_moments = True
 
     def __init__(self, *, out_bandwidth: float, in_bandwidth: float, launch_seconds: float, host_waits: bool) -> None:
         super().__init__()
@@ -116,18 +116,10 @@ class RehearsalRuntime(Runtime):
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         return self._transfers[direction]
 
-    def clock(self, stream: Stream) -> float:
-        assert isinstance(stream, RehearsalStream)
-        return max(stream.tail, stream.clear_from, self.now)
+    def moment(self, stream: Stream | None) -> Moment:
+        return self.now if stream is None else self._reached(stream)
 
-    def host_clock(self) -> float:
-        return self.now
-
-    def seconds(self, event: Event) -> float | None:
-        assert isinstance(event, RehearsalEvent)
-        return None if event.copy is None else event.copy.stop - event.copy.start
-
-    def hops(self, event: Event) -> tuple[Hop, ...]:
+    def spans(self, event: Event) -> tuple[Span, ...]:
         assert isinstance(event, RehearsalEvent)
         return () if event.copy is None else (event.copy,)
 
@@ -159,7 +151,15 @@ class RehearsalRuntime(Runtime):
         self._launch()
         self.now = max(self.now, event.time)
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        stream: Stream,
+        after: Sequence[Event] = (),
+        *,
+        timed: bool = False,
+    ) -> Event:
         assert isinstance(stream, RehearsalStream)
         for event in after:
             self.wait(stream, event)
@@ -196,14 +196,19 @@ class RehearsalRuntime(Runtime):
 
     def _new_event(self, stream: RehearsalStream) -> RehearsalEvent:
         self._launch()
-        return RehearsalEvent(stream, self.clock(stream))
+        return RehearsalEvent(stream, self._reached(stream))
 
-    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Hop:
+    def _reached(self, stream: Stream) -> float:
+        """When ``stream`` comes to what is enqueued next."""
+        assert isinstance(stream, RehearsalStream)
+        return max(stream.tail, stream.clear_from, self.now)
+
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Span:
         """Enqueues a copy; returns when it runs."""
         self._launch()
         what = "offload" if direction is Direction.OUT else "reload"
         start = self._occupy(stream, slot.nbytes / self._bandwidths[direction], what, slot.nbytes)
-        return Hop("", start, stream.tail)
+        return Span("", start, stream.tail)
 
     def _launch(self) -> None:
         self.now += self.launch_seconds

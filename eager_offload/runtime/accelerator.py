@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -20,9 +19,8 @@ from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
-from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Hop, Layout, Runtime, Stream
+from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
-from eager_offload.runtime.device_clock import DeviceClocks, DeviceMark
 from eager_offload.runtime.link_probe import LinkProbe
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
@@ -83,7 +81,6 @@ class AcceleratorRuntime(Runtime):
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool(self._api)
         self._captures = AcceleratorCaptures(self._api, self._events, self.poll)
-        self._clocks = DeviceClocks(partial(self._events.record, timed=True))
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
@@ -197,65 +194,49 @@ class AcceleratorRuntime(Runtime):
         self._staging.close()
         super().close()
 
-    def seconds(self, event: Event) -> float | None:
-        if isinstance(event, StagedEvent):
-            return event.seconds
-        assert isinstance(event, AcceleratorEvent)
-        return None if event.began is None else event.began.seconds_until(event)
-
     def tells_time(self, device: torch.device) -> bool:
         # Of a stream of its own, which has nothing to do: of the transfer streams the host would wait for copies.
         event = self._events.record(self._api.stream(self._indexed(device)), timed=True)
         event.synchronize()
-        return event.seconds_until(event) is not None
+        return event.tells_time()
 
-    def moment(self, stream: Stream) -> object:
+    def moment(self, stream: Stream | None) -> Moment:
+        if stream is None:
+            return super().moment(None)
         assert isinstance(stream, torch.Stream)
         return self._events.record(stream, timed=True)
 
-    def is_past(self, moment: object) -> bool:
-        assert isinstance(moment, AcceleratorEvent)
-        return self.query(moment)
-
-    def wait_until_past(self, moment: object) -> None:
-        with suppress(OffloadError):  # the parent of this process, or of a thread that captures
-            self.synchronize(moment)
-
-    def seconds_between(self, before: object, after: object) -> float | None:
+    def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
+        if isinstance(before, float):
+            return super().seconds_between(before, after)
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
-        return before.seconds_until(after)
+        with suppress(OffloadError):  # of a graph that was captured, or of the parent of this process
+            for moment in (after, before):
+                if not self.query(moment):
+                    if not synchronize:
+                        return None
+                    self.synchronize(moment)
+            return before.seconds_until(after)
+        return None
+
+    def spans(self, event: Event) -> tuple[Span, ...]:
+        assert isinstance(event, AcceleratorEvent | StagedEvent)
+        carried: tuple[Span, ...] = ()
+        on_device: AcceleratorEvent | None
+        if isinstance(event, AcceleratorEvent):
+            on_device = event
+        else:
+            carried, on_device = () if event.carried is None else (event.carried,), event.on_device
+        if on_device is None or on_device.began is None:
+            return carried
+        return (*carried, Span("", on_device.began, on_device))
 
     def ran_inline(self, event: Event) -> bool:
         return isinstance(event, StagedEvent) and event.work is not None and event.work.inline
 
     def processor_seconds(self, event: Event) -> float:
         return event.work.processor_seconds if isinstance(event, StagedEvent) and event.work is not None else 0.0
-
-    def start_timing(self, device: torch.device) -> None:
-        self._clocks.start(self.current_stream(device))
-
-    def stop_timing(self, device: torch.device) -> None:
-        self._clocks.stop(self._indexed(device))
-
-    def mark(self, stream: Stream) -> object:
-        assert isinstance(stream, torch.Stream)
-        return self._clocks.mark(stream)
-
-    def time_of(self, mark: object) -> float:
-        assert isinstance(mark, DeviceMark)
-        return self._clocks.time_of(mark)
-
-    def hops(self, event: Event) -> tuple[Hop, ...]:
-        found = []
-        if isinstance(event, StagedEvent):
-            assert event.work is not None
-            found.append(event.work.hop(event.tier))
-            event = event.on_device
-        if isinstance(event, AcceleratorEvent) and event.began is not None:
-            start, stop = self._clocks.seconds_of(event.began), self._clocks.seconds_of(event)
-            found.append(None if start is None or stop is None else Hop("", start, stop))
-        return tuple(hop for hop in found if hop is not None)
 
     def poll(self) -> None:
         # What would go in a capture may be a graph, or be pinned: both spoil it.
@@ -290,24 +271,33 @@ class AcceleratorRuntime(Runtime):
             raise OffloadError("this transfer was under way in the parent process when it forked")
         event.synchronize()
 
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        stream: Stream,
+        after: Sequence[Event] = (),
+        *,
+        timed: bool = False,
+    ) -> Event:
         assert isinstance(stream, torch.Stream)
         inward = type(dst) is Tensor  # asked so: Slot is abstract, and asking it takes time
         slot, tensor = cast(tuple[Slot, Tensor], (src, dst) if inward else (dst, src))
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
         assert self._api.device_of(tensor) == stream.device, "a copy runs on a transfer stream of the tensor's device"
+        timed = timed or self._is_due_to_be_timed(stream)
         in_memory = getattr(slot, "tensor", None)
         if isinstance(in_memory, Tensor):
             target, source = (tensor, in_memory) if inward else (in_memory, tensor)
-            return self._enqueue(target, source, stream, after)
+            return self._enqueue(target, source, stream, after, timed=timed)
         if inward:
-            return self._staging.reload(tensor, slot, stream, after)
-        return self._staging.offload(slot, tensor, stream, after)
+            return self._staging.reload(tensor, slot, stream, after, timed=timed)
+        return self._staging.offload(slot, tensor, stream, after, timed=timed)
 
     def copy_in_capture(self, target: Tensor, source: Tensor, stream: Stream, after: Sequence[Event]) -> Event:
         """``copy`` between flat ``uint8`` tensors, of which one is in pinned memory that belongs to a graph."""
         assert isinstance(stream, torch.Stream)
-        return self._enqueue(target, source, stream, after, may_time=False)
+        return self._enqueue(target, source, stream, after, timed=False)
 
     def _enqueue(
         self,
@@ -316,7 +306,7 @@ class AcceleratorRuntime(Runtime):
         stream: torch.Stream,
         after: Sequence[Event],
         *,
-        may_time: bool = True,
+        timed: bool,
     ) -> AcceleratorEvent:
         """Enqueues a copy between the device and host memory, behind ``after``."""
         for end in (target, source):
@@ -325,7 +315,6 @@ class AcceleratorRuntime(Runtime):
         for event in after:
             assert isinstance(event, AcceleratorEvent | StagedEvent)
             event.wait_on(stream)
-        timed = may_time and self._is_timed(stream)
         began = self._events.record(stream, timed=True) if timed else None
         with self.enter(stream):
             self._api.copy(target, source)
@@ -333,13 +322,11 @@ class AcceleratorRuntime(Runtime):
         over.began = began
         return over
 
-    def _is_timed(self, stream: torch.Stream) -> bool:
-        """Whether the next copy tells how long it took: the first ones do, and then some, so that the link is known."""
+    def _is_due_to_be_timed(self, stream: torch.Stream) -> bool:
+        """Counts a copy; the first ones are timed, and then some, so that the speed of the link is known."""
         copies = self._copies.get(stream, 0)
         self._copies[stream] = copies + 1
-        if copies < _TIMED or copies % _TIMED == 0:
-            return True
-        return bool(self._clocks.users) and self._clocks.is_running(stream.device)
+        return copies < _TIMED or copies % _TIMED == 0
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
@@ -430,7 +417,7 @@ class AcceleratorRuntime(Runtime):
         with self._lock:
             probe = self._links.get(device)
             if probe is None:
-                probe = self._links[device] = LinkProbe(self, self._api, self._events, device, self._probe_bytes)
+                probe = self._links[device] = LinkProbe(self, self._api, device, self._probe_bytes)
             return probe
 
 

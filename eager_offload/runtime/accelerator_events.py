@@ -27,7 +27,7 @@ class AcceleratorEvent:
         stream.record_event(event)
         self._event = event
         self._done = False
-        #: Before the copy that this one stands behind; both tell the time. ``None`` where no one asked for it.
+        #: Before the copy that this one stands behind; both tell the time. ``None`` where the copy is not timed.
         self.began: AcceleratorEvent | None = None
         #: Which names its device too.
         self.recorded_on = stream
@@ -43,16 +43,20 @@ class AcceleratorEvent:
                 )
             stream.wait_event(self._event)
 
-    def seconds_until(self, other: AcceleratorEvent) -> float | None:
-        """Device time from here to ``other``, both over, of one device, and made to tell the time.
-
-        Returns:
-            ``None`` where events of this kind of device do not tell it, or one is part of a graph that was captured.
-        """
+    def seconds_until(self, other: AcceleratorEvent) -> float:
+        """Device time from here to ``other``, both over, of one device, and made to tell the time; 0 if they do not."""
         try:
             return self._event.elapsed_time(other._event) / 1e3
         except RuntimeError:
-            return None
+            return 0.0
+
+    def tells_time(self) -> bool:
+        """Whether events of this kind of device, of which this one is over, tell the time if they are made to."""
+        try:
+            self._event.elapsed_time(self._event)
+        except RuntimeError:
+            return False
+        return True
 
     def query(self) -> bool:
         """Whether it is over, as far as is known where a capture forbids to ask the driver; never blocks."""

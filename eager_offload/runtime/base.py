@@ -29,6 +29,8 @@ from eager_offload.tiers.slabs import SlabSizes
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable
 Event: TypeAlias = Hashable
+#: A point in time: a ``float``, the seconds of the host's clock, where the host knows it at once; else opaque.
+Moment: TypeAlias = Hashable
 
 
 class Direction(enum.Enum):
@@ -59,13 +61,13 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-class Hop(NamedTuple):
-    """When a copy, or a part of its way, ran: seconds on the clock of ``Runtime.host_clock``."""
+class Span(NamedTuple):
+    """When a copy ran, or a part of its way."""
 
-    #: Which part, where there are several; else empty.
+    #: The tier, of the part that lies between host memory and a disk, say; else empty.
     name: str
-    start: float
-    stop: float
+    began: Moment
+    ended: Moment
 
 
 #: Bytes; what ``Layout.alignment_offset`` is counted in. The widest vector register that torch's CPU kernels use.
@@ -116,8 +118,8 @@ class Runtime(abc.ABC):
     #: Whether compute has one stream only, which the host carries out itself: none other is ever current, and what was
     #: enqueued is over.
     has_one_stream: ClassVar[bool] = False
-    #: Whether ``clock`` tells when a stream comes to what is enqueued next.
-    knows_time: ClassVar[bool] = False
+    #: Whether the host knows at once when a stream comes to what is enqueued next, so that its moments are ``float``.
+    knows_moments: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Event, object]] = deque()
@@ -174,74 +176,47 @@ class Runtime(abc.ABC):
             OffloadError: what made the awaited transfer fail.
         """
 
-    def clock(self, stream: Stream) -> float:
-        """Seconds, from any beginning: when ``stream`` comes to what is enqueued next, as far as this runtime knows.
-
-        Where it does not, this is the host's clock, which runs ahead of a device.
-        """
-        return time.perf_counter()
-
-    def seconds(self, event: Event) -> float | None:
-        """How long the copy took that ``event`` stands behind and that is over; ``None`` where it is not known."""
-        return None
-
     def processor_seconds(self, event: Event) -> float:
         """What the copy that ``event`` stands behind, and that is over, took of the processor."""
         return 0.0
-
-    # -- how long a stream has waited -----------------------------------------------------------------------------
-
-    def tells_time(self, device: torch.device) -> bool:
-        """Whether ``seconds_between`` knows how long ``device`` takes. No transfer is waited for."""
-        return True
-
-    def moment(self, stream: Stream) -> object:
-        """When ``stream`` comes to what is enqueued next, on the device's own clock; nothing waits."""
-        return self.clock(stream)
-
-    def is_past(self, moment: object) -> bool:
-        """Whether the device has come to ``moment``; never blocks."""
-        return True
-
-    def wait_until_past(self, moment: object) -> None:
-        """Makes the host wait until the device has come to ``moment``."""
-        return
-
-    def seconds_between(self, before: object, after: object) -> float | None:
-        """Between two timestamps of one device, both past; ``None`` where it does not tell."""
-        assert isinstance(before, float)
-        assert isinstance(after, float)
-        return after - before
 
     def ran_inline(self, event: Event) -> bool:
         """Whether the copy that ``event`` stands behind kept the caller waiting, since no thread could be started."""
         return False
 
-    # -- for traces -----------------------------------------------------------------------------------------------
+    # -- time -----------------------------------------------------------------------------------------------------
 
-    def start_timing(self, device: torch.device) -> None:
-        """From here on copies and marks on ``device`` can tell when they ran; pairs with ``stop_timing``."""
-        return
+    def tells_time(self, device: torch.device) -> bool:
+        """Whether ``seconds_between`` knows how long ``device`` takes.
 
-    def stop_timing(self, device: torch.device) -> None:
-        """Ends what the matching ``start_timing`` began."""
-        return
+        Probes it, for which the host waits for a stream that has nothing to do: the answer is to be remembered. No
+        transfer is waited for.
+        """
+        return True
 
-    def host_clock(self) -> float:
-        """Seconds, from any beginning: the host's clock."""
+    def moment(self, stream: Stream | None) -> Moment:
+        """When ``stream`` comes to what is enqueued next, on the device's own clock; for ``None``, now on the host's.
+
+        Nothing waits.
+        """
         return time.perf_counter()
 
-    def mark(self, stream: Stream) -> object:
-        """The moment when ``stream`` comes to what is enqueued next; ``time_of`` tells when that was."""
-        return self.clock(stream)
+    def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
+        """Seconds between two moments of one device, or of the host.
 
-    def time_of(self, mark: object) -> float:
-        """Seconds of ``host_clock``; the host waits until ``mark`` is over."""
-        assert isinstance(mark, float)
-        return mark
+        Args:
+            synchronize: makes the host wait until both have come; else this never blocks.
 
-    def hops(self, event: Event) -> tuple[Hop, ...]:
-        """When the copy ran that ``event`` stands behind and that is over; empty where it is not known."""
+        Returns:
+            ``None`` where one of them has not come yet, or never will: a place in a graph that was captured. 0 where
+            the device does not tell the time.
+        """
+        assert isinstance(before, float)
+        assert isinstance(after, float)
+        return after - before
+
+    def spans(self, event: Event) -> tuple[Span, ...]:
+        """When the copy ran that ``event`` stands behind, the slowest part of its way first; empty if not timed."""
         return ()
 
     # -- in between -----------------------------------------------------------------------------------------------
@@ -321,13 +296,22 @@ class Runtime(abc.ABC):
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def copy(self, dst: Tensor | Slot, src: Tensor | Slot, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        stream: Stream,
+        after: Sequence[Event] = (),
+        *,
+        timed: bool = False,
+    ) -> Event:
         """Enqueues a copy of bytes on ``stream``: a tensor into a slot (offload) or a slot into a tensor (reload).
 
         Args:
             dst, src: one slot and one flat ``uint8`` tensor on the device, of equal size in bytes. The caller keeps
                 both alive until the copy is over, unless ``copies_hold_their_ends``.
             after: what ``stream`` waits for first.
+            timed: whether ``spans`` has to tell when the copy runs. To time all takes time: else it tells of some.
 
         Returns:
             A new event, recorded behind the copy; it carries what makes the copy fail.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
-from eager_offload.runtime.base import DeviceMemory, Direction, Event, Hop, Layout, Pollable, Runtime, Stream
+from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
@@ -48,14 +48,16 @@ class HostRuntime(Runtime):
     """
 
     has_one_stream = True
-    knows_time = True
+    knows_moments = True
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True
     holds_copies_back = True
     given_bytes = 16 << 20  # small steps do the same each time, however fast the thread is
     # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
-    seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
+    spans: Callable[[Event], tuple[Span, ...]] = attrgetter("spans")  # type: ignore[assignment]  # likewise
+    # Of the host's clock alone, which is always past: nothing is waited for.
+    seconds_between: Callable[..., float | None] = staticmethod(float.__rsub__)
     processor_seconds: Callable[[Event], float] = attrgetter("processor_seconds")  # type: ignore[assignment]  # likewise
     ran_inline: Callable[[Event], bool] = attrgetter("inline")  # type: ignore[assignment]  # likewise
 
@@ -104,10 +106,6 @@ class HostRuntime(Runtime):
         super().release_idle()
         self.arena.release_idle()
 
-    def hops(self, event: Any) -> tuple[Hop, ...]:
-        hop = event.hop("")
-        return () if hop is None else (hop,)
-
     def memory(self, device: torch.device) -> DeviceMemory:
         return DeviceMemory(self._process.memory_info().rss)
 
@@ -146,7 +144,7 @@ class HostRuntime(Runtime):
         if not event.done or event.error is not None:
             event.result()
 
-    def copy(self, dst: Any, src: Any, stream: Any, after: Sequence[Any] = ()) -> Event:
+    def copy(self, dst: Any, src: Any, stream: Any, after: Sequence[Any] = (), *, timed: bool = False) -> Event:
         pending: Sequence[HostEvent] = ()
         for event in after:  # no comprehension, which would be a call
             if not event.done:

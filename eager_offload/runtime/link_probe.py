@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.runtime.accelerator_events import EventPool
 from eager_offload.runtime.base import Direction, Runtime
 
 #: How many copies are timed, after one that is not.
@@ -35,13 +33,10 @@ class LinkProbe:
         nbytes: of one copy.
     """
 
-    def __init__(
-        self, runtime: Runtime, api: AcceleratorApi, events: EventPool, device: torch.device, nbytes: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, api: AcceleratorApi, device: torch.device, nbytes: int) -> None:
         self._nbytes = nbytes
         self._runtime = runtime
         self._api = api
-        self._events = events
         self._device = device
         self._lock = threading.Lock()
         self._found: dict[Direction, float] = {}
@@ -94,10 +89,11 @@ class LinkProbe:
 
     def _time(self, route: _Route) -> float:
         """Seconds that the copies take, by the device's clock where it can tell, else by the host's."""
-        began = time.perf_counter()
-        start = self._events.record(route.stream, timed=True)
+        runtime = self._runtime
+        called, began = runtime.moment(None), runtime.moment(route.stream)
         for _ in range(_COPIES):
             self._copy(route)
-        stop = self._events.record(route.stream, timed=True)
-        stop.synchronize()
-        return start.seconds_until(stop) or time.perf_counter() - began
+        seconds = runtime.seconds_between(began, runtime.moment(route.stream), synchronize=True)
+        seconds = seconds or runtime.seconds_between(called, runtime.moment(None))
+        assert seconds is not None
+        return seconds

@@ -28,14 +28,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
-from eager_offload.runtime.base import Event, Runtime
+from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.arena import Arena
@@ -46,25 +46,29 @@ from eager_offload.tiers.slabs import HostSlot
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
 
-#: Puts a copy of bytes on a stream, behind events of the device.
-Enqueue: TypeAlias = Callable[[Tensor, Tensor, torch.Stream, Sequence[Event]], AcceleratorEvent]
+
+class Enqueue(Protocol):
+    """Puts a copy of bytes on a stream, behind events of the device."""
+
+    def __call__(
+        self, target: Tensor, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
+    ) -> AcceleratorEvent: ...
 
 
 class StagedEvent:
     """The end of a transfer that a thread has a part in; equal to itself only."""
 
-    __slots__ = ("__weakref__", "copied", "landed", "seconds", "tier", "work")
+    __slots__ = ("__weakref__", "carried", "copied", "landed", "work")
 
-    def __init__(self, tier: str) -> None:
-        self.tier = tier
+    def __init__(self) -> None:
         #: The thread's part, once it was given it.
         self.work: HostEvent | None = None
         #: The copy to the device that the thread has enqueued, if this is a reload that came so far.
         self.landed: AcceleratorEvent | None = None
         #: The copy from the device, if this is an offload.
         self.copied: AcceleratorEvent | None = None
-        #: How long the tier took to write or read, once it has; the device is faster.
-        self.seconds: float | None = None
+        #: When the tier wrote or read, once it has; the device is faster.
+        self.carried: Span | None = None
 
     @property
     def on_device(self) -> AcceleratorEvent | None:
@@ -158,14 +162,16 @@ class Staging:
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
 
-    def offload(self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
+    def offload(
+        self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
+    ) -> StagedEvent:
         """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
-        event, room = StagedEvent(slot.tier), self._out.take(slot.nbytes)
+        event, room = StagedEvent(), self._out.take(slot.nbytes)
         if room is None:
             event.work = self._writer.submit(partial(_refuse, slot))
             return event
         try:
-            copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after))
+            copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after), timed=timed)
             event.work = self._writer.submit(partial(self._write, event, slot, room, copied))
         except BaseException:
             # What has failed may come after the copy, whose event is lost then.
@@ -174,10 +180,12 @@ class Staging:
         self._out.note_user(event.work.wait)
         return event
 
-    def reload(self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
+    def reload(
+        self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], *, timed: bool
+    ) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
-        event = StagedEvent(slot.tier)
-        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after)))
+        event = StagedEvent()
+        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after), timed))
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
@@ -185,10 +193,10 @@ class Staging:
 
     def _write(self, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent) -> None:
         self._device.synchronize(copied)
-        event.seconds = _carry(slot.write, room.tensor, slot)
+        event.carried = _carry(slot.write, room.tensor, slot)
 
     def _read(
-        self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event]
+        self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], timed: bool
     ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
         device, room = self._device, self._in.take(slot.nbytes)
@@ -196,8 +204,8 @@ class Staging:
             _refuse(slot)
         for fence in room.fences:
             device.synchronize(fence.event)
-        event.seconds = _carry(slot.read, room.tensor, slot)
-        landed = self._enqueue(target, room.tensor, stream, after)
+        event.carried = _carry(slot.read, room.tensor, slot)
+        landed = self._enqueue(target, room.tensor, stream, after, timed=timed)
         room.fences = (Fence(device, landed),)
         self._in.note_user(partial(device.synchronize, landed))
         self._in.hold(room)
@@ -217,12 +225,12 @@ def _of_device(after: Sequence[Event]) -> list[Event]:
     return [event for event in after if not isinstance(event, StagedEvent)]
 
 
-def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> float:
-    """Moves bytes between staging and a tier; returns the seconds."""
+def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> Span:
+    """Moves bytes between staging and a tier; returns when it did."""
     began = time.perf_counter()
     with torch.inference_mode(False):
         carry(call, tensor, slot)
-    return time.perf_counter() - began
+    return Span(slot.tier, began, time.perf_counter())
 
 
 def _refuse(slot: Slot) -> NoReturn:

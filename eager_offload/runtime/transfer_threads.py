@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
-from eager_offload.runtime.base import Hop
+from eager_offload.runtime.base import Span
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import ForkSafeLock, OwnThread, processor_seconds, tell_after_fork
 
@@ -32,16 +32,15 @@ _STOP_SECONDS = 10.0
 class HostEvent:
     """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
-    __slots__ = ("_thread", "_work", "began", "done", "error", "inline", "processor_seconds", "seconds")
+    __slots__ = ("_thread", "_work", "done", "error", "inline", "processor_seconds", "spans")
 
     def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
         self._thread = thread
         self._work = work
         self.done = False
         self.error: BaseException | None = None
-        #: When the work began, and how long it took if it succeeded.
-        self.began: float | None = None
-        self.seconds: float | None = None
+        #: When the work was done, if it succeeded.
+        self.spans: tuple[Span, ...] = ()
         #: What it took of the processor, with what the threads took that worked for it.
         self.processor_seconds = 0.0
         #: Whether it was carried out by a thread that computes, for want of one of its own.
@@ -54,10 +53,10 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
-        self.began, before = (began := time.perf_counter()), processor_seconds()
+        began, before = time.perf_counter(), processor_seconds()
         try:
             work()
-            self.seconds = time.perf_counter() - began
+            self.spans = (Span("", began, time.perf_counter()),)
         except BaseException as error:  # a transfer thread never dies of it
             _forget_locals(error)
             # Without this frame, which holds the event, which holds the error.
@@ -67,10 +66,6 @@ class HostEvent:
         finally:
             self.processor_seconds = processor_seconds() - before
             del work  # frames of the traceback lead back to this one
-
-    def hop(self, name: str) -> Hop | None:
-        """When the work ran, under ``name``; ``None`` where it never began."""
-        return None if self.began is None else Hop(name, self.began, self.began + (self.seconds or 0.0))
 
     def complete(self, error: BaseException | None) -> None:
         self._work = None

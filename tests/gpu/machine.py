@@ -76,10 +76,12 @@ class Machine:
         """Every copy comes late: whatever does not wait for it overtakes it."""
         enqueue, staging = self.runtime._enqueue, self.runtime._staging
 
-        def late(target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event]) -> AcceleratorEvent:
+        def late(
+            target: Tensor, source: Tensor, stream: torch.Stream, after: list[Event], *, timed: bool
+        ) -> AcceleratorEvent:
             with self.runtime.enter(stream):
                 self.doze()
-            return enqueue(target, source, stream, after)
+            return enqueue(target, source, stream, after, timed=timed)
 
         self.runtime._enqueue = staging._enqueue = late
         try:

@@ -63,9 +63,9 @@ class Transfers:
             note(self.sources, saved.aliases[0])
             return self._source_bytes(saved)
 
-        def copy(dst: Any, src: Any, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        def copy(dst: Any, src: Any, stream: Stream, after: Sequence[Event] = (), *, timed: bool = False) -> Event:
             note(*((self.sources, src) if isinstance(dst, Slot) else (self.targets, dst)))
-            return type(self._runtime).copy(self._runtime, dst, src, stream, after)
+            return type(self._runtime).copy(self._runtime, dst, src, stream, after, timed=timed)
 
         SavedStorage.source_bytes = noting
         self._runtime.copy = copy

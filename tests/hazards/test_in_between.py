@@ -137,10 +137,16 @@ class InterruptedRuntime(SimulatedRuntime):
         self.left, self._enqueues = number, enqueues
 
     def copy(
-        self, dst: Tensor | Slot, src: Tensor | torch.UntypedStorage | Slot, stream: Stream, after: Sequence[Event] = ()
+        self,
+        dst: Tensor | Slot,
+        src: Tensor | torch.UntypedStorage | Slot,
+        stream: Stream,
+        after: Sequence[Event] = (),
+        *,
+        timed: bool = False,
     ) -> Event:
         self.left -= 1
-        event = super().copy(dst, src, stream, after) if self.left != 0 or self._enqueues else None
+        event = super().copy(dst, src, stream, after, timed=timed) if self.left != 0 or self._enqueues else None
         if self.left == 0 or event is None:
             raise KeyboardInterrupt
         return event

@@ -137,6 +137,21 @@ def test_h25_a_thousand_transfers_leave_nothing_behind(rig: Rig) -> None:
     checker.assert_clean()
 
 
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_moments_of_streams_lie_apart_by_the_work_between_them_and_of_the_host_by_its_calls(rig: Rig) -> None:
+    runtime = rig.runtime
+    began, called = runtime.moment(rig.main), runtime.moment(None)
+    runtime.advance(rig.main, 0.5)
+    assert runtime.seconds_between(began, runtime.moment(rig.main)) == pytest.approx(0.5 + runtime.launch_seconds)
+    assert runtime.seconds_between(called, runtime.moment(None)) == pytest.approx(runtime.launch_seconds)
+    copied = runtime.copy(rig.slot(4096), flat(torch.zeros(1024)), rig.out)
+    (span,) = runtime.spans(copied)
+    assert runtime.seconds_between(span.began, span.ended) == pytest.approx(4096 / 2.5e8)
+    assert runtime.spans(runtime.record(rig.out)) == ()
+
+
 # -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
 from eager_offload.planning.simulated import RehearsalEvent, RehearsalRuntime, RehearsalStream
-from eager_offload.runtime.base import Direction, Event, Hop, Layout, Stream
+from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
 from eager_offload.tiers.base import Slot
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
 from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
@@ -259,9 +259,9 @@ class SimulatedRuntime(RehearsalRuntime):
         stack = self._selected.stack
         return stack[-1] if stack else self.default_stream
 
-    def clock(self, stream: Stream) -> float:
+    def moment(self, stream: Stream | None) -> Moment:
         with self._lock:
-            return super().clock(stream)
+            return super().moment(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(stream, SimulatedStream)
@@ -317,12 +317,12 @@ class SimulatedRuntime(RehearsalRuntime):
         assert isinstance(stream, SimulatedStream)
         with self._lock:
             self._launch()
-            event = SimulatedEvent(stream, self.clock(stream))
+            event = SimulatedEvent(stream, self._reached(stream))
         if self._log is not None:
             self._log.write(Recorded(stream, event))
         return event
 
-    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Hop:
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Span:
         assert isinstance(stream, SimulatedStream)
         outward, region, number = direction is Direction.OUT, None, -1
         kind, what = (AccessKind.READ, "offload") if outward else (AccessKind.WRITE, "reload")

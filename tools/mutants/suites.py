@@ -47,7 +47,6 @@ _FIRST = {
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
     "planning/simulated": "planning/predictions =simulated",
-    "runtime/device_clock": "",
     "runtime/host": "=host",
     "runtime/link_probe": "",
     "runtime/pinned": "tiers/numa",
@@ -71,7 +70,7 @@ _FIRST = {
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
     "eager/captured eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
-    "runtime/accelerator runtime/base runtime/device_clock runtime/link_probe runtime/pinned runtime/staging "
+    "runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )
 _DEVICE = (
@@ -84,7 +83,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
-    "runtime/device_clock runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
+    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
     "tiers/ranks"
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from eager_offload.machine import measure
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
+from eager_offload.trace_file import SliceKind, read_trace
 from tests.virtual_device import NAME, VirtualDevice
 
 MIB = 1 << 20
@@ -51,6 +54,22 @@ def test_nothing_in_a_step_makes_the_host_wait_or_takes_memory_to_measure_with(
     assert stats.bytes_out > 0
     assert waits == [0] * STEPS
     assert max(peaks) <= max(plain) + 3 * MIB, "two copies and one target"
+
+
+@pytest.mark.parametrize("tells_time", [True, False], ids=["with a clock", "without one"])
+def test_no_step_that_is_traced_makes_the_host_wait_and_each_copy_is_timed(
+    virtual: VirtualDevice, offloads: Any, tmp_path: Path, tells_time: bool
+) -> None:
+    offload, path = offloads(), tmp_path / "trace.json"
+    clock = nullcontext() if tells_time else virtual.without_a_clock()
+    with virtual.slow_links(bandwidth=2e8), clock, offload.trace(path):
+        _, waits, _ = train(offload, virtual)
+    assert waits == [0] * STEPS
+    trace, stats = read_trace(path), offload.stats()
+    kinds = Counter(one.kind for one in trace.slices)
+    assert kinds[SliceKind.COMPUTE] > STEPS
+    assert all(0 <= one.start <= one.stop <= trace.seconds for one in trace.slices)
+    assert kinds[SliceKind.OFFLOAD] == (stats.offloaded_tensors if tells_time else 0)
 
 
 def test_stalls_that_nobody_asks_about_hold_no_events(virtual: VirtualDevice, offloads: Any) -> None:

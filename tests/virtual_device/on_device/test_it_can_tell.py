@@ -130,8 +130,10 @@ def _what_copies_wait_for(patch: pytest.MonkeyPatch, left: Callable[[bool, Seque
         src: Tensor | Slot,
         stream: torch.Stream,
         after: Sequence[Event],
+        *,
+        timed: bool,
     ) -> Event:
-        return intact(self, dst, src, stream, left(isinstance(dst, Slot), after))
+        return intact(self, dst, src, stream, left(isinstance(dst, Slot), after), timed=timed)
 
     intact = AcceleratorRuntime.copy
     patch.setattr(AcceleratorRuntime, "copy", copy)

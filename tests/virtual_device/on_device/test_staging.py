@@ -259,8 +259,8 @@ def test_h10_room_outlives_a_copy_that_was_not_noted(
     staging = runtime._staging
     enqueue = staging._enqueue
 
-    def interrupted(*args: Any) -> AcceleratorEvent:
-        enqueue(*args)
+    def interrupted(*args: Any, **kwargs: Any) -> AcceleratorEvent:
+        enqueue(*args, **kwargs)
         raise KeyboardInterrupt
 
     step = Step(1).forward(Settled(offload))
