@@ -34,7 +34,7 @@ _EVERY = 16
 #: A peak that is lower than predicted by less than one part in so many changes nothing.
 _LOWER = 20
 #: Bytes that a process may take for itself in a step: of threads, of code that is loaded, and what lies idle in the
-#: arena that serves reloads on a CPU.
+#: pool that serves reloads on a CPU.
 _OF_A_PROCESS = 64 * MIB
 #: The forwards before it that are measured closely.
 _CLOSELY = 3

@@ -38,9 +38,9 @@ from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
@@ -98,7 +98,7 @@ class _Room:
         self._device = device
         self._limit = limit
         self._lock = ForkSafeLock()
-        self._arena: Arena | None = None
+        self._pool: Pool | None = None
         # What has to be over for room to come back, oldest first. Each implies those before it, so none need be kept
         # for long.
         self._users: deque[Callable[[], None]] = deque(maxlen=64)
@@ -111,18 +111,18 @@ class _Room:
             ``None`` where the system has no memory.
         """
         with self._lock.lock:
-            arena = self._arena
-            if arena is None:
+            pool = self._pool
+            if pool is None:
                 sizes = self._device.slab_sizes()
-                arena = self._arena = Arena(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            slot = arena.allocate(nbytes, limit=self._limit)
+                pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+            slot = pool.allocate(nbytes, limit=self._limit)
             if slot is None and self._latest is not None:
                 self._latest = None
-                slot = arena.allocate(nbytes, limit=self._limit)
+                slot = pool.allocate(nbytes, limit=self._limit)
             while slot is None and self._users:
                 self._users.popleft()()
-                slot = arena.allocate(nbytes, limit=self._limit)
-            return arena.allocate(nbytes) if slot is None else slot
+                slot = pool.allocate(nbytes, limit=self._limit)
+            return pool.allocate(nbytes) if slot is None else slot
 
     def note_user(self, wait: Callable[[], None]) -> None:
         """``wait`` returns when the room that was taken last is free again."""
@@ -137,9 +137,9 @@ class _Room:
         with self._lock.lock:
             self._users.clear()
             self._latest = None
-            arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
 
 class Staging:

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.runtime.base import Hop
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, processor_seconds, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -42,7 +42,7 @@ class HostEvent:
         #: When the work began, and how long it took if it succeeded.
         self.began: float | None = None
         self.seconds: float | None = None
-        #: What it took of the processor, with what the threads took that worked for it.
+        #: What it took of the processor.
         self.processor_seconds = 0.0
         #: Whether it was carried out by a thread that computes, for want of one of its own.
         self.inline = False
@@ -54,7 +54,7 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
-        self.began, before = (began := time.perf_counter()), processor_seconds()
+        self.began, before = (began := time.perf_counter()), time.thread_time()
         try:
             work()
             self.seconds = time.perf_counter() - began
@@ -65,7 +65,7 @@ class HostEvent:
         else:
             return None
         finally:
-            self.processor_seconds = processor_seconds() - before
+            self.processor_seconds = time.thread_time() - before
             del work  # frames of the traceback lead back to this one
 
     def hop(self, name: str) -> Hop | None:

@@ -64,6 +64,8 @@ class Slot(abc.ABC):
     tier: ClassVar[str]
     #: Whether ``write`` takes a storage as well, whose first bytes are meant.
     writes_storages: ClassVar[bool] = False
+    #: Slots of different lanes are written, and read, at once.
+    lane: int = 0
     __slots__ = ("__weakref__", "nbytes", "record")
 
     def __init__(self, nbytes: int, fences: tuple[Fence, ...], record: SlotRecord | None = None) -> None:
