@@ -152,7 +152,8 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        submitted: HostEvent = stream.submit(partial(carry, call, end, slot, pending))
+        thread = stream if not slot.lane else stream.lane(slot.lane)
+        submitted: HostEvent = thread.submit(partial(carry, call, end, slot, pending))
         return submitted
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:

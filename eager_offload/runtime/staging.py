@@ -166,7 +166,7 @@ class Staging:
             return event
         try:
             copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after))
-            event.work = self._writer.submit(partial(self._write, event, slot, room, copied))
+            event.work = self._writer.lane(slot.lane).submit(partial(self._write, event, slot, room, copied))
         except BaseException:
             # What has failed may come after the copy, whose event is lost then.
             self._device.keep_until(self._device.record(stream), room)
@@ -177,7 +177,9 @@ class Staging:
     def reload(self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event]) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent(slot.tier)
-        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after)))
+        event.work = self._reader.lane(slot.lane).submit(
+            partial(self._read, event, target, slot, stream, _of_device(after))
+        )
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure

@@ -157,6 +157,11 @@ class Tier(abc.ABC):
         return self.reserve(nbytes)
 
     @property
+    def lanes(self) -> int:
+        """How many of its slots can be written at once."""
+        return 1
+
+    @property
     def shortage(self) -> Shortage:
         """Why ``reserve`` last found no room."""
         return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")

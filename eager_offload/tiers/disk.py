@@ -360,6 +360,10 @@ class DiskTier(Tier):
             self._is_crashed = True
             raise
 
+    @property
+    def lanes(self) -> int:
+        return max(len(self._disks), 1)
+
     def warning(self) -> str | None:
         return None if self._given is not None else warning_of_guess()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,15 +48,6 @@ _PLACE = itemgetter(0, 1)
 # -- which bytes are free -------------------------------------------------------------------------------------------
 
 
-class _Free(NamedTuple, Generic[S]):
-    """A free range that nothing uses; ordered by size, then by place."""
-
-    nbytes: int
-    serial: int
-    start: int
-    slab: S
-
-
 class Ranges(Generic[S]):
     """The free ranges of slabs that are cut in one way. Not thread-safe: the owner has a lock anyway.
 
@@ -75,8 +66,8 @@ class Ranges(Generic[S]):
     __slots__ = ("_back", "_free", "_last")
 
     def __init__(self) -> None:
-        #: What nothing uses, in order.
-        self._free: list[_Free[S]] = []
+        #: What nothing uses, in order: size, serial number of the slab, start. Records would be a call each.
+        self._free: list[tuple[int, int, int, S]] = []
         #: What came back and was not joined yet, by size.
         self._back: dict[int, list[Range[S]]] = {}
         #: The uses of what was taken last: after an interrupt, nothing else may know of them.
@@ -105,22 +96,28 @@ class Ranges(Generic[S]):
             same.pop()
             # Those that have passed do not add up.
             return found if len(found.fences) < 2 else found._replace(fences=pending(found.fences))
-        best = self._cut_free(nbytes)
-        for is_last_resort in (False, True):
-            if best is None:
-                self.join(used=is_last_resort)
-                best = self._cut_free(nbytes) or self._cut_used(nbytes)
-        return best
+        for joined in ("nothing", "what is at rest", "all"):
+            if joined != "nothing":
+                self.join(used=joined == "all")
+            at = bisect_left(self._free, (nbytes,))
+            if at < len(self._free):
+                size, serial, start, slab = self._free.pop(at)
+                if size > nbytes:
+                    insort(self._free, (size - nbytes, serial, start + nbytes, slab))
+                return Range(slab, start, nbytes, ())
+            if joined != "nothing" and (used := self._cut_used(nbytes)) is not None:
+                return used
+        return None
 
     def smallest(self, nbytes: int) -> int | None:
         """The size of the smallest range that holds ``nbytes``, as they are."""
         at = bisect_left(self._free, (nbytes,))
         sizes = [size for size, same in self._back.items() if size >= nbytes and same]
-        return min([*sizes, *[one.nbytes for one in self._free[at : at + 1]]], default=None)
+        return min([*sizes, *[one[0] for one in self._free[at : at + 1]]], default=None)
 
     def free_before(self, stop: int) -> int:
         """The bytes that are free right before ``stop``, of the only slab; where ``take`` has found no range."""
-        free = [(one.start, one.nbytes) for one in self._free]
+        free = [(start, nbytes) for nbytes, _, start, _ in self._free]
         back = [(one.start, one.nbytes) for same in self._back.values() for one in same]
         return max([nbytes for start, nbytes in free + back if start + nbytes == stop], default=0)
 
@@ -159,18 +156,8 @@ class Ranges(Generic[S]):
         for one in joined:
             if one.fences:
                 left.setdefault(one.nbytes, []).append(one)
-        unused = [_Free(one.nbytes, one.slab.serial, one.start, one.slab) for one in joined if not one.fences]
-        self._free = sorted(unused)
+        self._free = sorted([(one.nbytes, one.slab.serial, one.start, one.slab) for one in joined if not one.fences])
         self._back = left
-
-    def _cut_free(self, nbytes: int) -> Range[S] | None:
-        at = bisect_left(self._free, (nbytes,))
-        if at == len(self._free):
-            return None
-        size, serial, start, slab = self._free.pop(at)
-        if size > nbytes:
-            insort(self._free, _Free(size - nbytes, serial, start + nbytes, slab))
-        return Range(slab, start, nbytes, ())
 
     def _cut_used(self, nbytes: int) -> Range[S] | None:
         size = min([size for size, same in self._back.items() if size >= nbytes and same], default=0)
@@ -661,18 +648,21 @@ class Pool:
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
-                slab, start, nbytes, _ = record.range
+                found = record.range
+                slab = found.slab
                 slab.slots -= 1
                 self._used -= record.nbytes
                 if slab.kind == _WHOLE:
                     self._slack -= slab.nbytes - record.nbytes
                 if (quota := record.quota) is not None:
                     quota.used_bytes -= record.nbytes
-                    quota.held_bytes -= nbytes
+                    quota.held_bytes -= found.nbytes
                 if slab in self._left:
                     self._left_fences += record.fences
                 else:
-                    self._ranges[slab.kind].give(Range(slab, start, nbytes, record.fences))
+                    if record.fences is not found.fences:
+                        found = found._replace(fences=record.fences)
+                    self._ranges[slab.kind].give(found)
                     if slab.slots == 0:
                         self._idle[slab] = None
                         self._idle_now += slab.nbytes
@@ -687,8 +677,8 @@ class Pool:
     def _let_idle_go(self, keep: int) -> bool:
         """Drops idle slabs that no transfer can touch any more; whether any. No reference to them is left then."""
         excess, found = self._idle_now - keep, False
-        for ranges in self._ranges.values() if excess > 0 else ():
-            ranges.join()
+        for kind in {slab.kind for slab in self._idle} if excess > 0 else ():
+            self._ranges[kind].join()
         for slab in list(self._idle):
             if excess <= 0:
                 break

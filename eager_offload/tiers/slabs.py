@@ -209,8 +209,9 @@ class HostSlot(Slot):
     ) -> None:
         record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
         self.nbytes = record.nbytes = record.carried = nbytes
-        self._slab, self._start, _, record.fences = found
+        record.fences = found.fences
         record.range, record.quota = found, quota
+        self._slab, self._start = found.slab, found.start
 
     @property
     def address(self) -> int:
