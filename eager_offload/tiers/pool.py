@@ -661,7 +661,7 @@ class Pool:
                     self._left_fences += record.fences
                 else:
                     if record.fences is not found.fences:
-                        found = found._replace(fences=record.fences)
+                        found = Range(slab, found.start, found.nbytes, record.fences)
                     self._ranges[slab.kind].give(found)
                     if slab.slots == 0:
                         self._idle[slab] = None
