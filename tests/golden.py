@@ -7,6 +7,7 @@ a copy shows as a difference of files, to be looked at; then ``python -m tests.g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from tests.hazards.backends import SimulatedBackend
 from tests.hazards.programs import Settled
 from tests.programs import Flag, Program, Run, corpus
-from tests.simulation.timeline import Timeline
 
 SCRIPTS = Path(__file__).with_name("scripts")
 #: Bytes: smaller than what most programs save, so that copies wait for each other.
@@ -32,29 +32,36 @@ def path_of(program: Program) -> Path:
 
 
 def script_of(program: Program) -> str:
-    """What it moves in two steps: the first one waits for nothing, all has left before the backward of the second."""
-    lines = []
-    for settled in (False, True):
-        # The host takes no time, but for enough that a loop which asks for an event comes to its end.
-        with SimulatedBackend(launch_seconds=1e-9) as backend:
-            backend.sources_change = Flag.SOURCES_CHANGE in program.flags
-            offload = backend.offload(
-                **{"max_inflight_bytes": _WINDOW, "prefetch_bytes": _WINDOW, "step_plans": False, **program.fields}
-            )
-            torch.manual_seed(0)
-            program(Run(Settled(offload) if settled else offload))
-            offload.stats(synchronize=True)
-            lines += [f"-- {'all has left before backward' if settled else 'nothing is waited for'}"]
-            lines += _lines(backend.simulated.timeline)
+    """What it moves in three steps.
+
+    One waits for nothing, the backward of one waits until all has left, and one that is like this looks up what it has
+    taught.
+    """
+    lines = ["-- nothing is waited for", *_moved(program, [False], step_plans=False)]
+    lines += ["-- all has left before backward", *_moved(program, [True], step_plans=False)]
+    lines += ["-- the step after it is looked up", *_moved(program, [True, True], step_plans=True)]
     return "\n".join(lines) + "\n"
 
 
-def _lines(timeline: Timeline) -> list[str]:
-    return [
-        f"{one.what:<8}{one.nbytes:>9} bytes  {one.start * 1e6:>9.1f} to {one.stop * 1e6:>9.1f} us  on {one.stream}"
-        for one in timeline.spans
-        if one.is_transfer and not one.is_stall
-    ]
+def _moved(program: Program, steps: Sequence[bool], *, step_plans: bool) -> list[str]:
+    """The copies of the last of ``steps``, each of which says whether all has left before its backward."""
+    # The host takes no time, but for enough that a loop which asks for an event comes to its end.
+    with SimulatedBackend(launch_seconds=1e-9) as backend:
+        backend.sources_change = Flag.SOURCES_CHANGE in program.flags
+        windows = {"max_inflight_bytes": _WINDOW, "prefetch_bytes": _WINDOW}
+        offload = backend.offload(**{**windows, "step_plans": step_plans, **program.fields})
+        timeline, before, began = backend.simulated.timeline, 0, 0.0
+        for settled in steps:
+            before, began = len(timeline.spans), timeline.end
+            torch.manual_seed(0)
+            program(Run(Settled(offload) if settled else offload))
+            offload.stats(synchronize=True)
+        copies = [one for one in timeline.spans[before:] if one.is_transfer and not one.is_stall]
+        times = [((one.start - began) * 1e6, (one.stop - began) * 1e6) for one in copies]
+        return [
+            f"{one.what:<8}{one.nbytes:>9} bytes  {start:>9.1f} to {stop:>9.1f} us  on {one.stream}"
+            for one, (start, stop) in zip(copies, times, strict=True)
+        ]
 
 
 def write() -> None:

@@ -95,11 +95,6 @@ def test_a_command_says_what_it_takes_without_torch(command: str) -> None:
     assert end == "0 False"
 
 
-def test_no_module_of_the_package_has_the_name_of_a_command_or_a_function() -> None:
-    functions = {name for name in eo.__all__ if callable(getattr(eo, name))}
-    assert not {source.stem for source in PACKAGE.glob("*")} & (functions | COMMANDS.keys())
-
-
 def test_the_commands_are_listed_without_torch() -> None:
     *said, end = printed_by("-c", COMMAND).splitlines()
     assert end == "0 False"

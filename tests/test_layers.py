@@ -1,7 +1,8 @@
 """Imports point one way: what is below knows nothing of what is above it, lazily or for types neither.
 
-Tests hold the library to its contract, and so know its public names. Those that know more are listed in
-``tests/internals.txt``, and no further ones may: the list gets shorter only.
+Tests hold the library to its contract, and so know its public names. Those that know more, or reach for a private
+attribute of what a public name gives them, are listed in ``tests/internals.txt``, and no further ones may: the list
+gets shorter only.
 
     python -m tests.test_layers     takes those out of the list that know no more than others
 """
@@ -27,6 +28,9 @@ PUBLIC_MODULES = {
     *("eager_offload.__main__", "eager_offload.integrations", "eager_offload.planning"),
     *(f"eager_offload.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
 }
+
+#: Functions whose second argument names an attribute of their first.
+_BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 
 #: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
 SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
@@ -168,13 +172,51 @@ def is_public(module: str, name: str | None) -> bool:
     return module in PUBLIC_MODULES and not str(name).startswith("_")
 
 
+@functools.cache
+def private_names() -> frozenset[str]:
+    """Every attribute, function and class of the package whose name begins with one underscore."""
+    named: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                    named.add(name)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    named.add(name)
+                case ast.Constant(value=str(name)) if name.isidentifier():  # as in `__slots__`
+                    named.add(name)
+    return frozenset(name for name in named if _is_private(name))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_uses_of(tree: ast.Module) -> Iterator[str]:
+    """The private attributes of the package that a file takes of anything but its own ``self`` and ``cls``.
+
+    A name that the package shares with torch or Python (``_replace``) counts only where the package has made it.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            base = ast.unparse(node.value).split(".")[0]
+            if base != "torch" and _is_private(node.attr) and node.attr in private_names():
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _BY_NAME:
+            for given in node.args[1:2]:
+                if isinstance(given, ast.Constant) and _is_private(str(given.value)) and given.value in private_names():
+                    yield f"{ast.unparse(node.args[0])}.{given.value}"
+
+
 def internals_of(source: Path) -> Iterator[str]:
-    """What a file of tests imports, or names in a text or as an attribute of the package, and is not public."""
+    """What a file of tests imports, names in a text, or takes of the package and its objects, and is not public."""
     of_the_package = re.compile(rf"{PACKAGE.name}(\.\w+)+")
     for module, names in imports_of(source):
         if module.split(".")[0] == PACKAGE.name:
             yield from (f"{module}.{name}" for name in [*names] or [None] if not is_public(module, name))
-    for node in ast.walk(ast.parse(source.read_text())):
+    tree = ast.parse(source.read_text())
+    yield from private_uses_of(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("eo", PACKAGE.name):
             named = f"{PACKAGE.name}.{node.attr}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and of_the_package.fullmatch(node.value):

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from eager_offload import ConfigError, Offload, OffloadStats, StepPlan
@@ -297,10 +295,5 @@ def test_a_file_whose_numbers_do_not_fit_together_is_refused(plan: StepPlan, tmp
         refused(path, json.dumps(good | {name: wrong}))
         with pytest.raises(ConfigError):
             Offload(plan=replace(plan, **{name: wrong}))
-
-
-@settings(max_examples=30)
-@given(st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
-def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, other: object) -> None:
-    refused(tmp_path_factory.getbasetemp() / "other.json", json.dumps(other))
-    refused(tmp_path_factory.getbasetemp() / "nested.json", "[" * 100_000)
+    for other in ("", "null", "[1]", "{}", "[" * 100_000):
+        refused(path, other)

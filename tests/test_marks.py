@@ -13,14 +13,10 @@ from torch import Tensor
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
-from tests.hazards.programs import assert_identical
+from tests.hazards.programs import assert_identical, leaf
 from tests.threads import on_a_thread
 
 BIG = 1 << 14  # elements: 64 KiB
-
-
-def leaf(elements: int = BIG, seed: int = 1) -> Tensor:
-    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def squared(x: Tensor, mark: Callable[[Tensor], object] = lambda tensor: None) -> Tensor:
@@ -121,7 +117,7 @@ def test_a_region_is_a_decorator_that_leaves_a_function_its_name() -> None:
 
 
 def test_a_region_is_of_the_thread_that_entered_it(disk: DiskBackend) -> None:
-    x, tool, losses = leaf(), disk.offload(), list[Tensor]()
+    x, tool, losses = leaf(BIG), disk.offload(), list[Tensor]()
 
     def forward() -> None:
         with tool:
@@ -150,7 +146,7 @@ def test_what_runs_after_it_has_returned_is_no_function_to_decorate(function: An
 
 
 def test_h11_a_mark_dies_with_its_storage_and_keeps_nothing_alive(disk: DiskBackend) -> None:
-    x, tool = leaf(), disk.offload()
+    x, tool = leaf(BIG), disk.offload()
     gc.disable()
     try:
         for _ in range(50):

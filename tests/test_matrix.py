@@ -36,6 +36,10 @@ def test_bits_are_the_same_and_nothing_is_held(cell: Cell, backend: Backend) -> 
     run(cell, backend)
 
 
+def test_each_script_is_of_a_program() -> None:
+    assert {golden.path_of(program) for program in golden.programs()} == {*golden.SCRIPTS.glob("*.txt")}
+
+
 @pytest.mark.skipif(_ON_DEVICE, reason="scripts are those of the simulated device")
 @pytest.mark.parametrize("program", golden.programs(), ids=str)
 def test_copies_follow_their_script(program: Program) -> None:

@@ -65,6 +65,7 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_files_and_the_
     assert SAID in ended.stderr
 
 
+@pytest.mark.long
 def test_a_run_that_moves_nothing_says_why(directory: Path) -> None:
     ended = python(*RUN, "train.py", cwd=directory)
     assert ended.returncode == 0

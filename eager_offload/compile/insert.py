@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -92,7 +92,6 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
     for number, group in enumerate(choice.groups):
         host = insert_offload(forward, group, text, choice.windows.inflight, None if number else region_of(choice))
         became.update((member, []) for member in group.members)
-        _keep_layouts(forward, group)
         first = group.members[0]
         became[first].append(host)
         arrived = _input_for(backward, host, inputs[first.name])
@@ -117,6 +116,7 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
             inputs[member.name].replace_all_uses_with(again)
     for member in became:
         backward.erase_node(inputs[member.name])
+    _keep_layouts(forward, became)
     saved: list[object] = []
     for node in outputs[num_outputs:]:
         saved += became.get(node, [node]) if isinstance(node, Node) else [node]
@@ -154,17 +154,17 @@ def insert_asynchronous_in_place(graph: Graph) -> None:
 insert_asynchronous = on_a_copy(insert_asynchronous_in_place)
 
 
-def _keep_layouts(forward: Graph, group: Group) -> None:
-    """What leaves is no result of ``forward`` any more, but its readers have to find the strides of a result.
+def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
+    """Has the readers of what is ``leaving``, which is no result of ``forward`` any more, find the strides of a result.
 
     Inductor lays results out anew for all their readers. Were a transposed one left as it is, a product would read it
     in other strides than without an offload, sum in another order, and return other bits. Beside a convolution it
     gives what has four dimensions the strides that convolutions prefer, as it does without being asked.
     """
     has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
-    for member in group.members:
-        if not has_convolutions or member.meta["val"].dim() != 4:
-            lay_out_as_result(member)
+    for node in leaving:
+        if not has_convolutions or node.meta["val"].dim() != 4:
+            lay_out_as_result(node)
 
 
 # -- pieces of both ---------------------------------------------------------------------------------------------------

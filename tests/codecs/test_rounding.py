@@ -24,8 +24,9 @@ from eager_offload.codecs.names import ROUNDING
 from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import COPIES, Summed, coded
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, offloader_of
-from tests.hazards.programs import Settled, assert_identical, leaf, noise
-from tests.hazards.wrappers import wrapped_pair
+from tests.hazards.programs import Settled, assert_identical, leaf
+from tests.programs.layouts import noise
+from tests.programs.parts.wrappers import wrapped_pair
 from tests.threads import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.hazards.backends import Backend, DiskBackend, assert_settled
-from tests.hazards.functions import saving
 from tests.hazards.programs import REGIMES, Settled, assert_identical, leaf, same_gradients
+from tests.programs.parts.functions import saving
 from tests.threads import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")

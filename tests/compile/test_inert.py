@@ -54,22 +54,6 @@ def test_what_is_there_for_contexts_goes_with_the_last_of_them(tmp_path: Path) -
         each.close()
 
 
-def test_what_others_put_around_ours_stays_and_does_as_without_contexts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[object] = []
-    monkeypatch.setattr(splitting, "maybe_inline_graph_saved_tensors_hooks", lambda *given: called.append(given))
-    offload = make_offload(tmp_path)
-    with offload:
-        ours = splitting.maybe_inline_graph_saved_tensors_hooks
-        theirs = lambda *given: ours(*given)  # noqa: E731  # a function as good as any
-        splitting.maybe_inline_graph_saved_tensors_hooks = theirs
-    assert splitting.maybe_inline_graph_saved_tensors_hooks is theirs
-    theirs("forward", "backward", 1, None)
-    assert called == [("forward", "backward", 1, None)]
-    offload.close()
-
-
 def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
     place, made = SimpleNamespace(it=min), list[object]()
     patch = _torch.Patch(place, "it", lambda theirs: made.append(theirs) or max)

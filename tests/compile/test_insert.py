@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import eager_offload.compile as passes
 from eager_offload.compile import insert_asynchronous, ops
 from eager_offload.stats import KeepReason
 from tests.compile.compiled import INDUCTOR, compare, step_of
 from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly
-from tests.processes import printed_by
 from tests.programs import leaf
 from tests.releases import wrong_before
 
@@ -119,15 +117,3 @@ def test_compiled_code_may_count_from_the_beginning_of_a_storage(case: str, back
     stats = compare(step_of(COUNTED[case], given, fullgraph=True), backend)
     assert stats.kept_bytes.get(KeepReason.LAYOUT, 0) == 0
     assert stats.bytes_out >= 2 * 64 * 64 * 4
-
-
-@pytest.mark.long
-def test_the_passes_import_nothing_before_they_are_asked_for() -> None:
-    program = (
-        "import sys, eager_offload.compile as passes; before = set(sys.modules); passes.choose; "
-        "print('torch.fx.experimental.symbolic_shapes' in before, 'eager_offload.compile.select' in before, "
-        "all(getattr(passes, name) for name in passes.__all__), set(passes.__all__) <= set(dir(passes)))"
-    )
-    assert printed_by("-c", program).split() == ["False", "False", "True", "True"]
-    with pytest.raises(AttributeError, match="nothing"):
-        passes.nothing  # noqa: B018

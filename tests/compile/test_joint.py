@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload.compile import aot_hooks, boundary_of, choose_joint
+from eager_offload.compile import aot_hooks, boundary_of
 from tests.compile.compiled import fresh_compiler
 from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
 from tests.compile.test_insert import Attention, tokens
@@ -52,7 +51,10 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
     moved, choice = with_transfers(module, boundary_of(module.graph, num_outputs=1), config, waits=waits)
     assert str(module.graph) == before
     assert len(choice.groups) > 10
-    assert not [reason for reason in choice.kept.values() if reason == "layout"]
+    own = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    assert not moving(choice) & own
+    assert {name for name, reason in reasons(choice).items() if reason == "parameter"} <= own
+    assert set(reasons(choice).values()) <= {"parameter", "alive", "small"}
     for x in [tokens(2, 8)] + ([tokens(3, 5), tokens(2, 9)] if mode == "symbolic" else []):
         inputs = [x, *model.parameters()]
         earlier = stats_of(config)
@@ -66,45 +68,6 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
         assert later.bytes_in - earlier.bytes_in == later.bytes_out - earlier.bytes_out
         if mode == "fake":
             assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
-
-
-def test_inputs_and_outputs_of_a_joint_graph_stay(model: nn.Module) -> None:
-    module = traced(model, tokens(2, 8))
-    boundary = boundary_of(module.graph, num_outputs=1)
-    choice = choose_joint(module.graph, boundary, config_of())
-    inputs = {node.name for node in module.graph.find_nodes(op="placeholder")}
-    assert {name for name, reason in reasons(choice).items() if reason == "parameter"} <= inputs
-    assert not moving(choice) & inputs
-    assert set(reasons(choice).values()) <= {"parameter", "alive", "small"}
-
-
-def test_tags_and_sequence_numbers_tell_where_backward_begins() -> None:
-    found: list[torch.fx.Graph] = []
-
-    def taking(module: GraphModule, joint: Any, **named: Any) -> Any:
-        from functorch.compile import default_partition
-
-        found.append(module.graph)
-        return default_partition(module, joint, **named)
-
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    def as_is(module: GraphModule, inputs: object) -> Any:
-        return make_boxed_func(module.forward)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=taking)
-    torch.compile(Attention(), backend=backend, fullgraph=True)(tokens(2, 8))
-    (graph,) = found
-    tagged = boundary_of(graph)
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    begin = nodes.index(tagged)
-    assert all(node.meta["partitioner_tag"] == "is_forward" for node in nodes[:begin])
-    assert all(node.meta["partitioner_tag"] == "is_backward" for node in nodes[begin:])
-    for node in nodes:
-        del node.meta["partitioner_tag"]
-    assert boundary_of(graph) is tagged
 
 
 def test_a_graph_that_does_not_tell_is_refused(model: nn.Module) -> None:
@@ -121,9 +84,13 @@ def test_an_exported_joint_graph_is_exact() -> None:
         module = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
     config = config_of()
     boundary = boundary_of(module.graph)
-    assert boundary.meta["partitioner_tag"] == "is_backward"
     moved, choice = with_transfers(module, boundary, config)
     assert len(choice.groups) > 5
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    tags = [node.meta.pop("partitioner_tag") for node in nodes]
+    begin = nodes.index(boundary)
+    assert tags == ["is_forward"] * begin + ["is_backward"] * (len(nodes) - begin)
+    assert boundary_of(module.graph) is boundary, "sequence numbers tell it too"
     inputs = [*model.parameters(), x], [torch.ones(2, 8, 16)]
     before = stats_of(config)
     with torch.no_grad():

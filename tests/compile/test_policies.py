@@ -120,18 +120,6 @@ def test_a_value_that_must_travel_does_though_it_is_small_or_new(
     offload.close()
 
 
-def test_a_value_that_is_changed_in_place_is_computed_again(x: Tensor, offload: eo.Offload) -> None:
-    def program(x: Tensor) -> Tensor:
-        return (x @ x.t()).add_(1).exp()
-
-    (expected,) = torch.autograd.grad(program(x).sum(), [x])
-    with offload:
-        loss = checkpoint(program, x, use_reentrant=False, context_fn=contexts(MUST)).sum()
-    (found,) = torch.autograd.grad(loss, [x])
-    assert same_bits(found, expected)
-    assert offload.stats(synchronize=True).bytes_out > 0
-
-
 def test_views_have_no_bytes_of_their_own(x: Tensor, offload: eo.Offload) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
 

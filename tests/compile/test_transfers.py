@@ -17,7 +17,7 @@ from eager_offload.compile import ops
 from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
 from tests.compile.sanitizer import CHANGED, OTHER
-from tests.hazards.backends import Backend, CheckedBackend, DiskBackend, SimulatedBackend, offloader_of
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, offloader_of
 from tests.simulation.log import Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
@@ -93,7 +93,7 @@ def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
 def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) -> None:
     sources = [make(seed) for seed in range(6)]
     hosts = [leave(offload, x) for x in sources]
-    if isinstance(backend, CheckedBackend):  # real threads may be done with the first before the last begins
+    if isinstance(backend, SimulatedBackend):  # real threads may be done with the first before the last begins
         assert offload.stats().inflight_bytes_peak == sum(x.nbytes for x in sources)
     for host, x in zip(hosts, sources, strict=True):
         ops.wait_tensor(host, x)
@@ -174,29 +174,6 @@ def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend
     assert not any(offloader_of(offload).census())
 
 
-@pytest.mark.parametrize("wrong", ["the source is written over", "the target is read"])
-def test_a_wait_that_comes_too_late_is_reported(wrong: str, violations: list[str]) -> None:
-    checked, source = SimulatedBackend(), wrong == "the source is written over"
-    with pytest.raises(AssertionError), checked:
-        late_wait(checked.offload(), source=source)
-    assert checked.checker.violations
-    assert len(violations) == source
-    violations.clear()
-
-
-def late_wait(offload: eo.Offload, *, source: bool) -> None:
-    with offload:
-        x = make(1)
-        host = leave(offload, x, late=source)
-    if source:
-        x.zero_()
-        ops.wait_tensor(host, x)
-    else:
-        back = come_back(offload, host, late=True)
-        back.sum()
-        ops.wait_tensor(back, host)
-
-
 # -- the sanitizer, which every test of compiled code runs under ------------------------------------------------------
 
 
@@ -215,15 +192,3 @@ def test_h35_what_is_wrong_with_a_source_is_reported_at_its_wait(
         ops.wait_tensor(host, kept(x))
     assert violations == [found]
     violations.clear()
-
-
-def test_h35_a_source_may_be_written_over_after_its_wait(disk: DiskBackend, violations: list[str]) -> None:
-    x = torch.arange(64.0)
-    with disk.offload() as offload:
-        for part in (x, x.view(8, 8).t()[2:], x.reshape(8, 8)):
-            host = leave(offload, part)
-            ops.wait_tensor(host, part)
-            x.add_(1)
-            assert torch.equal(come_back(offload, leave(offload, part, late=False)), part)
-        del host
-    assert violations == []

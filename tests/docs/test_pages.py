@@ -15,6 +15,7 @@ def test_every_hazard_is_named_once_with_what_proves_it() -> None:
     assert len(set(numbers)) == len(numbers)
     assert set(numbers) == hazards_page.proofs().keys()
     assert hazards_page.PAGE.read_text() == hazards_page.written(), "python -m tests.hazards_page writes it anew"
+    assert all((hazards_page.TESTS / file).is_file() for files in hazards_page.proofs().values() for file in files)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Six models at the sizes that people train, each with a batch that fills a large part of a GPU.
+"""Five models at the sizes that people train, each with a batch that fills a large part of a GPU.
 
 Nothing here depends on values, which are garbage over the stand-in: an expert takes as many tokens as any other.
 """
@@ -177,41 +177,6 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), y)
 
 
-class Twice(nn.Module):
-    """Two convolutions of 3 by 3, each in front of a norm of groups and SiLU."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        layers = [
-            (nn.Conv2d(size, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.SiLU()) for size in (inputs, outputs)
-        ]
-        self.layers = nn.Sequential(*(layer for three in layers for layer in three))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-class UNet(nn.Module):
-    """Five levels of 64 to 1024 channels; what goes down is kept for the way up."""
-
-    def __init__(self, run: Run, channels: tuple[int, ...] = (64, 128, 256, 512, 1024)) -> None:
-        super().__init__()
-        self.run = run
-        self.down = nn.ModuleList(Twice(a, b) for a, b in zip((3, *channels), channels, strict=False))
-        self.up = nn.ModuleList(Twice(a + b, b) for a, b in zip(channels[:0:-1], channels[-2::-1], strict=True))
-        self.head = nn.Conv2d(channels[0], 3, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        skipped = []
-        for level, block in enumerate(self.down):
-            x = self.run(block, F.max_pool2d(x, 2) if level else x)
-            skipped.append(x)
-        skipped.pop()
-        for block in self.up:
-            x = self.run(block, torch.cat((F.interpolate(x, scale_factor=2), skipped.pop()), dim=1))
-        return F.mse_loss(self.head(x), y)
-
-
 CHECKPOINTING = ("checkpointing", "ours + checkpointing")
 MODELS = {
     "Llama 1B": Model(
@@ -226,5 +191,4 @@ MODELS = {
     "GPT 350M": Model(GPT, lambda: (words(16, 1025),), ("ours, 16GiB",)),
     "mixture of experts": Model(mixture, lambda: (words(4, 4097),), CHECKPOINTING, is_mixed=False),
     "ResNet-50": Model(ResNet, lambda: (images(128, 224), words(128)), ("ours, 4GiB",)),
-    "U-Net": Model(UNet, lambda: (images(8, 512), images(8, 512)), CHECKPOINTING),
 }

@@ -34,9 +34,8 @@ from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.pool import Pool
 from tests.gpu.machine import Machine, Skipped
 from tests.hazards.backends import assert_settled, wait_until_nothing_is_held
-from tests.hazards.programs import REGIMES, Around, Program, Settled, assert_moved
-from tests.programs import Flag, Run, corpus
-from tests.programs import Program as OfCorpus
+from tests.hazards.programs import REGIMES, Around, Body, Settled, assert_moved
+from tests.programs import Flag, Program, Run, corpus
 from tests.threads import on_a_thread
 
 Scenario: TypeAlias = Callable[[Machine], None]
@@ -51,7 +50,7 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def same(machine: Machine, program: Program, *, least: float = 0.9, reloads: bool = True, **fields: Any) -> None:
+def same(machine: Machine, program: Body, *, least: float = 0.9, reloads: bool = True, **fields: Any) -> None:
     """Asserts that ``program`` gives the same bits with offload in every regime, and that its bytes did move.
 
     Once with copies that come late, and once with compute that does.
@@ -80,7 +79,7 @@ def same(machine: Machine, program: Program, *, least: float = 0.9, reloads: boo
         offload.close()
 
 
-def scenario_of(program: OfCorpus) -> Scenario:
+def scenario_of(program: Program) -> Scenario:
     """The scenario that runs a program of the corpus."""
 
     def run(machine: Machine) -> None:
@@ -91,11 +90,12 @@ def scenario_of(program: OfCorpus) -> Scenario:
         torch.manual_seed(0)
         first = body(nullcontext())
         torch.manual_seed(0)
+        second = body(nullcontext())
         try:
-            machine.identical(first, body(nullcontext()))
+            machine.identical(first, second)
         except AssertionError as error:
             raise Skipped("this device does not compute it twice to the same bits") from error
-        del first
+        del first, second
         reloads = Flag.NOTHING_BACK not in program.flags
         same(machine, body, least=program.moved, reloads=reloads, **program.fields)
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
+from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
@@ -18,6 +20,7 @@ from eager_offload.eager.saving import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.runtime.host import TransferThread, host_runtime
+from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.base import release_idle_slots
 from eager_offload.tiers.disk import DiskSlot
 from tests.simulation.checker import AccessKind, Checker, Violation
@@ -72,6 +75,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def watching(self) -> AbstractContextManager[object]:
         """What a further thread that computes has to be in."""
+
+    @abc.abstractmethod
+    def counting_events(self) -> AbstractContextManager[Callable[[], int]]:
+        """Gives what counts the events of this runtime's that are alive, of those at least that are recorded inside."""
 
     @abc.abstractmethod
     def gate(self) -> AbstractContextManager[Gate]:
@@ -157,6 +164,22 @@ class DiskBackend(Backend):
     def watching(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    @contextmanager
+    def counting_events(self) -> Iterator[Callable[[], int]]:
+        alive: WeakSet[Any] = WeakSet()
+
+        class Counted(HostEvent):
+            """One that can be referred to weakly, for which the library's own has no room."""
+
+            __slots__ = ("__weakref__",)
+
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                alive.add(self)
+
+        with patch(f"{HostEvent.__module__}.HostEvent", Counted):
+            yield lambda: len(alive)
+
     def gate(self) -> AbstractContextManager[Gate]:
         return gate_before(DiskSlot, "write")
 
@@ -189,6 +212,12 @@ class SimulatedBackend(Backend):
 
     def watching(self) -> AbstractContextManager[object]:
         return self.simulated.watching()
+
+    @contextmanager
+    def counting_events(self) -> Iterator[Callable[[], int]]:
+        assert self.checker is not None
+        checker = self.checker
+        yield lambda: checker.events
 
     @contextmanager
     def gate(self) -> Iterator[Gate]:
@@ -261,6 +290,11 @@ def tracked(saves: SavedTensors) -> Tracked:
         return Tracked(len(storages), len(saves._names), len(order._uses), order.promised_bytes + order.followed_bytes)
 
 
+def queued_bytes(offload: Offload) -> int:
+    """What the calling thread has saved last and holds in its queues."""
+    return sum(queue.nbytes for queue in offload._hooks.thread.queues.values())
+
+
 def wait_until_nothing_is_held(offload: Offload, seconds: float = 60) -> None:
     """Returns when no handle of ``offload`` is alive, or after so many seconds.
 
@@ -289,8 +323,7 @@ def assert_settled(offload: Offload) -> OffloadStats:
             assert tier.used_bytes == 0, f"{tier.used_bytes} bytes are used in the {tier.name} tier"
     for saves in offload._hooks._saves.values():
         assert saves.offloader.is_crashed or tracked(saves) == Tracked(0, 0, 0, 0)
-    for queue in offload._hooks.thread.queues.values():
-        assert queue.nbytes == 0, "a queue holds bytes"
+    assert queued_bytes(offload) == 0, "a queue holds bytes"
     if not stats.is_approximate:
         assert_balanced(stats)
         assert stats.offloaded_bytes == stats.reloaded_bytes + stats.forwarded_bytes + stats.released_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -10,17 +10,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from eager_offload import Offload, OffloadStats
 from tests.hazards.backends import Backend, assert_balanced, assert_settled
-from tests.programs import leaf
+from tests.programs import leaf as leaf  # for tests of one file
+from tests.proof.bits import same_bits
 
 #: What stands around forwards: an ``Offload``, or nothing.
 Around: TypeAlias = AbstractContextManager[Any]
-#: Takes that, and returns whatever has to be the same with offload and without.
-Program: TypeAlias = Callable[[Around], object]
+#: Of a program: takes that, and returns whatever has to be the same with offload and without.
+Body: TypeAlias = Callable[[Around], object]
 
 #: Why a saved tensor may stay although everything is asked to move.
 _INELIGIBLE = ("parameter", "layout", "device", "small")
@@ -65,40 +65,21 @@ REGIMES = (
 )
 
 
-def trained(
-    parameters: Iterable[Tensor],
-    around: Around,
-    forward: Callable[[int], Tensor],
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-) -> list[Tensor]:
-    """Three steps, each of which has the loss that ``forward`` makes of its number: the losses, and what is trained."""
-    parameters, losses = [*parameters], []
-    optimizer = make(parameters, lr=0.1)
-    for step in range(3):
-        with around:
-            loss = forward(step)
-        loss.backward()
-        losses.append(loss.detach())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*losses, *(parameter.detach() for parameter in parameters)]
-
-
-def exact(program: Program, around: Offload | Settled) -> OffloadStats:
+def exact(program: Body, around: Offload | Settled) -> OffloadStats:
     """Asserts that ``program`` gives the same bits inside of ``around`` and leaves nothing held; returns the stats."""
     assert_identical(program(nullcontext()), program(around))
     return assert_settled(around if isinstance(around, Offload) else around.offload)
 
 
 def same_gradients(
-    program: Program,
+    program: Body,
     backend: Backend,
     *,
     moved: float = 0.9,
     reloads: bool = True,
     held: bool = False,
     regimes: Sequence[Regime] = REGIMES,
+    again: list[OffloadStats] | None = None,
     **fields: Any,
 ) -> list[OffloadStats]:
     """Asserts that ``program`` gives the same bits with offload in every regime, and that its bytes did move.
@@ -109,6 +90,7 @@ def same_gradients(
         moved: the part of the eligible bytes that has to move.
         reloads: whether bytes have to come back when everything has left before backward begins.
         held: whether the program itself holds on to what it saved.
+        again: is given the stats of every second time.
         fields: of the config.
 
     Returns:
@@ -130,9 +112,11 @@ def same_gradients(
             assert_identical(expected, actual, where)
             del actual
             found.append(assert_settled(offload))
-        stats = found[0]
+        stats, *later = found
         offload.close()
         backend.offloads.remove(offload)
+        if again is not None:
+            again += later
         if backend.runtime.holds_copies_back and not (regime.settled or at_once):
             assert stats.offloaded_bytes > 0, "backward can have come first to most of it, but not to all"
             continue
@@ -173,7 +157,7 @@ def assert_identical(expected: object, actual: object, where: str = "", *, value
         assert type(a) is type(b), f"{where}: item {index} is {type(a)} without offload and {type(b)} with it"
         if isinstance(a, Tensor):
             assert (a.dtype, a.layout, a.size()) == (b.dtype, b.layout, b.size()), f"{where}: item {index}"
-            assert not values or _same_bits(a, b), f"{where}: item {index} differs\n{a}\n{b}"
+            assert not values or same_bits(a, b, strides=False), f"{where}: item {index} differs\n{a}\n{b}"
         else:
             assert a == b, f"{where}: item {index} is {a!r} without offload and {b!r} with it"
 
@@ -192,24 +176,3 @@ def assert_moved(stats: OffloadStats, least: float = 0.9, *, held: bool = False)
     assert eligible > 0, f"nothing could move\n{stats}"
     assert stats.offloaded_bytes + stats.shared_bytes >= least * eligible, f"too little moved\n{stats}"
     assert stats.bytes_out > 0
-
-
-def noise(*size: int) -> Tensor:
-    """The same values each time, which no gradient is asked for."""
-    return leaf(*size, seed=5, grad=False)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if is_traceable_wrapper_subclass(a):
-        pairs = [(getattr(a, name), getattr(b, name)) for name in a.__tensor_flatten__()[0]]
-        return all(_same_bits(one, two) if isinstance(one, Tensor) else one == two for one, two in pairs)
-    if a.layout is not torch.strided:
-        return torch.equal(a.to_dense(), b.to_dense())
-    if a.is_meta:
-        return True
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
-    return dense.view(-1).view(torch.uint8) if dense.numel() else dense.to(torch.uint8)

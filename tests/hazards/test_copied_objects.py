@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -151,20 +150,3 @@ def test_h48_compiled_modules(make: Callable[..., Any], disk: Backend) -> None:
         stats = assert_settled(its)
         assert stats.compiled_regions > 0
         assert stats.bytes_out > 0
-
-
-def _train(model: nn.Module, results: Any) -> None:
-    results.put([gradient.tolist() for gradient in gradients(model)])
-    results.put(model.offload.stats(synchronize=True).bytes_out)
-
-
-@pytest.mark.long
-def test_h48_a_process_that_is_spawned_with_one(disk: Backend) -> None:
-    model, context = Layers(disk.offload()), multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_train, args=(model, results))
-    process.start()
-    found, moved = results.get(timeout=120), results.get(timeout=120)
-    process.join()
-    assert found == [gradient.tolist() for gradient in gradients(Layers())]
-    assert moved > 0

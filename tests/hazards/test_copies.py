@@ -4,30 +4,22 @@ runs, and who may write to its slot afterwards; see also ``tests/programs/stream
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
-from eager_offload.tiers.base import ByteRegion
-from eager_offload.tiers.disk import DiskSlot
-from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, gate_before
-from tests.hazards.blocks import Step
-from tests.hazards.probes import meanwhile
+from tests.hazards.backends import Backend, SimulatedBackend, assert_settled
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
+from tests.programs.parts.blocks import Step
 from tests.programs.streams import Streams
-from tests.simulation.log import Operation, Recorded, Waited, WrittenLog
-from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
+from tests.simulation.log import Recorded, Waited, WrittenLog
+from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
-
-CPU = torch.device("cpu")
 
 
 def result(around: Around, seed: int = 1, meanwhile: Callable[[], object] = lambda: None) -> object:
@@ -88,66 +80,20 @@ def test_h17_an_unpack_during_its_own_copy_out_is_served_from_the_source(backend
     assert_moved(assert_settled(offload))
 
 
-@contextmanager
-def logged(**rates: float) -> Iterator[tuple[SimulatedRuntime, Offload, list[Any], Any, Any]]:
-    """A simulated device with an ``Offload``, its log, and the streams out and back; in the end all is in order."""
-    simulated, log = SimulatedRuntime(**rates), WrittenLog()
-    out, back = (simulated.transfer_stream(CPU, direction) for direction in (Direction.OUT, Direction.IN))
+def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
+    """Reading is so slow here that the next forward comes to the slots while they are still being read."""
+    simulated, log = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
+    out, back = (simulated.transfer_stream(torch.device("cpu"), direction) for direction in Direction)
     with simulated.checked(log) as checker:
         offload = Offload(runtime=simulated, tier="host", min_bytes=0, keep_last_bytes=0)
-        yield simulated, offload, log.entries, out, back
+        for seed in range(4):
+            assert_identical(result(nullcontext(), seed), result(Settled(offload), seed))
         assert_moved(assert_settled(offload))
         offload.close()
     checker.assert_clean()
-
-
-def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
-    """Reading is so slow here that the next forward comes to the slots while they are still being read."""
-    with logged(in_bandwidth=1e4) as (_, offload, entries, out, back):
-        for seed in range(4):
-            assert_identical(result(nullcontext(), seed), result(Settled(offload), seed))
-    reads = {entry.event for entry in entries if isinstance(entry, Recorded) and entry.stream is back}
-    waits = [entry for entry in entries if isinstance(entry, Waited) and entry.stream is out]
+    reads = {entry.event for entry in log.entries if isinstance(entry, Recorded) and entry.stream is back}
+    waits = [entry for entry in log.entries if isinstance(entry, Waited) and entry.stream is out]
     assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
-
-
-def test_h18_on_disk_a_write_behind_a_read_that_is_held_back_waits_for_it(
-    disk: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload, waiting, log = disk.offload(prefetch_bytes=1 << 20), threading.Event(), list[tuple[str, ByteRegion]]()
-
-    def note(name: str) -> None:
-        call = getattr(DiskSlot, name)
-
-        def noting(slot: DiskSlot, tensor: Tensor) -> None:
-            call(slot, tensor)
-            log.append((name, slot.region))
-
-        monkeypatch.setattr(DiskSlot, name, noting)
-
-    note("read")
-    note("write")
-    x = leaf(32, 32)
-    with Settled(offload):
-        losses = [(x * n).exp().sum() for n in range(1, 5)]
-    log.clear()
-    backward = threading.Thread(target=losses.pop().backward)
-    with gate_before(DiskSlot, "read") as gate, meanwhile(waiting.set, backward):
-        backward.start()
-        assert waiting.wait(60)  # the first of four reads stands before the gate, the others behind it
-        losses.clear()
-        with offload:
-            losses = [(x * n).exp().sum() for n in range(5, 12)]
-        gate.open()
-        backward.join()
-        offload.stats(synchronize=True)
-    kinds = [what for what, _ in log]
-    assert (kinds.count("read") >= 4, kinds.count("write")) == (True, 7)
-    for index, (what, region) in enumerate(log):
-        assert what == "read" or ("read", region) not in log[index:], f"written before its last read: {log}"
-    while losses:
-        losses.pop().backward()
-    assert_moved(assert_settled(offload))
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -191,53 +137,3 @@ def test_h14_a_batch_of_another_stream_stays_until_it_is_packed() -> None:
         backend.assert_nothing_is_held()
         assert offload.stats().bytes_in == weight.nbytes
     assert torch.equal(found, leaf(32, 256)[:, ::8].detach())
-
-
-def test_h15_the_stream_is_noted_before_any_other_is_entered(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that asks for the current stream while a transfer stream is current is told the wrong one."""
-    runtime, entered, asked = backend.runtime, threading.local(), []
-    enter, current = runtime.enter, runtime.current_stream
-    transfers = {runtime.transfer_stream(leaf(1).device, direction) for direction in Direction}
-
-    @contextmanager
-    def watched_enter(stream: Any) -> Iterator[None]:
-        outer, entered.last = getattr(entered, "last", None), stream
-        with enter(stream):
-            yield
-        entered.last = outer
-
-    def watched_current(device: torch.device) -> Any:
-        asked.append(getattr(entered, "last", None))
-        return current(device)
-
-    monkeypatch.setattr(runtime, "enter", watched_enter)
-    monkeypatch.setattr(runtime, "current_stream", watched_current)
-    offload = backend.offload()
-    for seed in range(3):
-        result(Settled(offload), seed)
-        with offload:
-            y = (leaf(64) * leaf(64, 64, seed=seed, grad=False)[:, 3]).sum()  # gathered before it leaves
-        y.backward()
-        del y
-    assert len(asked) > 5
-    assert transfers.isdisjoint(asked)
-    assert_moved(assert_settled(offload))
-
-
-def test_h15_every_copy_out_waits_for_an_event_of_the_stream_that_packed() -> None:
-    with logged() as (simulated, offload, entries, out, _):
-        side = SimulatedStream("side")
-        with simulated.stream(side):
-            for seed in range(6):  # the pool is used again from the second step on, which is when it showed
-                result(Settled(offload) if seed % 2 else offload, seed)
-    home, waited, copies = dict[Any, Any](), set[Any](), 0
-    for entry in entries:
-        if isinstance(entry, Recorded):
-            home[entry.event] = entry.stream
-        elif isinstance(entry, Waited) and entry.stream is out:
-            waited.add(home[entry.event])
-        elif isinstance(entry, Operation) and entry.stream is out:
-            assert side in waited, f"{entry} waits for {waited} only"
-            waited.clear()
-            copies += 1
-    assert copies > 10

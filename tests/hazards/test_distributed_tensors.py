@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.hazards.backends import Backend
-from tests.hazards.blocks import ROWS, WIDTH
-from tests.hazards.functions import watching
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, leaf, same_gradients
+from tests.programs.parts.blocks import ROWS, WIDTH
+from tests.programs.parts.functions import watching
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),

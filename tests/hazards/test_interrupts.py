@@ -143,6 +143,7 @@ def after(retries: int) -> list[Tensor]:
     return trainer.state
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("regime", [REGIMES[0], REGIMES[2]], ids=str)
 def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Backend) -> None:
     expected, offload, number, reached = [after(0), after(1)], backend.offload(**regime.fields), 1, True
@@ -158,6 +159,7 @@ def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Ba
     assert_moved(assert_settled(offload), held=True)
 
 
+@pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize("consecutive", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("regime", REGIMES[:2], ids=str)
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:

@@ -32,11 +32,8 @@ from torch import Tensor
 import eager_offload
 from eager_offload import Offload, OffloadStats
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.base import release_idle_slots
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone, offloader_of
-from tests.hazards.programs import Around, Settled, assert_identical, leaf
-from tests.programs import Run
-from tests.programs.tables import branches
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, assert_settled, hooks_are_gone
+from tests.hazards.programs import Around, assert_identical, leaf
 from tests.sampling import one_in
 
 PACKAGE = Path(eager_offload.__file__).parent
@@ -48,8 +45,6 @@ _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE
 
 #: Modules with state of their own, for all objects of a process.
 _SHARED = {"active.py", "foreign.py", "marks.py", "ownership.py"}
-#: The code that looks steps up in a table.
-_LOOKING_UP = {"followed.py", "following.py", "plans.py"}
 
 
 class Point(NamedTuple):
@@ -218,10 +213,8 @@ class InterruptedAt(Walk):
 class Trials:
     """Steps on one backend, each interrupted at one point."""
 
-    step_plans = False
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, *, step_plans: bool) -> None:
+        self.backend, self.step_plans = backend, step_plans
         self.offload = self.make()
         self.expected = self.step(None)
         self.harmful: list[str] = []
@@ -231,36 +224,23 @@ class Trials:
     def make(self) -> Offload:
         return self.backend.offload(**FIELDS, step_plans=self.step_plans)
 
-    def prepare(self) -> None:
-        """What comes before."""
-
     def step(self, offload: Offload | None) -> object:
         """A step, without offload if there is none."""
         return gradient(offload or nullcontext(), self.offload.stats)
 
-    def interrupted(self) -> None:
-        """What is interrupted."""
-        self.step(self.offload)
-
-    def is_looked_at(self, point: Point) -> bool:
-        return True
-
     def points(self) -> Counter[Point]:
-        """How often each point is reached in what is interrupted, once the library knows what to expect."""
+        """How often each point is reached in a step, once the library knows what to expect."""
         found: Counter[Point] = Counter()
         for _ in range(2):
-            self.prepare()
-            self.interrupted()
-        self.prepare()
+            self.step(self.offload)
         with Walk(lambda point: found.update([point])):
-            self.interrupted()
-        return Counter({point: times for point, times in found.items() if self.is_looked_at(point)})
+            self.step(self.offload)
+        return found
 
     def run(self, point: Point, occurrence: int) -> bool:
         """One trial; whether the point was reached. Where and when bytes arrive differs from one step to the next."""
-        self.prepare()
         with InterruptedAt(point, occurrence) as raised:
-            self.interrupted()
+            self.step(self.offload)
         try:
             assert hooks_are_gone(), "the hooks are still there"
             moved = self.offload.stats(synchronize=True).bytes_out
@@ -278,50 +258,6 @@ class Trials:
             self.backend.offloads.remove(self.offload)
             self.offload = self.make()
         return bool(raised)
-
-
-class GrowingTrials(Trials):
-    """Steps for which the host tier takes memory from the system."""
-
-    def prepare(self) -> None:
-        release_idle_slots()
-        for tier in offloader_of(self.offload).tiers if self.offload._offloaders.all() else ():
-            tier._pool.release_idle()
-            assert tier.held_bytes == 0
-
-    def is_looked_at(self, point: Point) -> bool:
-        return point.code.co_name in ("_grow", "_start_due", "go_on", "reserve", "room", "start_due")
-
-    def points(self) -> Counter[Point]:
-        found = super().points()
-        assert "_grow" in {point.code.co_name for point in found}
-        return found
-
-
-class LookedUpTrials(Trials):
-    """A step that is recorded, one that follows it, and one that differs from it, interrupted where it is looked up."""
-
-    step_plans = True
-
-    def prepare(self) -> None:
-        for saves in self.offload._hooks._saves.values():
-            saves.plans.forget_all()
-            saves.plans._unclear = 0
-
-    def step(self, offload: Offload | None, *, order: bool = True) -> object:
-        return branches(Run(nullcontext() if offload is None else Settled(offload)), ["exp", "product"], order=order)
-
-    def interrupted(self) -> None:
-        for order in (True, True, False):
-            self.step(self.offload, order=order)
-
-    def is_looked_at(self, point: Point) -> bool:
-        return Path(point.code.co_filename).name in _LOOKING_UP
-
-    def points(self) -> Counter[Point]:
-        found, stats = super().points(), self.offload.stats()
-        assert (stats.followed_forwards, stats.plan_misses) == (6, {"order": 3}), stats
-        return found
 
 
 def assert_most_moved(stats: OffloadStats) -> None:
@@ -364,21 +300,17 @@ LONG, SHORT = pytest.mark.long, pytest.mark.short
 
 
 @pytest.mark.parametrize(
-    ("kind", "trials", "stride"),
+    ("kind", "step_plans", "stride"),
     [
-        pytest.param(DiskBackend, Trials, 40, marks=SHORT),
-        pytest.param(SimulatedBackend, Trials, 40, marks=SHORT),
-        pytest.param(SimulatedBackend, LookedUpTrials, 20, marks=SHORT),
-        pytest.param(DiskBackend, Trials, 9, marks=LONG),
-        pytest.param(SimulatedBackend, Trials, 9, marks=LONG),
-        pytest.param(DiskBackend, LookedUpTrials, 3, marks=LONG),
-        pytest.param(SimulatedBackend, LookedUpTrials, 7, marks=LONG),
-        (SimulatedBackend, GrowingTrials, 3),
+        pytest.param(DiskBackend, False, 60, marks=SHORT),
+        pytest.param(SimulatedBackend, True, 150, marks=SHORT),
+        *(pytest.param(DiskBackend, plans, 9, marks=LONG) for plans in (False, True)),
+        *(pytest.param(SimulatedBackend, plans, 15, marks=LONG) for plans in (False, True)),
     ],
 )
 def test_h10_h39_h41_h54_an_interrupt_at_any_point_is_harmless(
-    kind: type[Backend], trials: type[Trials], stride: int
+    kind: type[Backend], step_plans: bool, stride: int
 ) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(trials(backend), stride)
+        run_all(Trials(backend, step_plans=step_plans), stride)
         backend.assert_nothing_is_held()

@@ -7,17 +7,14 @@ tier of H69 carries nothing at all until it is let, so that no time comes into i
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
-from eager_offload.runtime.base import Direction
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone, Transfers
-from tests.hazards.programs import Settled, assert_identical, assert_moved, leaf
+from tests.hazards.programs import Settled, assert_moved, leaf
 
 SIDE, LAYERS = 64, 12
 NBYTES = SIDE * SIDE * 4
@@ -88,28 +85,6 @@ def test_h40_targets_that_will_not_be_asked_for_go_with_their_graph_and_their_me
         assert [target() for target in transfers.targets] == [None] * len(transfers.targets)
     assert slabs.seen > 0
     assert_moved(assert_settled(offload))
-
-
-def test_h40_the_memory_of_reloads_goes_after_backward_and_serves_again_until_then(
-    disk: Backend, slabs: Gone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload, x = disk.offload(prefetch_bytes=NBYTES), leaf(SIDE, SIDE)
-    back = disk.runtime.transfer_stream(x.device, Direction.IN)
-    paused, rest = threading.Event(), back.pauses
-    # A backward without a pause of that length.
-    monkeypatch.setattr(back, "pauses", lambda: None if not paused.is_set() else rest())
-    with Settled(offload):
-        loss = forward(x, Gone(), layers=200)
-    loss.backward()
-    del loss
-    assert 0 < slabs.seen <= 2, "each reload took new memory"
-    paused.set()
-    back._bell.put(None)
-    slabs.wait()
-    assert_identical(gradient(x, layers=200), x.grad)
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert stats.bytes_in > 100 * NBYTES
 
 
 # -- a slow tier ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.functions import custom
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, exact, leaf
+from tests.programs.parts.functions import custom
 
 
 def stays_as_layout(program: Callable[[Around], object], backend: Backend) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import eager_offload as eo
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone, offloader_of
+from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
 from tests.hazards.programs import REGIMES, Around, assert_identical, assert_moved, leaf
 from tests.programs import Run
 from tests.programs.threads import model_of, train, train_together
@@ -183,36 +183,3 @@ def test_h29_two_threads_with_an_offload_each(backend: Backend) -> None:
         for offload in offloads:
             assert_moved(assert_settled(offload))
     assert hooks_are_gone()
-
-
-def test_h29_different_offloads_inside_one_another(backend: Backend) -> None:
-    for regime in REGIMES:
-        offloads = [backend.offload(**regime.fields) for _ in range(2)]
-        arounds = [regime.around(offload) for offload in offloads]
-        nested = [*arounds, arounds[0]]
-        assert_identical(plain(6), gradient(nested, [0, 1, 2, 2, 1, 0]))
-        for offload in offloads:
-            stats = assert_settled(offload)
-            assert_moved(stats)
-            assert stats.foreign_hooks == 0
-
-
-def test_h29_one_thread_waits_for_the_disk_and_the_other_goes_on(backend: Backend) -> None:
-    slow, fast, x = backend.offload(), backend.offload(), leaf(16, 32)
-    with backend.gate() as gate:
-        with slow:
-            loss = (x * 2).tanh().exp().sum()
-
-        def other() -> None:
-            with fast:
-                another = (leaf(16, 32) * 2).tanh().exp().sum()
-            another.backward()
-
-        backend.in_thread(other)
-        assert offloader_of(fast).resident_bytes <= 2 * x.nbytes
-        gate.open()
-    loss.backward()
-    del loss
-    assert torch.equal(x.grad, torch.autograd.grad((x * 2).tanh().exp().sum(), x)[0])
-    for offload in (slow, fast):
-        assert_moved(assert_settled(offload))

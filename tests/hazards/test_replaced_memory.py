@@ -23,8 +23,8 @@ from eager_offload.tiers import disk, memory, slabs
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move_if_there
 from eager_offload.tiers.spill import SpillFile
 from tests.hazards.backends import Backend, assert_settled, gate_before
-from tests.hazards.functions import custom
 from tests.hazards.programs import Around, Settled, assert_identical, assert_moved, leaf
+from tests.programs.parts.functions import custom
 
 COUNT = 16 * PAGE
 pytestmark = pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU')

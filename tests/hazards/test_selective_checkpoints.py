@@ -12,11 +12,11 @@ from torch import Tensor
 
 from eager_offload import no_offload
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
-from tests.hazards.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, leaf, same_gradients
 from tests.programs import Run
 from tests.programs.checkpoints import around_the_context, saving, selectively
+from tests.programs.parts.blocks import BOUNDARY, ROWS, WIDTH, blocks, gradients
 
 aten = torch.ops.aten
 

@@ -196,7 +196,8 @@ def test_h26_a_limit_on_addresses_below_what_offloading_wants_ends_exact_and_say
     assert "ulimit -v" in told
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_h26_a_control_group_below_what_offloading_wants_does_not_kill_the_run(ranks: int) -> None:
     with real_group() as group:
         told = train(group, ranks)

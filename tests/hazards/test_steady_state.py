@@ -6,14 +6,13 @@ import gc
 import os
 import threading
 import tracemalloc
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from eager_offload import Offload
-from tests.hazards.backends import Backend, Tracked, assert_settled, offloader_of, saves_of, tracked
+from tests.hazards.backends import Backend, assert_settled, offloader_of, queued_bytes, saves_of, tracked
 from tests.hazards.programs import Settled, assert_moved, leaf
 from tests.programs import Run
 from tests.programs.repeated import ragged_step
@@ -35,35 +34,19 @@ def test_h21_the_pools_stay_bounded_when_no_two_steps_are_alike(backend: Backend
     assert max(stats.host_bytes_peak, stats.disk_bytes_peak) <= max(64 << 20, 2 * largest)
 
 
-class State(NamedTuple):
+def state_of(offload: Offload) -> dict[str, object]:
     """What must not grow from step to step."""
-
-    in_flight: int
-    records: int
-    known: Tracked
-    finalized: int
-    slots: int
-    held: int
-    queued: int
-    threads: int
-    files: int
-
-
-def state_of(offload: Offload) -> State:
     offload.stats(synchronize=True)
     offloader = offloader_of(offload)
-    census = offloader.census()
-    return State(
-        in_flight=census.in_flight,
-        records=census.records,
-        known=tracked(saves_of(offload)),
-        finalized=len(offloader.finalized),
-        slots=sum(tier.used_bytes for tier in offloader.tiers),
-        held=sum(tier.held_bytes for tier in offloader.tiers),
-        queued=sum(line.nbytes for line in offload._hooks.thread.queues.values()),
-        threads=threading.active_count(),
-        files=len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
-    )
+    return {
+        "counted": offloader.census(),
+        "known": tracked(saves_of(offload)),
+        "finalized": len(offloader.finalized),
+        "slots": [(tier.used_bytes, tier.held_bytes) for tier in offloader.tiers],
+        "queued": queued_bytes(offload),
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+    }
 
 
 def train(offload: Offload, model: nn.Module, steps: int) -> None:

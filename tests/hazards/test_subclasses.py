@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from tests.hazards.backends import Backend, assert_settled
-from tests.hazards.functions import watching
-from tests.hazards.programs import Around, Settled, assert_identical, leaf, noise
-from tests.hazards.wrappers import KINDS, Image, Kind, Scaled, parts_of, with_unit, wrapped, wrapped_pair
+from tests.hazards.programs import Around, Settled, assert_identical, leaf
+from tests.programs.layouts import noise
+from tests.programs.parts.functions import watching
+from tests.programs.parts.wrappers import KINDS, Image, Kind, Scaled, parts_of, with_unit, wrapped, wrapped_pair
 
 NBYTES = 16 * 16 * 4
 

@@ -94,16 +94,6 @@ def test_h65_hooks_that_hide_ours_are_entered_all_the_same(offload: eo.Offload) 
     assert offload.stats().bytes_out > 0
 
 
-def test_h65_a_plan_that_does_not_fit() -> None:
-    first = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, step_plans=True)
-    train(first, lambda x: x.exp().sin().sum(), 2)
-    second = eo.Offload(tier="disk", min_bytes=0, keep_last_bytes=0, plan=first.step_plan())
-    assert train(second).count("does not fit this model") == 1
-    assert second.stats().bytes_out > 0
-    first.close()
-    second.close()
-
-
 def test_h65_compiled_code_that_has_no_room() -> None:
     offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="512KiB")
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)

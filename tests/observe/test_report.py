@@ -6,16 +6,13 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import eager_offload as eo
 from eager_offload.__main__ import main
 from eager_offload.observe.figure import trace_figure, write_page
 from eager_offload.observe.report import SavedRow, saved_rows, summary, to_text
 from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
-from tests.observe.steps import NBYTES, Net, step
 
 MIB = 1 << 20
 #: No module is called that, and nothing may come of it.
@@ -98,33 +95,7 @@ def test_the_report_has_the_numbers_of_the_trace() -> None:
     assert "Raise prefetch_bytes." in text
 
 
-# -- the figure -------------------------------------------------------------------------------------------------------
-
-
-def drawn(trace: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The bars and the curves of a trace's figure, whose sums are those of the trace."""
-    figure = trace_figure(trace)
-    bars = {one.name: one for one in figure.data if one.type == "bar"}
-    curves = {one.name.partition(",")[0]: one for one in figure.data if one.type == "scatter"}
-    for kind in {one.kind for one in trace.slices}:
-        bar = bars["compute, by module" if kind is SliceKind.COMPUTE else kind.value]
-        assert sum(bar.x) == pytest.approx(1e3 * sum(one.seconds for one in trace.slices if one.kind is kind))
-    assert list(curves["on the device"].y) == [one.device for one in trace.memory]
-    assert list(curves["without offload"].y) == [one.without_offload for one in trace.memory]
-    assert {one.xaxis for one in (*bars.values(), *curves.values())} <= {"x"}, "one axis of time"
-    saves = figure.data[-1].cells.values[2]
-    assert sum(int(count.replace(",", "")) for count in saves) == sum(group.count for group in trace.saved)
-    return bars, curves
-
-
-def test_the_figure_of_a_run_has_the_numbers_of_its_trace(path: Path, net: Net, offload: eo.Offload) -> None:
-    with offload.trace(path):
-        step(net, offload)
-    bars, curves = drawn(trace := read_trace(path))
-    assert len(bars["offload"].x) * NBYTES == trace.stats["bytes_out"] > 0
-    assert max(curves["on disk"].y) == max(one.disk for one in trace.memory) > 0
-    drawn(EXAMPLE)
-    drawn(Trace(0.0, {}, {}))
+# -- the page -------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_stands_by_itself_and_names_cannot_become_markup(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import eager_offload as eo
 from eager_offload.trace_file import SliceKind, read_trace
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
-from tests.hazards.wrappers import two
 from tests.observe.steps import DEPTH, FIELDS, NBYTES, SAVED, Net, assert_sound, of, saved, step, traced, traced_step
+from tests.programs.parts.wrappers import two
 from tests.threads import collect, on_threads
 
 _TRANSFERS = (SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)

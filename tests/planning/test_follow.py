@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.runtime.base import DeviceMemory
-from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, trained, wide
+from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, wide
 from tests.sampling import search
 from tests.simulation.stage import Stage
 
@@ -101,24 +101,6 @@ def test_a_model_that_marks_tensors_follows_its_plan_and_marks_come_first(tmp_pa
     assert (after.followed_forwards, after.plan_misses) == (4, {})
     assert after.offloaded_bytes - stats.offloaded_bytes == leaving + 32 * 4
     offload.close()
-
-
-class Recurrent(nn.LSTM):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x)[0].tanh().sum()
-
-
-@pytest.mark.usefixtures("fast_link")
-def test_a_workspace_whose_size_a_kernel_knows_is_decided_anew_and_counted(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, x = Recurrent(32, 32, num_layers=2), torch.randn(40, 8, 32)
-    plan = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
-    real = eo.plan(model, x, device="here", policy="max", config=CONFIG, steps=1)
-    assert 0.9 < plan.peak_bytes / real.peak_bytes < 1.1, "most of it is that workspace"
-    for one in (plan, real):
-        found = trained(one, model, x, tmp_path, 1).plan
-        assert found is not None
-        assert found.without_offload_seconds == (real.compute_seconds if one is real else None)
 
 
 def test_where_nothing_has_to_move_nothing_does_and_there_is_no_warning(tmp_path: Path) -> None:

@@ -38,16 +38,6 @@ def test_what_finds_no_room_stays_and_training_keeps_to_it(tmp_path: Path) -> No
     assert 0 < stats.bytes_out == stats.disk_bytes_peak <= budget
 
 
-def test_a_budget_of_the_device_is_held_within_it_at_no_cost() -> None:
-    device = slow(out=1e8, back=1e8)
-    room = planned(device=device, policy="max").host_bytes * 3 // 4
-    budget = budget_of(device, wide, 0.3, host_budget=room)
-    plan = planned(device=device, host_budget=room, device_budget=budget)
-    assert plan.fits
-    assert plan.host_bytes <= room
-    assert plan.step_seconds <= 1.02 * planned(device=device, device_budget=budget).step_seconds
-
-
 def test_modules_that_are_computed_again_make_room() -> None:
     plan = planned(device_budget=budget_of(slow(), wide, 1 / 8), recompute=True, host_budget="64KiB")
     assert plan.host_bytes <= 64 * KIB

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.__main__ import main
-from eager_offload.planning.program import Program
-from tests.planning.programs import CONFIG, Made, shared, simulated, slow, trained, wide
-from tests.simulation.stage import Stage
+from tests.planning.programs import CONFIG, slow, trained, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,28 +45,6 @@ def counting() -> tuple[nn.Module, Tensor]:
     return Counting(), torch.randn(256, 64)
 
 
-@pytest.mark.usefixtures("fast_link")
-@pytest.mark.parametrize("made", [wide, shared])
-def test_a_real_step_is_written_down_as_a_traced_one(made: Made) -> None:
-    model, x = made()
-    traced = eo.plan(model, x, policy="max", config=CONFIG)
-    real = eo.plan(model, x, policy="max", config=CONFIG, steps=2)
-    assert without_modules(real) == without_modules(traced)
-    # Measured times differ, and with them when copies are over.
-    assert real.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.1)
-    assert real.moved_bytes > 0
-    assert (traced.steps, real.steps) == (0, 2)
-    assert all(seconds > 0 for seconds in real.problem.op_seconds)
-    assert real.compute_seconds == pytest.approx(sum(real.problem.op_seconds))
-
-
-def without_modules(plan: eo.Plan) -> Program:
-    """Its program. In backward a module is guessed where torch sums gradients up between two nodes; real steps guess
-    at no function."""
-    program = plan.problem.program
-    return replace(program, ops=tuple(op._replace(module=0) for op in program.ops), guessed=())
-
-
 def test_a_model_that_asks_for_numbers_is_planned_and_followed(tmp_path: Path) -> None:
     model, x = counting()
     with pytest.raises(eo.PlanError, match=r"module 'gate' asks for the value of a tensor .*steps=2\)"):
@@ -78,28 +53,6 @@ def test_a_model_that_asks_for_numbers_is_planned_and_followed(tmp_path: Path) -
     assert "operators take what they took in 2 real steps" in str(plan)
     stats = trained(plan, model, x, tmp_path)
     assert stats.bytes_out >= 3 * sum(plan.step_plans[0].slots) > 0, "and what is asked for its largest number"
-
-
-class Dropping(nn.Linear):
-    """Makes a graph and drops it, of what is saved again afterwards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.weight.sum()
-        x.abs().max()
-        return super().forward(x).square().sum()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_what_a_dropped_graph_has_saved_is_not_shared(steps: int) -> None:
-    model, x = Dropping(64, 64), torch.randn(256, 64)
-    plan = eo.plan(model, x, policy="max", config=CONFIG, steps=steps)
-    saves = plan.problem.program.saves
-    storages = plan.problem.program.storages
-    dropped = [one for one in saves if one.storage == -1 and one.reason is None and not one.is_alive]
-    assert [one.nbytes for one in dropped].count(x.nbytes) >= 1
-    first = {save.storage: save.op for save in reversed(saves) if save.storage >= 0}
-    assert {number: one.saved for number, one in enumerate(storages)} == first
-    simulated(Stage(slow()), plan, model, x, 3)
 
 
 class Scaled(nn.Module):

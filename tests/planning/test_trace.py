@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,6 +267,7 @@ def state_of(model: nn.Module, *leaves: Tensor) -> list[object]:
         [(list(one._forward_hooks), list(one._forward_pre_hooks), one.training) for one in model.modules()],
         torch.get_rng_state().tolist(),
         random.getstate(),
+        numpy.random.get_state()[2],
         torch.is_grad_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
@@ -283,7 +285,7 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.rrelu(F.dropout(self.norm(self.layer(x)), 0.5), training=True)
         self.last = x.detach().mean(0)
-        return (x * random.random() if torch.rand([]) < 2 else x).sum()
+        return (x * random.random() * numpy.random.rand() if torch.rand([]) < 2 else x).sum()
 
 
 @pytest.mark.parametrize("fails", ["", "forward", "backward"])

@@ -20,10 +20,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Flag(Enum):
     """Only a compiler takes it, or eager code has nothing of the kind to show: it does not run uncompiled."""
     NO_INDUCTOR = auto()
     """Inductor does not compile it even without offload, or makes nothing else of it than ``aot_eager`` does."""
+    NO_CAPTURE = auto()
+    """No replay repeats it: it draws numbers, changes buffers, or asks the host or a backward of its own."""
     NO_CHECKPOINT = auto()
     """Its forward may not run twice, or what it saves is the point."""
     HOST = auto()
@@ -47,8 +50,6 @@ class Flag(Enum):
     """It computes on streams of an accelerator: the virtual device, or a GPU."""
     HELD = auto()
     """The program itself holds what it saves: that need not leave a second time."""
-    DIFFERS = auto()
-    """No two of its steps are alike: none is looked up in a table."""
     SOURCES_CHANGE = auto()
     """It writes over what it saved, while that may be on its way out: see :attr:`tests.hazards.backends.Backend`."""
     NO_SCRIPT = auto()
@@ -92,7 +93,10 @@ class Program:
     @property
     def file(self) -> str:
         """Where it is written, as named from ``tests/`` on."""
-        return "/".join((self.step or self.body).__module__.split(".")[1:]) + ".py"
+        function: Any = self.step or self.body
+        while isinstance(function, partial):
+            function = function.func
+        return "/".join(function.__module__.split(".")[1:]) + ".py"
 
     def __str__(self) -> str:
         return self.name
@@ -160,6 +164,17 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
         [one.grad for one in trained if isinstance(one, Tensor) and one.is_leaf and one.requires_grad],
         [one for one in inputs if isinstance(one, list)],
     ]
+
+
+@contextmanager
+def raises(said: str) -> Iterator[None]:
+    """Asserts that what is done inside raises a ``RuntimeError`` that says this, where pytest may not be installed."""
+    found = "nothing was raised"
+    try:
+        yield
+    except RuntimeError as error:
+        found = str(error)
+    assert said in found, found
 
 
 def sum_of(outputs: Sequence[Tensor]) -> Tensor:

@@ -207,8 +207,8 @@ def of_other_lengths(number: int) -> tuple[Tensor, Tensor]:
 _add("llama", llama, words, Flag.NO_INDUCTOR)
 _add("llama-in-bfloat16-checkpointed", partial(llama, checkpointed), words, Flag.EAGER, Flag.HOST, autocast=True)
 _add("llama-accumulating-in-reentrant-checkpoints", partial(llama, reentrant), words, Flag.EAGER, micro_batches=2)
-_add("mixture-of-experts", partial(llama, mlp=Experts), of_other_lengths, Flag.EAGER, Flag.DIFFERS)
-_add("mixture-of-experts-checkpointed", partial(llama, checkpointed, Experts), words, Flag.EAGER, Flag.DIFFERS)
+_add("mixture-of-experts", partial(llama, mlp=Experts), of_other_lengths, Flag.EAGER)
+_add("mixture-of-experts-checkpointed", partial(llama, checkpointed, Experts), words, Flag.EAGER)
 _add("recurrent-layers-accumulating", recurrent, words, Flag.EAGER, Flag.HOST, micro_batches=2)
 
 

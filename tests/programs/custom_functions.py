@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tests.hazards.functions import as_given, custom
-from tests.hazards.wrappers import Scaled, parts_of, two
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import as_given, custom
+from tests.programs.parts.wrappers import Scaled, parts_of, two
 
+# A checkpoint of torch gives each saved tensor once.
+_ONCE = [Flag.EAGER, Flag.NO_CAPTURE, Flag.NO_CHECKPOINT]
 for _hold in (False, True):
-    # A checkpoint of torch gives each saved tensor once.
-    @step(f"H08-read-three-times-in-one-backward-and-{'held' if _hold else 'dropped'}", Flag.EAGER, Flag.NO_CHECKPOINT)
+
+    @step(f"H08-read-three-times-in-one-backward-and-{'held' if _hold else 'dropped'}", *_ONCE)
     def _(hold: bool = _hold) -> tuple[Callable[..., Tensor], list[Any]]:
         def forward(x: Tensor, seen: list[object]) -> Tensor:
             def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _(run: Run) -> object:
     return step.backward().result
 
 
-@program("H29-three-threads-train-on-streams-and-devices-of-their-own", *_FLAGS, Flag.DIFFERS, Flag.HELD)
+@program("H29-three-threads-train-on-streams-and-devices-of-their-own", *_FLAGS, Flag.HELD)
 def _(run: Run) -> object:
     models = [_mlp(seed) for seed in range(3)]
     batches = [leaf(_SIDE, _SIDE, seed=seed, grad=False) for seed in range(3)]

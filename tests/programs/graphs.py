@@ -28,9 +28,12 @@ _SCRIPTS = {
     "H08-a-graph-that-is-retained": "(1) -1r -1r -1r -1",
 }
 
+#: Of the ``Offload``. A copy on its way holds its slot: so many bytes of graphs that are over may be held.
+_FIELDS = {"H03-an-earlier-graph-waits": {"max_inflight_bytes": "32KiB"}}
+
 
 def _add(name: str) -> None:
-    @program(name, Flag.EAGER)
+    @program(name, Flag.EAGER, **_FIELDS.get(name, {}))
     def _(run: Run) -> object:
         model, losses, seen = _network(), dict[str, Tensor](), []
         for word in re.findall(r"[()]|-?\d+r?", _SCRIPTS[name]):

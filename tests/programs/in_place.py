@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,9 +13,9 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.testing._internal.two_tensor import TwoTensor
 
 from eager_offload import Offload, SavedTensorModifiedError
-from tests.hazards.functions import custom, watching
-from tests.hazards.wrappers import KINDS, Renewed, parts_of, wrapped, wrapped_pair
-from tests.programs import Flag, Run, leaf, program, step
+from tests.programs import Flag, Run, leaf, program, raises, step
+from tests.programs.parts.functions import custom, watching
+from tests.programs.parts.wrappers import KINDS, Renewed, parts_of, wrapped, wrapped_pair
 
 _Body = Callable[[Run], object]
 
@@ -161,7 +160,7 @@ _other_data = _after(lambda w, x: (w * 2) @ x, lambda x, y: setattr(x, "data", x
 _stays("H01-a-leaf-that-gets-other-data", _other_data)
 
 
-@step("H01-activations-in-place", Flag.EAGER)
+@step("H01-activations-in-place")
 def _() -> tuple[Callable[..., Tensor], list[Any]]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ELU(inplace=True))
     return lambda model, x: model(x), [model, leaf(8, 64)]
@@ -322,7 +321,7 @@ def _(run: Run) -> object:
         whole = watching(v, lambda saved: seen.append(saved.detach().clone()), (v * 3).detach()).sum()
     x.add_(1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="at version 1; expected version 0"):
+        with raises("at version 1; expected version 0"):
             changed.backward(retain_graph=True)
     whole.backward()
     return w.grad, seen

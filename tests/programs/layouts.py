@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.common_dtype import all_types_complex_float8_and
 
-from tests.hazards.functions import custom, saving, watching
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import custom, saving, watching
 
 #: Views of a base of 32 by 32 by 16 elements.
 SHAPES: dict[str, list[Callable[[Tensor], Tensor]]] = {
@@ -57,7 +57,9 @@ def _of_shapes(views: list[Callable[[Tensor], Tensor]], x: Tensor, seen: list[ob
 
 
 for _name, _views in SHAPES.items():
-    step(f"H05-{_name}", Flag.EAGER)(lambda views=_views: (partial(_of_shapes, views), [leaf(32, 32, 16, seed=3), []]))
+    step(f"H05-{_name}", Flag.EAGER, Flag.NO_CAPTURE)(
+        lambda views=_views: (partial(_of_shapes, views), [leaf(32, 32, 16, seed=3), []])
+    )
 
 
 def noise(*size: int) -> Tensor:
@@ -151,7 +153,9 @@ def _of_kinds(makes: list[Callable[[], Tensor]], x: Tensor, seen: list[object]) 
 for _name, (_, _makes) in KINDS.items():
     # A jagged size has another name each time.
     _flags = [Flag.HOST] if _name in ("sparse", "quantized") else [Flag.NO_CHECKPOINT] if _name == "jagged" else []
-    step(f"H12-{_name}", Flag.EAGER, *_flags)(lambda makes=_makes: (partial(_of_kinds, makes), [leaf(32, 32), []]))
+    step(f"H12-{_name}", Flag.EAGER, Flag.NO_CAPTURE, *_flags)(
+        lambda makes=_makes: (partial(_of_kinds, makes), [leaf(32, 32), []])
+    )
 
 
 def _of_nested_tensors(x: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.hazards.functions import custom
 from tests.programs import Flag, Run, leaf, program
+from tests.programs.parts.blocks import Step
+from tests.programs.parts.functions import custom
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.threads import on_a_thread
@@ -59,7 +60,7 @@ class Streams:
 def simulated_device() -> SimulatedRuntime | None:
     """The device that is simulated here, if one is: its observer sees every operator of this thread."""
     modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
-    return next((mode._runtime for mode in modes if isinstance(mode, OperatorObserver)), None)
+    return next((mode.runtime for mode in modes if isinstance(mode, OperatorObserver)), None)
 
 
 def in_a_thread(work: Callable[[], object]) -> None:
@@ -82,34 +83,16 @@ def computing_alike(work: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-class _Step:
-    """A forward and its backward, to be run in pieces."""
-
-    def __init__(self, seed: int) -> None:
-        self.x, self.w = leaf(_SIDE, _SIDE, seed=seed), leaf(_SIDE, _SIDE, seed=seed + 100)
-        self.loss: Tensor | None = None
-
-    def forward(self, run: Run) -> None:
-        with run.around:
-            h = (self.x * 2).tanh()
-            self.loss = ((h @ self.w).exp() * h).sin().sum()
-
-    def backward(self) -> None:
-        assert self.loss is not None
-        self.loss.backward()  # type: ignore[no-untyped-call]
-        self.loss = None
-
-
 def _moves(name: str, forward: bool, backward: bool) -> None:
     @program(name, Flag.EAGER)
     def _(run: Run) -> object:
         streams, results = Streams(), []
         for seed in range(3):
-            step = _Step(seed)
-            streams.run(lambda step=step: step.forward(run), aside=forward)
+            step = Step(seed)
+            streams.run(lambda step=step: step.forward(run.around), aside=forward)
             # On a device autograd runs a node on the stream of its forward, wherever backward was called.
             streams.run(step.backward, aside=backward if streams.are_threads else forward)
-            results.append([one.grad.clone() for one in (step.x, step.w) if one.grad is not None])
+            results.append(step.result)
             streams.meet()
         return results
 
@@ -162,4 +145,4 @@ _reads("H14-read-on-another-stream-and-here", [True, False])
 _reads("H14-read-here-and-there-in-turn", [True, True, False, True])
 # What a table brings back is ordered for the stream of its forward.
 _ALIKE = [[False], [False], [False], [True], [False], [False, True], [False]]
-_reads("H14-steps-alike-but-for-the-stream", *_ALIKE, strides=[1], flags=[Flag.NO_SCRIPT])
+_reads("H14-steps-alike-but-for-the-stream", *_ALIKE, strides=[1])

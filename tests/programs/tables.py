@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from tests.hazards.functions import custom
-from tests.hazards.wrappers import Dissolving
-from tests.programs import Flag, Run, leaf, program
+from tests.programs import Flag, Run, leaf, program, raises
+from tests.programs.parts.functions import custom
+from tests.programs.parts.wrappers import Dissolving
 
 _SIDE = 32
 #: What a layer does with what the one before it returns.
@@ -57,7 +56,7 @@ _OTHERS: dict[str, list[Callable[[Run], object]]] = {
 }
 for _name, _changed in _OTHERS.items():
 
-    @program(f"H54-a-step-{_name}", Flag.EAGER, Flag.NO_SCRIPT)
+    @program(f"H54-a-step-{_name}", Flag.EAGER)
     def _(run: Run, changed: list[Callable[[Run], object]] = _changed) -> object:
         results = [branches(run, FIRST, seed) for seed in range(2)]
         for step in changed:
@@ -73,7 +72,7 @@ def _steps(
 ) -> None:
     """Adds a program of one step for each of ``cases``; ``forward`` returns what is differentiated, and leaves."""
 
-    @program(f"H54-{name}", Flag.EAGER, Flag.NO_SCRIPT, *flags, moved=moved)
+    @program(f"H54-{name}", Flag.EAGER, *flags, moved=moved)
     def _(run: Run) -> object:
         results = []
         for case in cases:
@@ -157,7 +156,7 @@ _steps("a-graph-of-gradients", _differentiated_inside, range(3))
 
 for _counts in ((1, 1, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2)):
 
-    @program(f"H54-backwards-{'-'.join(map(str, _counts))}", Flag.EAGER, Flag.NO_SCRIPT)
+    @program(f"H54-backwards-{'-'.join(map(str, _counts))}", Flag.EAGER)
     def _(run: Run, counts: Sequence[int] = _counts) -> object:
         results = []
         for count in counts:
@@ -171,7 +170,7 @@ for _counts in ((1, 1, 2, 1), (2, 2, 1, 2), (2, 2, 3, 2)):
         return results
 
 
-@program("H54-a-parameter-that-an-operator-has-changed", Flag.EAGER, Flag.NO_SCRIPT)
+@program("H54-a-parameter-that-an-operator-has-changed", Flag.EAGER)
 def _(run: Run) -> object:
     """It has a node then, which owns the handle: a cycle that no collector sees, if what saves it holds it."""
     results, storages = [], []
@@ -193,7 +192,7 @@ def _(run: Run) -> object:
 
 for _before in (0, 1):
 
-    @program(f"H54-a-change-after-{_before}-backwards", Flag.EAGER, Flag.NO_SCRIPT, Flag.SOURCES_CHANGE, moved=0.6)
+    @program(f"H54-a-change-after-{_before}-backwards", Flag.EAGER, Flag.SOURCES_CHANGE, moved=0.6)
     def _(run: Run, before: int = _before) -> object:
         results = []
         for changes in (False, False, True):
@@ -205,7 +204,7 @@ for _before in (0, 1):
                 loss.backward(retain_graph=True)
             if changes:
                 y.add_(1)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation") if changes else nullcontext():
+            with raises("modified by an inplace operation") if changes else nullcontext():
                 loss.backward()
             del loss, y
             results.append(x.grad)

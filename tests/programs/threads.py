@@ -59,7 +59,7 @@ def train_together(runs: list[Run]) -> list[list[Tensor]]:
     return [results[number] for number in range(len(runs))]
 
 
-@program("H29-two-threads-with-one-offload", Flag.EAGER, Flag.DIFFERS, Flag.NO_SCRIPT)
+@program("H29-two-threads-with-one-offload", Flag.EAGER, Flag.NO_SCRIPT)
 def _(run: Run) -> object:
     return train_together([run, run])
 

@@ -21,9 +21,6 @@ _VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "H04-columns": lambda h, w: torch.stack([h[:, i] * w[:, i] for i in range(0, _SIDE, 16)]),
     "H04-windows": lambda h, w: (h.view(-1).unfold(0, 8, 4) ** 2).sum() + (h * w).sum(),
     "H07-query-key-and-value": lambda h, w: (lambda q, k, v: (q @ k.t()).softmax(-1) @ v)(*h.chunk(3, 1)),
-}
-#: Those that no compiler needs to be asked about.
-_FURTHER_VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "H04-a-diagonal-and-all-of-it": lambda h, w: (h.diagonal() * w.diagonal()).sum() + (h * w).sum(),
     "H04-every-other-row": lambda h, w: h[::2] * w[::2] + h[1::2] * w[1::2],
     "H04-three-ways-to-look-at-it": lambda h, w: (
@@ -44,8 +41,6 @@ def _add(name: str, of: Callable[[Tensor, Tensor], Tensor], *flags: Flag) -> Non
 
 for _name, _of in _VIEWS.items():
     _add(_name, _of)
-for _name, _of in _FURTHER_VIEWS.items():
-    _add(_name, _of, Flag.EAGER)
 
 
 @program("H04-views-of-a-storage-that-has-left", Flag.EAGER)

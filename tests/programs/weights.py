@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.hazards.functions import watching
 from tests.programs import Flag, Run, leaf, program, step
+from tests.programs.parts.functions import watching
 
 
 def _sliced_split_reshaped_and_expanded(fused: Tensor, scale: Tensor, x: Tensor) -> Tensor:
@@ -68,6 +68,22 @@ def _computed_from() -> list[Any]:
     return [layer, leaf(16, 64)]
 
 
+class _Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Parameter(leaf(64, 4).detach()), nn.Parameter(leaf(4, 64).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down @ self.up
+
+
+def _adapted() -> list[Any]:
+    return [nn.Sequential(_Adapted(), nn.Tanh(), _Adapted()), leaf(16, 64)]
+
+
 def _doubled(model: nn.Module, x: Tensor) -> Tensor:
     return model(x * 2)
 
@@ -76,6 +92,7 @@ def _doubled(model: nn.Module, x: Tensor) -> Tensor:
 _STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Any]]]] = {
     "H06-a-linear-layer-saves-a-transpose-of-its-weight": (_doubled, _two_layers),
     "H06-a-frozen-weight": (_doubled, _frozen),
+    "H06-adapters-of-low-rank-beside-frozen-weights": (_doubled, _adapted),
     "H06-what-is-computed-from-a-weight-moves": (_doubled, _computed_from),
     "H06-tied": (lambda model, index: model(index), lambda: [_Tied(), torch.arange(48) % 64]),
     "H06-sliced-split-reshaped-and-expanded": (
@@ -91,8 +108,7 @@ _STEPS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Any]]]] = {
     "H06-the-cast-to-float16-that-autocast-caches": (partial(_cast_by_autocast, torch.float16), _two_layers),
 }
 for _name, (_forward, _inputs) in _STEPS.items():
-    _flags = [Flag.NO_CHECKPOINT] if "double-backward" in _name else []
-    _flags += [] if "transpose" in _name else [Flag.EAGER]
+    _flags = [Flag.EAGER, Flag.NO_CHECKPOINT, Flag.NO_CAPTURE] if "double-backward" in _name else []
     # What is saved last before a backward in the context stays.
     step(_name, *_flags, moved=0.7 if "double-backward" in _name else 0.9)(
         lambda forward=_forward, inputs=_inputs: (forward, inputs())

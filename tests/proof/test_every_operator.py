@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import eager_offload as eo
 from tests.hazards.backends import assert_balanced, assert_settled
-from tests.proof.bits import same_bits
+from tests.proof.bits import same_results
 from tests.sampling import spread
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -51,12 +51,6 @@ NOT_ON_A_CPU = {
 
 #: Values of what an operator returned and gradients, or what was raised.
 Results = list[Tensor | None] | str
-
-
-def same(ours: Results, theirs: Results) -> bool:
-    if isinstance(ours, str) or isinstance(theirs, str):
-        return ours == theirs
-    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -206,7 +200,7 @@ def check_exact(op: OpInfo, offload: eo.Offload, count: int, *, twice: bool = Fa
                     plain = run(variant, sample, twice=twice)
                     offload.reset_stats()
                     found = run(variant, sample, offload, twice=twice)
-                    assert same(found, plain), f"{dtype} {sample}: {found} in place of {plain}"
+                    assert same_results(found, plain), f"{dtype} {sample}: {found} in place of {plain}"
                     if not twice and not isinstance(plain, str):
                         check_moved(offload.stats(synchronize=True), LEAST.get(op.name, 0.9))
 
@@ -240,7 +234,7 @@ def check_modification_noticed(op: OpInfo, offload: eo.Offload, count: int) -> i
                 for bump in bumps(op, sample):
                     plain = run(op, sample, bump=bump)
                     found = run(op, sample, offload, bump=bump)
-                    assert same(found, plain), f"{bump} {dtype} {sample}: {found} in place of {plain}"
+                    assert same_results(found, plain), f"{bump} {dtype} {sample}: {found} in place of {plain}"
                     noticed += plain == MODIFIED
     return noticed
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, changes_a_source
-from tests.proof.bits import same_bits
+from tests.proof.bits import same_results
 from tests.proof.programs import MODIFIED, Call, Change, Machine, Program, programs
 from tests.sampling import search
 from tests.simulation.checker import Violation
@@ -92,9 +92,7 @@ def check(program: Program, backend: Backend, fields: dict[str, Any], seen: Coun
         else:
             on_threads(threads, lambda number: backend.in_thread(partial(machines[number].run, program)))
         for machine in machines:
-            assert len(machine.trace) == len(plain.trace)
-            for ours, theirs in zip(machine.trace, plain.trace, strict=True):
-                assert same(ours, theirs), f"{ours} in place of {theirs}"
+            assert same_results(machine.trace, plain.trace), f"{machine.trace} in place of {plain.trace}"
         if not autograd_leaks(program):
             backend.assert_nothing_is_held()
         for stats in [offload.stats() for offload in backend.offloads]:
@@ -117,12 +115,6 @@ def autograd_leaks(program: Program) -> bool:
     return any(isinstance(step, Change) for step in steps) and (
         has_leaves or any(block.where == "bare" for block in program.blocks)
     )
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, str) or isinstance(theirs, str):
-        return bool(ours == theirs)
-    return same_bits(ours, theirs)
 
 
 def explore(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,9 @@ def moved(said: str) -> list[float]:
 
 def learnt(said: str) -> list[str]:
     """Losses, and the digest of the parameters of each rank that prints one; ranks write in any order."""
-    found = re.findall(r"parameters \w{12,}|step \d+: loss [\d.]+|losses [\d. ]+", said)
+    found = re.findall(
+        r"parameters (?:[0-9a-f]{16}|[0-9a-f]{12})|step \d+: loss [\d.]+|losses [\d. ]+|'loss': '[\d.]+'", said
+    )
     assert len(found) >= 3, said
     return sorted(found)
 
@@ -61,18 +62,3 @@ def test_an_example_learns_the_same_with_offload_and_without(example: tuple[str,
     assert len(moved(with_offload)) >= 2
     assert min(moved(with_offload)) > 0
     assert not any(moved(without))
-
-
-def test_accelerate_launches_its_example(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "examples/accelerate.yaml"]
-    # Any port that is free; launch says 29500 by itself.
-    said = printed([*launcher, "--main_process_port", "0", "examples/train_accelerate.py"], tmp_path)
-    assert "2 processes moved" in said
-    assert min(moved(said)) > 0
-
-
-def test_one_rank_of_transformers_prints_a_line_a_step(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    said = printed([sys.executable, str(ROOT / "examples" / "train_transformers.py")], tmp_path)
-    assert len(re.findall(r"^\{'loss': ", said, re.MULTILINE)) == 3, said

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from tests.ranks import failing
 from tests.ranks.launch import command_of, launch, started
 from tests.releases import wrong_before
 
@@ -149,28 +150,14 @@ def assert_nothing_is_left(directory: Path, output: str) -> None:
     assert list((directory / "spill").iterdir()) == []
 
 
+QUICK_FAILURE = "fsdp-error-backward"
+#: Of one in three, beside the quick one, each strategy meets each place, and all three ways are there.
+FAILURES = [one for one in failing.SCENARIOS if "wait" not in one and one != QUICK_FAILURE]
+
+
 @pytest.mark.parametrize(
     "scenario",
-    [
-        "fsdp-error-backward",
-        *(
-            # Of one in two each strategy meets each place, and all three ways are there.
-            pytest.param(f"{strategy}-{way}-{where}", marks=(pytest.mark.long, pytest.mark.sampled(2)))
-            for strategy, way, where in [
-                ("ddp", "error", "forward"),
-                ("ddp", "error", "backward"),
-                ("ddp", "kill", "backward"),
-                ("ddp", "kill", "forward"),
-                ("fsdp", "interrupt", "forward"),
-                ("ddp", "interrupt", "forward"),
-                ("fsdp", "kill", "backward"),
-                ("ddp", "interrupt", "backward"),
-                ("fsdp", "error", "forward"),
-                ("fsdp", "kill", "forward"),
-                ("fsdp", "interrupt", "backward"),
-            ]
-        ),
-    ],
+    [QUICK_FAILURE, *(pytest.param(one, marks=(pytest.mark.long, pytest.mark.sampled(3))) for one in FAILURES)],
 )
 def test_all_ranks_end_when_one_fails(scenario: str, tmp_path: Path) -> None:
     output = launch(2, tmp_path, [f"failing.{scenario}"])

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from eager_offload import OffloadStats
 from tests.hazards.backends import DiskBackend
-from tests.hazards.blocks import ROWS, WIDTH, Block
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, assert_identical, leaf, same_gradients
+from tests.programs.parts.blocks import ROWS, WIDTH, Block
 from tests.ranks.launch import Ranks
 
 #: Storages of weights, to which a program adds.

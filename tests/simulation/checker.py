@@ -122,6 +122,11 @@ class Checker(Log):
         """How many ranges of bytes are followed at present."""
         return sum(len(space.cells) for space in self._spaces.values())
 
+    @property
+    def events(self) -> int:
+        """How many events that were recorded are alive: something can still wait for them."""
+        return len(self._events)
+
     # -- the log --------------------------------------------------------------------------------------------------
 
     def write(self, entry: Entry) -> None:

@@ -28,8 +28,6 @@ class Halves:
     backward: GraphModule
     #: How many of the forward's outputs are the user's.
     num_outputs: int
-    #: Which of its inputs stay where they are from step to step, such as parameters.
-    static: Sequence[int]
 
     def saved(self) -> list[Node]:
         """What the forward leaves to the backward, and nothing else holds."""
@@ -69,8 +67,7 @@ def traced(
 
     def split(module: GraphModule, joint: Sequence[object], **named: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = partition(module, joint, **named)
-        static = named.get("static_lifetime_input_indices") or []
-        found.append(Halves(forward, backward, named["num_fwd_outputs"], static))
+        found.append(Halves(forward, backward, named["num_fwd_outputs"]))
         return forward, backward
 
     def as_is(module: GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:

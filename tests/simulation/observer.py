@@ -61,7 +61,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         #: Bytes in storages that were allocated under observation and live, and the most there ever were.
         self.resident_bytes = 0
         self.peak_resident_bytes = 0
-        self._runtime = runtime
+        self.runtime = runtime
         self._log = log
         self._device = device
         self._home = runtime.current_stream(device) if home is None else home
@@ -96,12 +96,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         assert region is not None, f"{tensor.device} {tensor.layout} memory is not observed"
         return region
 
-    def owner(self, tensor: Tensor) -> Stream:
-        """The stream whose allocator the memory of ``tensor`` came from."""
-        with self._lock:
-            self._region(tensor)
-            return self._blocks[id(tensor.untyped_storage())].stream
-
     def allocated(self, tensor: Tensor, stream: Stream, what: str) -> None:
         """Takes note of a new block that the runtime itself allocated."""
         with self._lock:
@@ -133,7 +127,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
     def _write_down(self, func: OpOverload[..., Any], operands: Sequence[Operand], results: Sequence[Tensor]) -> None:
-        stream = self._runtime.current_stream(self._device)
+        stream = self.runtime.current_stream(self._device)
         what = str(func)
         reads = [region for o in operands if o.reads and (region := self._region(o.tensor, stream)) is not None]
         writes = [region for o in operands if o.writes and (region := self._region(o.tensor, stream)) is not None]

@@ -115,10 +115,6 @@ class VirtualDevice:
         """How many graphs, or captures of one, are held; one that runs is held by its stream."""
         return int(self._extension.graphs_alive())
 
-    def sleep(self, seconds: float, device: int | None = None) -> None:
-        """Keeps the current stream busy."""
-        self._extension.sleep(torch.accelerator.current_device_index() if device is None else device, seconds)
-
     @contextmanager
     def held(self, device: int | None = None) -> Iterator[None]:
         """The stream that is current on entering stands still inside, where the host may not wait for it."""

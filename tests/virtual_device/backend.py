@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -57,6 +57,10 @@ class VirtualBackend(Backend):
     @property
     def runtime(self) -> AcceleratorRuntime:
         return accelerator_runtime()
+
+    @contextmanager
+    def counting_events(self) -> Iterator[Callable[[], int]]:
+        yield lambda: sum(len(self.runtime._events.of(index)) for index in range(2))
 
     def watching(self) -> AbstractContextManager[object]:
         return torch.device(NAME) if self._is_default else nullcontext()  # a thread has a default device of its own

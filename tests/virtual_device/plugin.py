@@ -14,16 +14,9 @@ _device = install()  # before tests are collected, which ask whether there is an
 
 #: Hazards that are not run on the device, by what their names match, and why.
 _LEFT_OUT = {
-    r"sparse|quantized|H67|h12_nested_tensors|h54_.*nested|ragged": "torch has this layout on devices of its own only",
-    r"h01_a_change_raises.*-an_input": "autograd has another name for the type of a tensor than torch.Tensor.type",
-    r"h44_zeros_that_are_nowhere_stay.*(dual|forward_over)": "torch has these zeros on devices of its own only",
-    r"h54_.*zeros_that_are_nowhere": "torch has these zeros on devices of its own only",
+    r"sparse|quantized|H67|ragged": "torch has this layout on devices of its own only",
     r"h\d\d_what_a_collective|h13_h06_the_local_part": "there is no process group for the device",
-    r"h37_.*numpy": "NumPy sees the memory of the host",
-    r"h11_(an_address|the_address)|h54_.*odd_address": "the test places tensors in memory of the host",
     r"h36_.*on its way-share|h36_.*was_given.*share": "memory of a device is shared without being moved",
-    r"h49_.*untouched": "the test's workspace is memory of the host",
-    r"h10_an_interrupt_in.*-(wait|allocate)-.*early": "autograd's thread of the device makes these calls",
     r"h29_who_comes_second": "both backwards would run in autograd's one thread of the device",
 }
 

@@ -15,7 +15,7 @@ _STEPS = (
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
-    "=simulated": ("runtime/simulated runtime/checker runtime/observer runtime/simulated_agreement"),
+    "=simulated": "runtime/simulated runtime/checker runtime/observer",
     "=host": "host_runtime",
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",

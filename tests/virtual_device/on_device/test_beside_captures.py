@@ -21,7 +21,7 @@ from eager_offload.errors import (
     HostAllocationUnderCaptureError,
     StaleEventError,
 )
-from eager_offload.graphs import CapturePool, GraphCaptureGuard, make_graphed_callable
+from eager_offload.graphs import make_graphed_callable
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
 from eager_offload.tiers.memory import PAGE
@@ -148,27 +148,6 @@ def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_it
         (runtime.abandon_capture if abandons else runtime.end_capture)(begun)
     made = [call for call in api.calls if "register" not in call]
     assert made == ["forget_workspaces", "begin_graph", "forget_workspaces"]
-
-
-def test_a_pool_goes_on_after_a_capture_that_failed_in_other_memory() -> None:
-    """To 2.12, torch goes on to take the first for that of a capture that is under way."""
-    pool, x = CapturePool(), torch.ones(4, device=NAME)
-
-    def capture() -> Any:
-        pool.unseal()
-        return make_graphed_callable(lambda: x + 1, pool=pool)
-
-    graphs = [capture(), capture()]
-    pool.unseal()
-    with pytest.raises(RuntimeError, match="not permitted"), GraphCaptureGuard(pool=pool):
-        torch.accelerator.synchronize()
-    graphs += [capture(), capture()]
-    pool.unseal()
-    with pytest.raises(CaptureStateError):
-        GraphCaptureGuard(torch.accelerator.current_stream(), pool=pool).__enter__()  # which changes nothing
-    graphs.append(capture())
-    first, second, third, fourth, fifth = (graph._graph.pool() for graph in graphs)
-    assert first == second != third == fourth == fifth
 
 
 @pytest.mark.parametrize("where", [here, on_a_thread])

@@ -25,7 +25,6 @@ from eager_offload.graphs import (
     CaptureStatus,
     GraphCaptureGuard,
     GraphPoolHandle,
-    PoolInUseError,
     PoolSealedError,
     ScheduleMismatchError,
     UnjoinedStreamError,
@@ -391,28 +390,6 @@ def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) ->
 
 
 # -- pools, streams and memory ----------------------------------------------------------------------------------------
-
-
-def test_two_steps_on_one_pool_take_turns_on_any_stream(virtual: VirtualDevice, offloads: Any) -> None:
-    offload, chains, other = offloads(), [Chain(1), Chain(2)], torch.Stream(device=NAME)
-    pool, steps = CapturePool("64KiB"), list[CapturedStep]()
-    for chain in chains:
-        pool.unseal()
-        steps.append(chain.capture(offload, pool=pool))
-    expected = [value.cpu() for x in chains[0].batches[:5] for chain in chains for value in chain(x)]
-    found: list[Tensor] = []
-    with virtual.replays(4), virtual.slow_compute(1e-4):
-        for number, x in enumerate(chains[0].batches[:5]):
-            for step in steps:
-                with other if number % 2 else torch.Stream(device=NAME):
-                    found += [value.cpu() for value in step(x)]
-    assert same(expected, found)
-    with pytest.raises(PoolInUseError, match="by 2 graphs"):
-        pool.clear_buffers()
-    for step in steps:
-        step.close()
-    collect()
-    pool.clear_buffers()
 
 
 def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(virtual: VirtualDevice) -> None:

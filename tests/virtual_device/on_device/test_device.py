@@ -18,54 +18,7 @@ LATE = 0.05  # seconds; what a missing wait overtakes
 MIB = 1 << 20
 
 
-def side_stream() -> torch.Stream:
-    return torch.Stream(device=NAME)
-
-
-# -- streams and events -----------------------------------------------------------------------------------------------
-
-
-def test_each_record_of_an_event_is_a_point_of_its_own(virtual: VirtualDevice) -> None:
-    side, event = side_stream(), torch.Event(device=NAME)
-    event.record()
-    event.synchronize()
-    assert event.query()
-    virtual.sleep(LATE)
-    event.record()
-    assert not event.query(), "it stands for the later record now"
-    side.wait_event(torch.Event(device=NAME))  # never recorded: no wait
-    assert side.query()
-    event.synchronize()
-
-
-def test_an_error_on_a_stream_is_told_later(virtual: VirtualDevice) -> None:
-    x = torch.zeros(4).to(NAME)
-    index = torch.tensor([7]).to(NAME)
-    x[index]  # out of range, which only the kernel sees
-    with pytest.raises(RuntimeError, match="asynchronously: index 7 is out of bounds"):
-        torch.accelerator.synchronize()
-    torch.accelerator.synchronize()
-
-
 # -- copies -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out", [True, False])
-def test_copies_arrive_in_parts(virtual: VirtualDevice, out: bool) -> None:
-    host = torch.zeros(4 * PAGE, pin_memory=True)
-    device = torch.ones(4 * PAGE, device=NAME)
-    target, source = (host, device) if out else (device, host)
-    torch.accelerator.synchronize()
-    seen = set()
-    with virtual.slow_links(latency=4 * LATE):
-        target.copy_(source, non_blocking=True)
-        event = torch.Event(device=NAME)
-        event.record()
-        while not event.query():
-            now = host if out else virtual.peek(device)
-            seen.add(int((now == source.new_tensor(float(out), device="cpu")).sum()) // PAGE)
-    assert seen & {1, 2, 3}, "never half of it"
-    assert torch.equal(host, device.cpu())
 
 
 def test_pageable_memory_makes_the_host_wait(virtual: VirtualDevice) -> None:
@@ -103,65 +56,6 @@ def test_a_copy_has_to_be_in_one_registration_that_outlives_it(virtual: VirtualD
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_block_is_handed_out_again_at_once_on_its_own_stream_and_painted(virtual: VirtualDevice) -> None:
-    side = side_stream()
-    x = torch.ones(MIB, device=NAME)
-    address = x.data_ptr()
-    with side:
-        virtual.sleep(LATE)
-        y = x + 1
-    del x  # while the side stream has not read it
-    again = torch.empty(MIB, device=NAME)
-    assert again.data_ptr() == address
-    torch.accelerator.synchronize()
-    assert virtual.peek(again).isnan().all()
-    with side:
-        elsewhere = torch.empty(MIB, device=NAME)
-    assert elsewhere.data_ptr() not in (address, y.data_ptr())
-
-
-def test_record_stream_keeps_a_block_until_the_other_stream_is_there(virtual: VirtualDevice) -> None:
-    x, side = torch.ones(MIB, device=NAME), side_stream()
-    torch.accelerator.synchronize()
-    address = x.data_ptr()
-    with side:
-        virtual.sleep(LATE)
-        y = x + 1
-    x.record_stream(side)
-    del x
-    assert torch.empty(MIB, device=NAME).data_ptr() != address
-    side.synchronize()
-    assert torch.equal(y.cpu(), torch.full((MIB,), 2.0))
-    assert torch.empty(MIB, device=NAME).data_ptr() == address
-
-
-def test_it_is_full_at_its_capacity_and_tries_again_without_the_cache(virtual: VirtualDevice) -> None:
-    torch.accelerator.empty_cache()
-    held = torch.accelerator.memory_reserved()
-    with virtual.capacity(held + 8 * MIB):
-        x = torch.empty(6 * MIB, dtype=torch.uint8, device=NAME)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 6291456 bytes"):
-            torch.empty(6 * MIB, dtype=torch.uint8, device=NAME)
-        del x
-        assert torch.accelerator.memory_reserved() == held + 6 * MIB, "cached"
-        y = torch.empty(8 * MIB, dtype=torch.uint8, device=NAME)  # too large for the cache
-        assert torch.accelerator.memory_allocated() >= y.nbytes
-
-
-def test_pinned_memory_is_cached_and_rounded_up(virtual: VirtualDevice) -> None:
-    x = torch.empty(3 * PAGE, dtype=torch.uint8, pin_memory=True)
-    address = x.data_ptr()
-    del x
-    y = torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True)
-    assert y.data_ptr() == address, "both are four pages"
-    source = torch.ones(4 * PAGE, dtype=torch.uint8, device=NAME)
-    with virtual.slow_links(latency=LATE):
-        y.copy_(source, non_blocking=True)
-        del y
-        assert torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True).data_ptr() != address, "a copy still writes it"
-        torch.accelerator.synchronize()
 
 
 def test_the_host_that_touches_device_memory_dies_of_it() -> None:
@@ -220,14 +114,3 @@ def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtu
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first[0], draws()[0])
     assert 400 < (first[1] == 2).sum().item() < 624
-
-
-def test_tensors_of_the_host_are_refused_but_for_numbers_and_indices(virtual: VirtualDevice) -> None:
-    x, there, indices = torch.arange(4.0, device=NAME), torch.ones(4), torch.tensor([3, 1])
-    for operate in (lambda: x + there, lambda: there @ x, lambda: torch.cat([x, there]), lambda: x.add_(there)):
-        with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*virtual:0 and cpu"):
-            operate()
-    assert (x + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
-    assert x[indices].tolist() == [3, 1]
-    x[indices] = torch.tensor(7.0)
-    assert x.tolist() == [0, 7, 2, 7]

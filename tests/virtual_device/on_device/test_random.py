@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.proof.bits import same_results
 from tests.proof.programs import Machine, Program
-from tests.proof.test_random_programs import explore, same
+from tests.proof.test_random_programs import explore
 from tests.virtual_device import NAME
 from tests.virtual_device.backend import VirtualBackend
 
@@ -35,7 +36,7 @@ def fits(program: Program) -> bool:
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pool.submit(_heard_late, elsewhere.run, program).result()
     torch.accelerator.synchronize()
-    return all(map(same, machine.trace, elsewhere.trace))
+    return same_results(machine.trace, elsewhere.trace)
 
 
 def _heard_late(call: Callable[..., object], *arguments: object) -> bool:

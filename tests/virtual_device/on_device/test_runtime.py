@@ -18,7 +18,6 @@ from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
-from tests.runtime.simulated_rig import DistantSlot
 from tests.threads import collect, on_threads
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
@@ -125,22 +124,6 @@ def test_an_event_is_recorded_again_out_of_use_and_waited_for_where_order_is_not
         runtime.wait(out, again)
         runtime.synchronize(again)
     assert calls == []
-
-
-def test_synchronize_waits_for_what_the_event_stands_for_and_no_more(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-    source, slot = block(), slot_of(runtime)
-    with virtual.slow_links(latency=LATE):
-        with virtual.slow_compute(LATE):
-            source.fill_(7)
-        copied = runtime.copy(slot, source, out, [runtime.record(compute)])
-        with virtual.held_stream(out):
-            later = runtime.copy(slot, source, out)
-            runtime.synchronize(copied)
-            assert slot.tensor.eq(7).all()
-            assert not runtime.query(later)
 
 
 @pytest.mark.parametrize("call", [None, "copy", "empty", "set_stream"])
@@ -290,39 +273,6 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
-
-
-def test_copies_and_marks_tell_when_they_were_while_anyone_wants_to_know(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    """And the first copies, and some later ones, how long they took in any case."""
-    out, back = (runtime.transfer_stream(HERE, way) for way in Direction)
-    most, began = accelerator._TIMED, time.perf_counter()
-    with virtual.slow_links(latency=LATE):
-        copies = [runtime.seconds(offload(runtime)) for _ in range(2 * most + 2)]
-        timed = [number for number, seconds in enumerate(copies) if seconds is not None]
-        assert timed == [*range(most + 1), 2 * most]
-        assert min(copies[number] for number in timed) >= LATE
-        assert runtime.hops(offload(runtime)) == ()
-        for _ in range(2):
-            runtime.start_timing(HERE)
-        runtime.stop_timing(HERE)
-        mark, first, slot, target = runtime.mark(out), offload(runtime), DistantSlot(NBYTES), block()
-        (one,) = runtime.hops(first)
-        assert one.stop - one.start >= LATE
-        for one_end, other_end, way in ((slot, block().fill_(9), out), (target, slot, back)):
-            event = runtime.copy(one_end, other_end, way, [runtime.record(runtime.current_stream(HERE))])
-            runtime.synchronize(event)
-            tier, device = runtime.hops(event)
-            assert (tier.name, device.name) == ("disk", ""), "the way to a disk has two legs"
-            assert device.stop - device.start >= LATE
-        last = runtime.mark(out)
-        assert began <= runtime.time_of(mark) <= one.start <= one.stop <= runtime.time_of(last)
-    assert runtime.time_of(last) <= time.perf_counter(), "the origin of the device's clock is a moment of the host's"
-    assert target.eq(9).all()
-    runtime.stop_timing(HERE)
-    assert runtime.hops(offload(runtime)) == ()
-    assert runtime.hops(first) == (one,), "what was measured stays known"
 
 
 def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(

@@ -23,8 +23,8 @@ from eager_offload.runtime.staging import Staging
 from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
-from tests.hazards.blocks import Step
 from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once, leaf
+from tests.programs.parts.blocks import Step
 from tests.runtime.simulated_rig import DistantSlot
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 
 #: Makes a wrapper of plain tensors that it asks for by number.
 Wrap: TypeAlias = Callable[[Callable[[int], Tensor]], Tensor]

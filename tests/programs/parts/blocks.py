@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from tests.hazards.programs import leaf
+from tests.programs import leaf
 
 WIDTH, ROWS = 32, 16
 #: Bytes of what goes from one block to the next.
@@ -26,6 +27,26 @@ class Block(nn.Module):
 def blocks(count: int = 4) -> nn.ModuleList:
     torch.manual_seed(0)
     return nn.ModuleList(Block() for _ in range(count))
+
+
+def trained(
+    parameters: Iterable[Tensor],
+    around: AbstractContextManager[object],
+    forward: Callable[[int], Tensor],
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> list[Tensor]:
+    """Three steps, each of which has the loss that ``forward`` makes of its number: the losses, and what is trained."""
+    parameters, losses = [*parameters], []
+    optimizer = make(parameters, lr=0.1)
+    for step in range(3):
+        with around:
+            loss = forward(step)
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(parameter.detach() for parameter in parameters)]
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:

@@ -1,0 +1,1 @@
+"""What several programs are made of: operators, wrappers, small models and steps."""
