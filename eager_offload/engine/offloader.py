@@ -13,12 +13,12 @@ the runtime holds them.
 [Note: copies that are held back]
 A copy that a transfer stream has been given cannot be taken back. Given all that the window allows, a slow link would
 hold sources that backward has long done with, and the device's peak would rise above that without offload.
-So a stream has two copies at a time (``_ALWAYS``): the one that runs, and one that begins when that is over, since the
-host turns to it only with the next save, and the link would be idle until then. It has more, as much as it carries in
-the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold anyway (``_AHEAD_PART``). The others
-wait in the offloader, ordered by an event that is recorded at once; they are cancelled when backward asks for their
-bytes, and when their graph goes. On a CPU, where a transfer stream is a thread, that takes the next ones by itself when
-it has done what it was given (``poll_from_thread``).
+So a stream has two copies at a time (``_ALWAYS``), and as many for each further disk: the one that runs, and one that
+begins when that is over, since the host turns to it only with the next save, and the link would be idle until then. It
+has more, as much as it carries in the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold
+anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an event that is recorded at once; they are
+cancelled when backward asks for their bytes, and when their graph goes. On a CPU, where a transfer stream is a thread,
+that takes the next ones by itself when it has done what it was given (``poll_from_thread``).
 
 [Note: a step that is prepared for a capture]
 A captured step does what the last step before it did, so no decision of that one may depend on how fast the host or
@@ -62,7 +62,7 @@ _NO_THREAD = (
 )
 
 
-#: How many copies a stream is given, however large they are.
+#: How many copies a stream is given for each lane of a tier, however large they are.
 _ALWAYS = 2
 #: For how long a stream is given more; seconds.
 _AHEAD_SECONDS = 1e-3
@@ -420,7 +420,7 @@ class DeviceOffloader:
             self._held_back_bytes = 0
         while self._held_back:
             transfer = next(iter(self._held_back))
-            if len(self._out) >= _ALWAYS:
+            if len(self._out) >= _ALWAYS * max([tier.lanes for tier in self.tiers]):
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 most = max(ahead, self.runtime.given_bytes)

@@ -21,11 +21,11 @@ from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import Accounts, Counters, KeepReason
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.guard import process_guard
-from eager_offload.tiers.host import HostTier, shared_arena
+from eager_offload.tiers.host import HostTier, shared_pool
+from eager_offload.tiers.pool import Pool
 
 _warned_of_host_tier = threading.Event()
 
@@ -247,16 +247,16 @@ class Offloaders:
 
     def _host_tier(self, runtime: Runtime) -> Tier:
         pin_memory = isinstance(runtime, AcceleratorRuntime) and self._config.pin_memory is not False
-        arena = shared_arena(runtime, pin_memory, lambda: _new_arena(runtime, pin_memory=pin_memory))
+        pool = shared_pool(runtime, pin_memory, lambda: _new_pool(runtime, pin_memory=pin_memory))
         budget, given = _bytes(self._config.host_budget), self._config.written("host_budget")
-        return self._around(HostTier(arena, budget, given=given))
+        return self._around(HostTier(pool, budget, given=given))
 
     def _around(self, tier: Tier) -> Tier:
         return tier if self.around_tier is None else self.around_tier(tier)
 
 
-def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
-    """An arena over the host buffers of ``runtime``, which takes no more than the machine has to give."""
+def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
+    """A pool over the host buffers of ``runtime``, which takes no more than the machine has to give."""
     guard, allocate = process_guard(), runtime.host_buffer
     more: dict[str, Any] = {}
     if isinstance(runtime, AcceleratorRuntime):
@@ -268,7 +268,7 @@ def _new_arena(runtime: Runtime, *, pin_memory: bool) -> Arena:
         runtime.poll()  # what is pinned has to be unpinned before it is back
         guard.forget()
 
-    return Arena(allocate, admit=guard.admit, given_back=given_back, **more)
+    return Pool(allocate, admit=guard.admit, given_back=given_back, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

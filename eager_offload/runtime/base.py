@@ -348,7 +348,7 @@ class Runtime(abc.ABC):
         """
 
     def slab_sizes(self) -> SlabSizes | None:
-        """How large an arena's slabs have to be so that nothing is wasted; ``None`` where any size will do."""
+        """How large a pool's slabs have to be so that nothing is wasted; ``None`` where any size will do."""
         return None
 
     @abc.abstractmethod

@@ -21,12 +21,12 @@ from torch import Tensor
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
+from eager_offload.tiers.pool import Pool
 
 _SLAB_BYTES = 16 << 20
 #: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.
@@ -66,11 +66,11 @@ class HostRuntime(Runtime):
         # The threads themselves start when there is work for them.
         self._out = TransferThread("eager_offload-out")
         self._in = TransferThread("eager_offload-in")
-        back = weakref.proxy(self._in)  # which holds the arena
+        back = weakref.proxy(self._in)  # which holds the pool
         #: Reload targets: page-aligned, so that direct I/O can fill them, and used again without new page faults as
         #: long as reloads go on.
-        self.arena = Arena(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
-        self._in.pauses = self.arena.rest
+        self.pool = Pool(anonymous_slab, slab_bytes=_SLAB_BYTES, idle_bytes=_IDLE_BYTES, wakes=lambda: back.record())
+        self._in.pauses = self.pool.rest
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
         # [Note: copies that are held back] in engine/offloader.py: it takes the next ones.
@@ -104,7 +104,7 @@ class HostRuntime(Runtime):
 
     def release_idle(self) -> None:
         super().release_idle()
-        self.arena.release_idle()
+        self.pool.release_idle()
 
     def memory(self, device: torch.device) -> DeviceMemory:
         return DeviceMemory(self._process.memory_info().rss)
@@ -150,12 +150,13 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        submitted: HostEvent = stream.submit(partial(carry, call, end, slot, pending))
+        thread = stream if not slot.lane else stream.lane(slot.lane)
+        submitted: HostEvent = thread.submit(partial(carry, call, end, slot, pending))
         return submitted
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every alignment_offset; the bytes before it are slack.
-        target = self.arena.lease(layout.alignment_offset + layout.nbytes)
+        target = self.pool.lease(layout.alignment_offset + layout.nbytes)
         return target[layout.alignment_offset :] if layout.alignment_offset else target
 
     def after_fork(self) -> None:

@@ -19,7 +19,7 @@ pins is the driver's memory, which fork leaves out as it is.
 
 [Note: the node of the device]
 Pages are taken from the node of memory that is nearest to the device which is selected when a slab is taken: that is
-where the copies go, as long as a process uses one device. What several devices share an arena for may come from the
+where the copies go, as long as a process uses one device. What several devices share a pool for may come from the
 node of any of them.
 """
 
@@ -81,7 +81,7 @@ class PinnedMemory:
 
     @property
     def sizes(self) -> SlabSizes:
-        """How large slabs have to be, for an arena."""
+        """How large slabs have to be, for a pool."""
         return ExactSizes(_SHARED_BYTES) if self._can_register() else PowersOfTwo()
 
     def allocate(self, nbytes: int) -> Tensor:

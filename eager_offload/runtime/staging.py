@@ -38,9 +38,9 @@ from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
@@ -102,7 +102,7 @@ class _Room:
         self._device = device
         self._limit = limit
         self._lock = ForkSafeLock()
-        self._arena: Arena | None = None
+        self._pool: Pool | None = None
         # What has to be over for room to come back, oldest first. Each implies those before it, so none need be kept
         # for long.
         self._users: deque[Callable[[], None]] = deque(maxlen=64)
@@ -115,18 +115,18 @@ class _Room:
             ``None`` where the system has no memory.
         """
         with self._lock.lock:
-            arena = self._arena
-            if arena is None:
+            pool = self._pool
+            if pool is None:
                 sizes = self._device.slab_sizes()
-                arena = self._arena = Arena(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            slot = arena.allocate(nbytes, limit=self._limit)
+                pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+            slot = pool.allocate(nbytes, limit=self._limit)
             if slot is None and self._latest is not None:
                 self._latest = None
-                slot = arena.allocate(nbytes, limit=self._limit)
+                slot = pool.allocate(nbytes, limit=self._limit)
             while slot is None and self._users:
                 self._users.popleft()()
-                slot = arena.allocate(nbytes, limit=self._limit)
-            return arena.allocate(nbytes) if slot is None else slot
+                slot = pool.allocate(nbytes, limit=self._limit)
+            return pool.allocate(nbytes) if slot is None else slot
 
     def note_user(self, wait: Callable[[], None]) -> None:
         """``wait`` returns when the room that was taken last is free again."""
@@ -141,9 +141,9 @@ class _Room:
         with self._lock.lock:
             self._users.clear()
             self._latest = None
-            arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
 
 class Staging:
@@ -172,7 +172,7 @@ class Staging:
             return event
         try:
             copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after), timed=timed)
-            event.work = self._writer.submit(partial(self._write, event, slot, room, copied))
+            event.work = self._writer.lane(slot.lane).submit(partial(self._write, event, slot, room, copied))
         except BaseException:
             # What has failed may come after the copy, whose event is lost then.
             self._device.keep_until(self._device.record(stream), room)
@@ -185,7 +185,9 @@ class Staging:
     ) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after), timed))
+        event.work = self._reader.lane(slot.lane).submit(
+            partial(self._read, event, target, slot, stream, _of_device(after), timed)
+        )
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure

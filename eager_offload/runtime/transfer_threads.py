@@ -10,12 +10,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.runtime.base import Span
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, processor_seconds, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -41,7 +42,7 @@ class HostEvent:
         self.error: BaseException | None = None
         #: When the work was done, if it succeeded.
         self.spans: tuple[Span, ...] = ()
-        #: What it took of the processor, with what the threads took that worked for it.
+        #: What it took of the processor.
         self.processor_seconds = 0.0
         #: Whether it was carried out by a thread that computes, for want of one of its own.
         self.inline = False
@@ -53,7 +54,7 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
-        began, before = time.perf_counter(), processor_seconds()
+        began, before = time.perf_counter(), time.thread_time()
         try:
             work()
             self.spans = (Span("", began, time.perf_counter()),)
@@ -64,7 +65,7 @@ class HostEvent:
         else:
             return None
         finally:
-            self.processor_seconds = processor_seconds() - before
+            self.processor_seconds = time.thread_time() - before
             del work  # frames of the traceback lead back to this one
 
     def complete(self, error: BaseException | None) -> None:
@@ -110,6 +111,8 @@ class HostEvent:
 class TransferThread:
     """A transfer stream: operations in order, carried out by one thread that starts when there is work.
 
+    Where slots lie on several disks, there is a thread for each: see ``lane``.
+
     [Note: handing over]
     To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
     small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
@@ -136,6 +139,8 @@ class TransferThread:
         #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
+        #: See ``lane``; from number 1 on.
+        self._lanes: list[TransferThread] = []
         self._reset()
         _threads.add(self)
         tell_after_fork(self)
@@ -171,8 +176,24 @@ class TransferThread:
         return event
 
     def record(self) -> HostEvent:
-        """Enqueues a new event, which is over when everything enqueued before it is."""
-        return self.submit(None)
+        """Enqueues a new event, which is over when everything enqueued before it is, in every lane."""
+        ends = [lane.record() for lane in self._lanes]
+        return self.submit(partial(_wait_for, ends) if ends else None)
+
+    def lane(self, number: int) -> TransferThread:
+        """The thread for what lies on the disk of that number, which is this one for the first.
+
+        What different lanes are given is carried out at once, in no order.
+        """
+        if number and number > len(self._lanes):
+            with self._lock.lock:
+                while number > len(self._lanes):
+                    lane = TransferThread(f"{self.name}-{len(self._lanes) + 1}")
+                    lane.pauses, lane.runs_dry, lane.is_wanted = self.pauses, self.runs_dry, self.is_wanted
+                    for user in [one() for one in list(self._users) if one is not None]:
+                        lane.serve(user)
+                    self._lanes.append(lane)
+        return self._lanes[number - 1] if number else self
 
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
@@ -184,6 +205,8 @@ class TransferThread:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
             self._users.add(FinalizerRecord(user, self._bell.put))
+        for lane in self._lanes:
+            lane.serve(user)
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
@@ -194,6 +217,8 @@ class TransferThread:
 
     def close(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
+        for lane in self._lanes:
+            lane.close()
         thread = self._thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._items.append(None)
@@ -370,6 +395,11 @@ def _stop_all() -> None:
     """
     for thread in _threads:
         thread.stop()
+
+
+def _wait_for(events: list[HostEvent]) -> None:
+    for event in events:
+        event.wait()
 
 
 def _forget_locals(error: BaseException) -> None:

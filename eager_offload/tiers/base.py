@@ -64,6 +64,8 @@ class Slot(abc.ABC):
     tier: ClassVar[str]
     #: Whether ``write`` takes a storage as well, whose first bytes are meant.
     writes_storages: ClassVar[bool] = False
+    #: Slots of different lanes are written, and read, at once.
+    lane: int = 0
     __slots__ = ("__weakref__", "nbytes", "record")
 
     def __init__(self, nbytes: int, fences: tuple[Fence, ...], record: SlotRecord | None = None) -> None:
@@ -153,6 +155,11 @@ class Tier(abc.ABC):
             MustGrow: that is what ``reserve`` would do.
         """
         return self.reserve(nbytes)
+
+    @property
+    def lanes(self) -> int:
+        """How many of its slots can be written at once."""
+        return 1
 
     @property
     def shortage(self) -> Shortage:

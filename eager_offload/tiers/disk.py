@@ -1,41 +1,57 @@
-"""The disk tier: saved bytes in a spill file, or in one on each of several disks."""
+"""The disk tier: saved bytes in a spill file, or in one on each of several disks.
+
+[Note: several disks]
+A slot lies on one disk, and slots go to the disks in turn, so that neighbours in a step are on different ones. Each
+disk has a thread of its own (``Slot.lane``), so as many transfers as there are disks run at once. A disk that has no
+more room is left out until the others have none either.
+
+[Note: files that are left]
+Nothing more is cut from the files that are *left*: each closes with the last slot in it, which gives its room back. New
+ones take their place when one of several disks fails to write, when an interrupt came in the midst of a change (see
+[Note: slabs that are left] in ``pool.py``), and in a forked child.
+"""
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.config import size_text
-from eager_offload.errors import CapacityError, ConfigError, CorruptionError, reentered
-from eager_offload.tiers.base import ByteRegion, MustGrow, Shortage, Slot, Tier
+from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, reentered
+from eager_offload.tiers.base import ByteRegion, MustGrow, Shortage, Slot, SlotRecord, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
-from eager_offload.tiers.extents import Extent
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom
 from eager_offload.tiers.memory import (
     PAGE,
+    FilePart,
     Span,
     anonymous_slab,
     clear,
+    mapped_file,
     move_if_there,
     round_up,
     touched_spans,
     view_of,
 )
+from eager_offload.tiers.pool import Ranges
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.space import DiskSlotRecord, Segment, Space
+from eager_offload.tiers.slabs import Range, Slab
 from eager_offload.tiers.spill import SpillFile
 
+#: Bytes; a file grows by this much, or by the request where that is more.
+_GROWTH = 64 << 20
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
@@ -50,16 +66,119 @@ class Bandwidth(NamedTuple):
     read: float
 
 
+class DiskSlotRecord(SlotRecord):
+    """What a slot leaves behind."""
+
+    __slots__ = ("range",)
+    range: Range[Slab]
+
+
+class _Disk:
+    """A spill file, which is new and empty, and what is free in it. It closes with the last reference.
+
+    Growing needs no lock of its own, since one thread at a time has files grow; the tier's lock guards the rest.
+
+    Args:
+        lane: what tells the disks of a tier apart.
+    """
+
+    def __init__(self, file: SpillFile, lane: int) -> None:
+        self.file = file
+        self.lane = lane
+        #: All of the file.
+        self.slab = Slab(0)
+        self.ranges = Ranges[Slab]()
+        #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
+        self.returned: deque[FinalizerRecord[Slot]] = deque()
+        #: Of the slots that are alive; see [Note: finalizers] in ``finalizers.py``.
+        self.records: set[FinalizerRecord[Slot]] = set()
+        #: Bytes in slots that are alive.
+        self.used = 0
+        #: Whether the file could not grow when it was last asked to.
+        self.is_full = False
+
+    def missing(self, nbytes: int) -> int:
+        """By how much the file would have to grow for ``nbytes``, for which nothing was found in it."""
+        return nbytes - self.ranges.free_before(self.slab.nbytes)
+
+    def grow(self, need: int, limit: int) -> int:
+        """Makes the file longer, which takes the disk a while: without the lock. Returns by how much; bytes.
+
+        The new room is there for all once it is added.
+
+        Args:
+            limit: by how much it may grow, in bytes.
+        """
+        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
+        most = min(self.file.room(), limit)
+        for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
+            if need <= step <= most and self.file.extend(self.slab.nbytes, step):
+                return step
+        return 0
+
+    def add(self, nbytes: int) -> None:
+        """What ``grow`` has made room for may be taken from now on."""
+        self.ranges.give(Range(self.slab, self.slab.nbytes, nbytes, ()))
+        self.slab.nbytes += nbytes
+        self.is_full = False
+
+    def poll(self) -> int:
+        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
+
+        Returns:
+            How many bytes were written since the last time.
+        """
+        while self.returned:
+            record: Any = self.returned[0]
+            if record in self.records:
+                self.used -= record.nbytes
+                self.ranges.give(record.range._replace(fences=record.fences))
+                self.records.discard(record)
+            self.returned.popleft()
+        written = 0
+        while self.file.written:
+            written += self.file.written.popleft()
+        if self.used == 0:
+            self.file.bounce.release_idle()
+        return written
+
+    def transfer(self, what: str, start: int, tensor: Tensor, spans: Sequence[Span]) -> None:
+        """Moves parts of ``tensor`` to or from the same of the range that begins at ``start``. Needs no lock.
+
+        Args:
+            what: ``"write"`` or ``"read"``.
+            spans: the parts, which begin at multiples of ``PAGE``.
+
+        Raises:
+            TransferError: the operating system refused.
+        """
+        if self.file.inherited:
+            raise OffloadError(
+                f"cannot {what} {sum(span.nbytes for span in spans)} bytes on disk: they belong to the process that "
+                "this one was forked from. What was saved before a fork can only be used by the parent; run forward "
+                "and backward in one process."
+            )
+        move = self.file.write if what == "write" else self.file.read
+        for at, nbytes in spans:
+            try:
+                move(tensor.data_ptr() + at, nbytes, start + at)
+            except (OSError, MemoryError) as error:  # whose frames hold the tensor
+                raise self.file.failed(what, tensor.numel(), error) from error.with_traceback(None)
+
+
 class DiskSlot(Slot):
-    """A range of the spill files, which it keeps open."""
+    """A range of a spill file, which it keeps open."""
 
     tier: ClassVar[str] = "disk"
-    __slots__ = ("_checksum", "_extent", "_is_mapped", "_space", "_spans", "_verify")
+    __slots__ = ("_checksum", "_disk", "_is_mapped", "_spans", "_start", "_verify", "lane")
 
-    def __init__(self, space: Space, extent: Extent, nbytes: int, verify: bool) -> None:
-        super().__init__(nbytes, extent.fences, DiskSlotRecord(self, space.returned.append))
-        self._space = space
-        self._extent = extent
+    def __init__(self, disk: _Disk, found: Range[Slab], nbytes: int, verify: bool) -> None:
+        record = DiskSlotRecord(self, disk.returned.append)
+        record.range = found
+        super().__init__(nbytes, found.fences, record)
+        self._disk = disk
+        self._start = found.start
+        self.lane = disk.lane
         self._verify = verify
         self._checksum: int | None = None
         #: The parts of it that were written; the others are zero.
@@ -68,7 +187,7 @@ class DiskSlot(Slot):
 
     @property
     def region(self) -> ByteRegion:
-        return ByteRegion(self._space.name, self._extent.start, self._extent.start + self.nbytes)
+        return ByteRegion(("spill file", self._disk.slab.serial), self._start, self._start + self.nbytes)
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
@@ -80,34 +199,35 @@ class DiskSlot(Slot):
             # disk has to be what the checksum is of.
             source = _private_copy(source, self._spans)
             self._checksum = _checksum(source)
-        self._space.transfer("write", self._extent, source, self._spans)
+        self._disk.transfer("write", self._start, source, self._spans)
         self.record.carried = sum(span.nbytes for span in self._spans)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._space.transfer("read", self._extent, target, self._spans)
+        self._disk.transfer("read", self._start, target, self._spans)
         done = 0
         for span in (*self._spans, Span(self.nbytes, 0)):
             clear(target.data_ptr() + done, span.at - done)
             done = span.at + span.nbytes
         if self._checksum is not None and self._checksum != _checksum(target):
             raise CorruptionError(
-                f"{self.nbytes} bytes came back changed from the spill file in {self._space.where}: their "
-                "checksum does not match. Nothing was computed with them. Check the disk and the machine's memory."
+                f"{self.nbytes} bytes came back changed from the spill file in {str(self._disk.file.directory)!r}: "
+                "their checksum does not match. Nothing was computed with them. Check the disk and the machine's "
+                "memory."
             )
 
     def memory(self) -> memoryview:
         assert self.record.carried == self.nbytes, "mapped too late: what was left out shows what the file had there"
         self._is_mapped = True
-        return self._space.mapping(self._extent, self.nbytes, self)
+        return mapped_file(FilePart(self._disk.file.descriptor, self._start, self.nbytes), self)
 
 
 class _Missing(MustGrow):
-    """The files have to grow by ``nbytes`` bytes, and may by ``limit``."""
+    """The file of ``disk`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
 
-    def __init__(self, nbytes: int, limit: int) -> None:
+    def __init__(self, disk: _Disk, nbytes: int, limit: int) -> None:
         super().__init__(nbytes, limit)
-        self.nbytes, self.limit = nbytes, limit
+        self.disk, self.nbytes, self.limit = disk, nbytes, limit
 
 
 class DiskTier(Tier):
@@ -118,9 +238,9 @@ class DiskTier(Tier):
     own.
 
     Args:
-        paths: directories, one file in each; large slots are spread over all of them. Where one of several fails to
-            write, the others serve alone from then on. ``None``: the first of the temporary, cache and working
-            directories that is on a disk and has room.
+        paths: directories, one file in each; slots go to them in turn. Where one of several fails to write, the others
+            serve alone from then on. ``None``: the first of the temporary, cache and working directories that is on a
+            disk and has room.
         budget: bytes, or ``None`` for a part of what is free on the disks of its directories.
         given: ``budget`` as the user has written it, if that was a text: a shortage repeats it.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
@@ -146,14 +266,17 @@ class DiskTier(Tier):
         self._file_type = file_type
         self._closed = False
         self._lock = ForkSafeLock()
-        #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``arena.py``.
+        #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
         self._growth = ForkSafeLock()
-        #: ``None`` in a forked child that has not asked for room yet.
-        self._space: Space | None = Space(open_spill_files(paths, budget, file_type))
-        #: Spaces that only their slots keep: of a closed tier, or with a disk that fails.
-        self._left: Living[Space] = Living()
+        #: Empty in a forked child that has not asked for room yet.
+        self._disks = _disks_of(open_spill_files(paths, budget, file_type))
+        #: Whose files are left: only their slots keep them.
+        self._left: Living[_Disk] = Living()
+        self._is_crashed = False
+        #: How many slots there were so far.
+        self._turn = 0
         # Each disk counts once.
-        free = {file.device: disk_budget(file.directory) for file in self._space.files} if budget is None else {}
+        free = {one.file.device: disk_budget(one.file.directory) for one in self._disks} if budget is None else {}
         self._budget = sum(free.values()) if budget is None else budget
         self._given = None if budget is None else given or size_text(budget)
         self._peak = self._written = 0
@@ -163,51 +286,83 @@ class DiskTier(Tier):
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
-            space, segment = None if self._closed else self._reopened(), None
-            while space is not None:
+            disks, refusing = self._reopened(), list[_Disk]()
+            disk, grown = None, 0
+            while disks:
                 try:
-                    return self._take(nbytes, space, segment)
+                    return self._take(nbytes, disks, disk, grown, refusing)
                 except _Missing as missing:  # threads that need no growth may have taken what there was meanwhile
-                    segment = space.grow(missing.nbytes, missing.limit)
-                    if segment is None:
-                        return None
+                    disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
+                    if not grown:
+                        disk.is_full = True
+                        refusing.append(disk)
         return None
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
         if self._lock.is_held():
             raise reentered()
         while not self._closed:
-            space = self._space
-            if space is None or space.failing:
+            disks = self._disks
+            if self._needs_files():
                 raise MustGrow
-            slot = self._take(nbytes, space)
-            if slot is not None or space is self._space:
+            slot = self._take(nbytes, disks)
+            if slot is not None or disks is self._disks:
                 return slot
         return None
 
-    def _take(self, nbytes: int, space: Space, segment: Segment | None = None) -> DiskSlot | None:
-        """A slot in ``space``, which has ``segment`` from now on; ``None`` where the budget has no room for it.
+    def _take(
+        self,
+        nbytes: int,
+        disks: tuple[_Disk, ...],
+        grown_disk: _Disk | None = None,
+        grown: int = 0,
+        refusing: Collection[_Disk] = (),
+    ) -> DiskSlot | None:
+        """A slot on one of ``disks``, of which one has ``grown``; ``None`` where budget or disks have no room for it.
 
         Raises:
-            _Missing: there is none as long as the files do not grow.
+            _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
         """
-        with self._lock.lock:
-            if space is not self._space:
-                return None  # the tier was closed meanwhile, or has other files
+        with self._lock.lock, self._crashing():
             self._poll()
-            if segment is not None:
-                space.add(segment)
-            size = round_up(nbytes, PAGE)
-            extent = space.take(size)
-            if extent is None:
-                missing, limit = space.missing(size), self._budget - self._length()
-                if missing > limit:
-                    return None
-                raise _Missing(missing, limit)
-            slot = DiskSlot(space, extent, nbytes, self._verify)
-            space.register(cast(DiskSlotRecord, slot.record), extent)
-            self._peak = max(self._peak, self._used())
-            return slot
+            if disks is not self._disks:
+                return None  # the tier was closed meanwhile, or has other files
+            if grown_disk is not None and grown:
+                grown_disk.add(grown)
+            size, lacking = round_up(nbytes, PAGE), None
+            first = self._turn % len(disks)
+            for disk in (*disks[first:], *disks[:first]):
+                found = disk.ranges.take(size)
+                if found is not None:
+                    self._turn += 1
+                    slot = DiskSlot(disk, found, nbytes, self._verify)
+                    disk.records.add(slot.record)
+                    disk.used += nbytes
+                    self._peak = max(self._peak, self._used())
+                    return slot
+                missing, limit = disk.missing(size), self._budget - self._length()
+                if missing <= limit and disk not in refusing:
+                    lacking = disk, missing, limit
+                    if not disk.is_full:
+                        break
+            if lacking is None:
+                return None
+            raise _Missing(*lacking)
+
+    @contextmanager
+    def _crashing(self) -> Iterator[None]:
+        """Around a change: an exception that is not the tier's own leaves files of which not all is known."""
+        try:
+            yield
+        except MustGrow:
+            raise
+        except BaseException:
+            self._is_crashed = True
+            raise
+
+    @property
+    def lanes(self) -> int:
+        return max(len(self._disks), 1)
 
     def warning(self) -> str | None:
         return None if self._given is not None else warning_of_guess()
@@ -216,12 +371,12 @@ class DiskTier(Tier):
     def shortage(self) -> Shortage:
         """What binds now: disks that fail, the budget, or the disk that has the most room."""
         with self._lock.lock:
-            space, left = self._space, self._budget - self._length()
-            if space is None:
+            files, left = [disk.file for disk in self._disks], self._budget - self._length()
+            if not files:
                 return Shortage("no directory serves any more", "name another one in disk_path")
-            growing = [file for file in space.files if file.refusal is None]
+            growing = [file for file in files if file.refusal is None]
             if not growing:
-                first = space.files[0]
+                first = files[0]
                 return Shortage(
                     f"the spill file in {str(first.directory)!r} cannot grow: {first.refusal}",
                     "check the disk (the kernel's log says more), or name another one in disk_path",
@@ -273,19 +428,18 @@ class DiskTier(Tier):
     @property
     def directories(self) -> list[Path]:
         """Where the files are."""
-        with self._lock.lock:
-            return [] if self._space is None else [file.directory for file in self._space.files]
+        return [disk.file.directory for disk in self._disks]
 
     @property
     def direct_io(self) -> bool:
         """Whether transfers go around the page cache, on every disk."""
-        with self._lock.lock:
-            return self._space is not None and all(file.memory_alignment is not None for file in self._space.files)
+        disks = self._disks
+        return bool(disks) and all(disk.file.memory_alignment is not None for disk in disks)
 
     def poll(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
         if not self._lock.is_held():  # see [Note: reentry] in forking.py
-            with self._lock.lock:
+            with self._lock.lock, self._crashing():
                 self._poll()
 
     def measure(self) -> Bandwidth:
@@ -311,47 +465,62 @@ class DiskTier(Tier):
     def close(self) -> None:
         with self._lock.lock:
             self._closed = True
-            # Files close when the last slot that refers to them goes.
-            if self._space is not None:
-                self._left.add(self._space)
-                self._space = None
+            self._leave()
 
     def after_fork(self) -> None:
-        self._left = Living()
-        self._space = None
+        self._left, self._disks = Living(), ()
 
-    def _reopened(self) -> Space | None:
-        """Where room is to be found now, in new files if need be; ``None`` where there is none at all."""
-        space, files = self._space, list[SpillFile]()
-        if space is None:
-            with suppress(ConfigError):  # what served the parent is gone: a child without room, not one that fails
+    def _needs_files(self) -> bool:
+        """See [Note: files that are left]."""
+        disks = self._disks
+        return not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks))
+
+    def _reopened(self) -> tuple[_Disk, ...]:
+        """Where room is to be found now, in new files if need be; empty where there is none at all."""
+        self.poll()
+        disks, files = self._disks, list[SpillFile]()
+        if self._closed or not self._needs_files():
+            return disks
+        if disks:
+            files = open_some([disk.file.directory for disk in disks if not disk.file.failing], self._file_type)
+        else:
+            with suppress(ConfigError):  # what served before is gone: a tier without room, not one that fails
                 files = open_spill_files(self._paths, self._budget, self._file_type)
-        elif space.failing:
-            files = open_some([file.directory for file in space.files if not file.failing], self._file_type)
-        if not files:
-            return space
         with self._lock.lock:
-            if self._closed:
-                return None
-            if space is not None:
-                self._left.add(space)
-            self._space = Space(files)
-            return self._space
+            if files and not self._closed:
+                self._leave()
+                self._disks = _disks_of(files)
+            return self._disks
 
     # -- with the lock held ---------------------------------------------------------------------------------------
 
-    def _all(self) -> list[Space]:
-        return [*([] if self._space is None else [self._space]), *self._left]
+    def _leave(self) -> None:
+        """Lets go of the files, each of which closes when the last slot that refers to it goes."""
+        for disk in self._disks:
+            self._left.add(disk)
+        self._disks = ()
+
+    def _all(self) -> list[_Disk]:
+        return [*self._disks, *self._left]
 
     def _poll(self) -> None:
-        for space in self._all():
-            self._written += space.poll()
+        if self._is_crashed:
+            self._leave()
+            for disk in self._left:
+                disk.used = sum([cast(DiskSlotRecord, record).nbytes for record in disk.records])
+            self._is_crashed = False
+        for disk in self._all():
+            self._written += disk.poll()
 
     def _used(self) -> int:
-        return sum(space.used for space in self._all())
+        return sum([disk.used for disk in self._all()])
 
     def _length(self) -> int:
-        return sum(space.length for space in self._all())
+        return sum([disk.slab.nbytes for disk in self._all()])
+
+
+def _disks_of(files: Sequence[SpillFile]) -> tuple[_Disk, ...]:
+    return tuple([_Disk(file, lane) for lane, file in enumerate(files)])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:

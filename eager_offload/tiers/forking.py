@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from eager_offload.tiers.finalizers import Living
@@ -83,25 +82,11 @@ class ForkSafeLock:
         return self.lock._is_owned()
 
 
-def processor_seconds() -> float:
-    """Returns the seconds of a processor that the calling thread has taken, and those that have worked for it."""
-    helped: float = getattr(_thread, "helped_seconds", 0.0)
-    return time.thread_time() + helped
-
-
-def helped_by(threads: Iterable[OwnThread]) -> None:
-    """Counts what ``threads``, which are over, have taken of the processor for the calling thread."""
-    helped: float = getattr(_thread, "helped_seconds", 0.0)
-    _thread.helped_seconds = helped + sum([thread.processor_seconds for thread in threads])
-
-
 class OwnThread(threading.Thread):
     """A daemon thread of the library. What the garbage collector calls there would wait for the thread itself."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        #: Of a processor that it has taken, once it is over.
-        self.processor_seconds = 0.0
 
     def start(self) -> None:
         _beginning.add(self)
@@ -115,13 +100,10 @@ class OwnThread(threading.Thread):
     def run(self) -> None:
         _thread.is_own = True
         _beginning.discard(self)
-        try:
-            super().run()
-        finally:
-            self.processor_seconds = processor_seconds()
+        super().run()
 
 
-#: Whether a thread is one of the library's; and seconds of a processor that threads took which it had work for it.
+#: Whether a thread is one of the library's.
 _thread = threading.local()
 #: Threads of the library that do not say so yet. Python runs code of its own on them first, the collector may come in
 #: the midst of it, and the thread that started them waits for them meanwhile.

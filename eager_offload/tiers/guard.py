@@ -1,7 +1,7 @@
 """Looks at what the machine has left while training goes on, and refuses memory before the kernel has to.
 
 After a budget was worked out the model grows, other processes come, a checkpoint is written: the memory that it counted
-on may be gone. So before an arena takes a slab, what is left is looked at again. What the user gave in bytes is not
+on may be gone. So before a pool takes a slab, what is left is looked at again. What the user gave in bytes is not
 held back: see [Note: a budget in bytes] in ``host.py``.
 
 [Note: how often]

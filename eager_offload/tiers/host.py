@@ -1,4 +1,4 @@
-"""The host tier: a quota of an arena of host memory."""
+"""The host tier: a quota of a pool of host memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from eager_offload.config import size_literal, size_text
 from eager_offload.errors import OffloadError
-from eager_offload.tiers.arena import Arena, note_refusal
 from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
+from eager_offload.tiers.pool import Pool, note_refusal
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.slabs import HostSlot, Quota
 
@@ -23,7 +23,7 @@ _REFUSED = 256 << 20
 
 
 class HostTier(Tier):
-    """Host memory, up to a budget. What is idle in the arena is shared by all tiers on it.
+    """Host memory, up to a budget. What is idle in the pool is shared by all tiers on it.
 
     [Note: a budget that follows the machine]
     A part of what this process could take is known when it is looked at, and may be more later: other programs end, and
@@ -36,15 +36,15 @@ class HostTier(Tier):
     knows. Where the guard would refuse, one warning says so. Only the system itself refuses.
 
     Args:
-        arena: where the memory comes from; the budget, with those of other tiers on it, bounds all that it holds.
-        budget: bytes; ``None`` for a part of what this process could take if the arena held nothing.
+        pool: where the memory comes from; the budget, with those of other tiers on it, bounds all that it holds.
+        budget: bytes; ``None`` for a part of what this process could take if the pool held nothing.
         given: ``budget`` as the user has written it, if that was a text: warnings repeat it.
     """
 
     name: ClassVar[str] = "host"
 
-    def __init__(self, arena: Arena, budget: int | None = None, *, given: str | None = None) -> None:
-        self._arena = arena
+    def __init__(self, pool: Pool, budget: int | None = None, *, given: str | None = None) -> None:
+        self._pool = pool
         self._quota = Quota(budget or 0, pooled=budget is None)
         self._given = given
         if budget is None:
@@ -55,7 +55,7 @@ class HostTier(Tier):
         #: Bytes that are refused until the budget is worked out anew, where it follows the machine.
         self._refused_until_look = 0
         self._has_warned = False
-        arena.join(self._quota)
+        pool.join(self._quota)
 
     @property
     def budget(self) -> int:
@@ -63,17 +63,17 @@ class HostTier(Tier):
         return self._quota.budget
 
     def reserve(self, nbytes: int) -> HostSlot | None:
-        slot = self._arena.allocate(nbytes, quota=self._quota)
+        slot = self._pool.allocate(nbytes, quota=self._quota)
         if slot is None and self._count_refused(nbytes):
             self._refused_until_look = _REFUSED
             self._look()
-            slot = self._arena.allocate(nbytes, quota=self._quota)
+            slot = self._pool.allocate(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
         return slot
 
     def at_hand(self, nbytes: int) -> HostSlot | None:
-        slot = self._arena.at_hand(nbytes, quota=self._quota)
+        slot = self._pool.at_hand(nbytes, quota=self._quota)
         if slot is None:
             self._next_look = 0
             if self._count_refused(nbytes):
@@ -86,7 +86,7 @@ class HostTier(Tier):
         if nbytes > self.budget:
             return Shortage(f"host_budget comes to {size_text(self.budget)}", self._over.remedy)
         try:
-            self._arena.take(nbytes, self._quota)
+            self._pool.reserve(nbytes, self._quota)
         except OffloadError:
             raise
         except (MemoryError, RuntimeError) as error:
@@ -96,10 +96,10 @@ class HostTier(Tier):
 
     def _look(self) -> None:
         """Works the budget out anew, which follows the machine; see the note."""
-        held = self._arena.held_bytes
+        held = self._pool.held_bytes
 
         def share(limit: Limit) -> int:
-            # Of what the arena holds too, as if no other process of the run held anything: the budgets of all of them
+            # Of what the pool holds too, as if no other process of the run held anything: the budgets of all of them
             # together do not grow by what one has taken before the others.
             return (limit.room + held) // limit.sharers
 
@@ -107,7 +107,7 @@ class HostTier(Tier):
         budget = int(share(limit) * HOST_FRACTION)
         if budget < self.budget:
             return
-        self._arena.raise_budget(self._quota, budget)
+        self._pool.raise_budget(self._quota, budget)
         self._over = Shortage(
             f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
             f"process could take when it last looked ({limit.reason})",
@@ -139,18 +139,18 @@ class HostTier(Tier):
         return self._quota.refusal or self._over
 
     def note_reuse(self, nbytes: int) -> None:
-        self._arena.served_bytes += nbytes
+        self._pool.served_bytes += nbytes
 
     def release_idle(self) -> None:
-        arena = self._arena
-        if arena.served_bytes < self._next_look:
+        pool = self._pool
+        if pool.served_bytes < self._next_look:
             return
-        arenas = [one for one in (arena, *[other for other in _arenas if other is not arena]) if not one.is_given]
-        if not any(one.idle_bytes for one in arenas):
+        pools = [one for one in (pool, *[other for other in _pools if other is not pool]) if not one.is_given]
+        if not any(one.idle_bytes for one in pools):
             return
-        self._next_look = arena.served_bytes + _LOOK_BYTES
+        self._next_look = pool.served_bytes + _LOOK_BYTES
         missing = process_guard().missing_bytes()
-        for one in arenas:
+        for one in pools:
             idle = one.idle_bytes
             if idle and missing > 0:
                 one.release_idle(max(idle - missing, 0))
@@ -158,39 +158,39 @@ class HostTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        self._arena.poll()
+        self._pool.poll()
         return self._quota.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the arena holds: slots of every tier on it, rounding and idle room."""
-        return self._arena.held_bytes
+        """Bytes that the pool holds: slots of every tier on it, rounding and idle room."""
+        return self._pool.held_bytes
 
     @property
     def peak_bytes(self) -> int:
         return self._quota.peak_bytes
 
     def restart_peak(self) -> None:
-        self._arena.restart_peak(self._quota)
+        self._pool.restart_peak(self._quota)
 
     def close(self) -> None:
-        self._arena.leave(self._quota)
+        self._pool.leave(self._quota)
 
 
-# -- the arenas of this process -------------------------------------------------------------------------------------
+# -- the pools of this process -------------------------------------------------------------------------------------
 
-#: Tiers keep their arena, so it goes with the last of them.
-_arenas: Living[Arena] = Living()
-_arenas_lock = ForkSafeLock()
+#: Tiers keep their pool, so it goes with the last of them.
+_pools: Living[Pool] = Living()
+_pools_lock = ForkSafeLock()
 
 
-def shared_arena(runtime: Hashable, kind: Hashable, make: Callable[[], Arena]) -> Arena:
-    """The process's one arena for ``runtime`` and ``kind`` of memory; made by ``make`` where no tier has one."""
-    with _arenas_lock.lock:
-        for arena in _arenas:
-            if arena.kind == (runtime, kind) and not arena.is_closed:  # a closed one only waits for its last slots
-                return arena
-        arena = make()
-        arena.kind = runtime, kind
-        _arenas.add(arena)
-        return arena
+def shared_pool(runtime: Hashable, kind: Hashable, make: Callable[[], Pool]) -> Pool:
+    """The process's one pool for ``runtime`` and ``kind`` of memory; made by ``make`` where no tier has one."""
+    with _pools_lock.lock:
+        for pool in _pools:
+            if pool.kind == (runtime, kind) and not pool.is_closed:  # a closed one only waits for its last slots
+                return pool
+        pool = make()
+        pool.kind = runtime, kind
+        _pools.add(pool)
+        return pool

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -97,30 +97,26 @@ class FilePart(NamedTuple):
     descriptor: int
     #: Bytes; a multiple of ``PAGE``.
     offset: int
-    #: A multiple of ``PAGE`` too, but for the last part of several.
     nbytes: int
 
 
-def mapped_file(parts: Sequence[FilePart], owner: object) -> memoryview:
-    """Ranges of files as memory, one behind the other; shared with all other uses of the file, page by page.
+def mapped_file(part: FilePart, owner: object) -> memoryview:
+    """A range of a file as memory, shared with all other uses of the file, page by page.
 
     ``mmap.mmap`` of a file would keep a descriptor open for each mapping, and a step has more tensors than a process
-    may have descriptors. So it takes addresses without a file, and gives them back; files are mapped in their places.
+    may have descriptors. So it takes addresses without a file, and gives them back; the file is mapped in their place.
 
     Args:
-        parts: of open files; the mapping outlives their descriptors.
+        part: of an open file; the mapping outlives its descriptor.
         owner: stays alive for as long as the memory does.
 
     Raises:
         MemoryError: the system refused.
     """
-    nbytes = sum(part.nbytes for part in parts)
-    addresses = _anonymous(nbytes)
-    start = at = ctypes.addressof(ctypes.c_ubyte.from_buffer(addresses))
-    for part in parts:
-        _map(at, part, mmap.MAP_SHARED | _MAP_FIXED)
-        at += part.nbytes
-    return view_of(start, nbytes, (owner, addresses))
+    addresses = _anonymous(part.nbytes)
+    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(addresses))
+    _map(start, part, mmap.MAP_SHARED | _MAP_FIXED)
+    return view_of(start, part.nbytes, (owner, addresses))
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:

@@ -1,18 +1,17 @@
-"""Slabs of host memory: how large they are, which bytes of them are free, and the slots in them."""
+"""Slabs: how large those of host memory are, ranges of them, and the slots there."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from eager_offload.tiers.base import ByteRegion, Fence, Shortage, Slot, SlotRecord
-from eager_offload.tiers.extents import Extent, Extents
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
 
@@ -28,13 +27,13 @@ _LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
 
 
 class SlabSizes(Protocol):
-    """How large the slabs are that an arena asks the system for; all sizes in bytes."""
+    """How large the slabs are that a pool asks the system for; all sizes in bytes."""
 
     alone_from: int
     """Requests of so many bytes or more get a slab of their own."""
 
     def wanted(self, need: int, held: int) -> int:
-        """The size of the slab that ``need``, a whole number of grains, calls for while the arena holds ``held``."""
+        """The size of the slab that ``need``, a whole number of grains, calls for while the pool holds ``held``."""
 
     def within(self, need: int, room: int) -> int:
         """The largest size up to ``room``, or 0 where none holds ``need``."""
@@ -110,74 +109,57 @@ def _power_of_two(nbytes: int) -> int:
 
 
 class Slab:
-    """Memory from the system, for one slot or cut up for many."""
+    """Bytes from the system, of which ranges are cut."""
 
-    __slots__ = ("address", "buffer", "is_left", "kind", "nbytes", "serial", "slots", "start", "tensor")
+    __slots__ = ("nbytes", "serial")
 
-    def __init__(self, tensor: Tensor, kind: str, start: int) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.serial = next(_serial)
+
+
+class HostSlab(Slab):
+    """Host memory, for one slot or cut up for many.
+
+    Args:
+        kind: what it is for; it does not refer to what is free in it, so that neither is in a cycle of garbage.
+    """
+
+    __slots__ = ("address", "buffer", "kind", "slots", "tensor")
+
+    def __init__(self, tensor: Tensor, kind: str) -> None:
+        super().__init__(tensor.numel())
         self.tensor = tensor
         self.address = tensor.data_ptr()
-        self.nbytes = tensor.numel()
         #: The bytes as a buffer; slices of it keep the memory.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        #: Of which ``Slabs`` it is one, and where it begins among them.
         self.kind = kind
-        self.start = start
         #: How many slots are alive in it.
         self.slots = 0
-        self.serial = next(_serial)
-        #: Whether only the tensors that own bytes in it have its memory any more.
-        self.is_left = False
 
     def leave(self) -> None:
-        """Lets go of the memory, which serves nothing else from now on."""
-        if not self.is_left:
-            self.is_left = True
+        """Lets go of the memory, which the slices of the buffer alone have from now on. Idempotent."""
+        with suppress(AttributeError):
             del self.tensor, self.buffer
 
 
-class Slabs:
-    """All slabs that are cut in one way, laid out with gaps so that best fit looks at all at once.
+S = TypeVar("S", bound=Slab, covariant=True)
 
-    Args:
-        kind: what its slabs say that they are; they do not refer to it, so that none is in a cycle of garbage.
-        alignment: bytes; what sizes are rounded up to.
-    """
 
-    def __init__(self, kind: str, alignment: int) -> None:
-        self.kind = kind
-        self.alignment = alignment
-        self.extents = Extents()
-        #: In the order of their starts.
-        self.slabs: list[Slab] = []
-        self.starts: list[int] = []
+class Range(NamedTuple, Generic[S]):
+    """Bytes of a slab, with the earlier uses of them that may not be over yet."""
 
-    def add(self, tensor: Tensor) -> Slab:
-        """Takes up what the system has given."""
-        slab = Slab(tensor, self.kind, self.extents.grow(tensor.numel(), gap=PAGE))
-        self.slabs.append(slab)
-        self.starts.append(slab.start)
-        return slab
-
-    def remove(self, slab: Slab) -> None:
-        """Takes out a slab that is at rest."""
-        self.extents.withdraw(slab.start, slab.nbytes)
-        at = bisect_left(self.starts, slab.start)
-        del self.slabs[at], self.starts[at]
-
-    def free_but_for(self, taken: Iterable[Extent]) -> list[Slab]:
-        """Makes anew what is free, after a change that was interrupted; returns the slabs."""
-        ranges = [Extent(slab.start, slab.nbytes) for slab in self.slabs]
-        self.extents = self.extents.free_but_for(taken, ranges)
-        self.starts = [slab.start for slab in self.slabs]
-        return self.slabs
+    slab: S
+    start: int
+    nbytes: int
+    fences: tuple[Fence, ...]
 
 
 # -- slots ----------------------------------------------------------------------------------------------------------
 
 
 class Quota:
-    """What one tier holds of an arena, and the most that it may hold; the arena's lock guards it. All in bytes.
+    """What one tier holds of a pool, and the most that it may hold; the pool's lock guards it. All in bytes.
 
     Args:
         budget: the most.
@@ -206,9 +188,8 @@ class Quota:
 class HostSlotRecord(SlotRecord):
     """What a slot leaves behind, or a tensor that owned its bytes."""
 
-    __slots__ = ("extent", "quota", "slab")
-    slab: Slab
-    extent: Extent
+    __slots__ = ("quota", "range")
+    range: Range[HostSlab]
     quota: Quota | None
 
 
@@ -221,16 +202,16 @@ class HostSlot(Slot):
 
     def __init__(
         self,
-        slab: Slab,
-        extent: Extent,
+        found: Range[HostSlab],
         nbytes: int,
-        fences: tuple[Fence, ...],
         on_death: Callable[[FinalizerRecord[Slot]], object],
+        quota: Quota | None,
     ) -> None:
-        super().__init__(nbytes, fences, HostSlotRecord(self, on_death))
-        self._slab = slab
-        #: Within the slab; bytes.
-        self._start = extent.start - slab.start
+        record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
+        self.nbytes = record.nbytes = record.carried = nbytes
+        record.fences = found.fences
+        record.range, record.quota = found, quota
+        self._slab, self._start = found.slab, found.start
 
     @property
     def address(self) -> int:

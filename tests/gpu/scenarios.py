@@ -30,8 +30,8 @@ from eager_offload.graphs import (
 )
 from eager_offload.kernels import CapabilityError, Kernel, LaunchSpec, Scalar, Signature, TensorSpec, as_torch_kernel
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.pool import Pool
 from tests.gpu.machine import Machine, Skipped
 from tests.hazards.backends import assert_settled, wait_until_nothing_is_held
 from tests.hazards.programs import REGIMES, Around, Body, Settled, assert_moved
@@ -127,7 +127,7 @@ def the_host_goes_on_while_a_copy_waits_for_compute(machine: Machine) -> None:
     runtime, compute = machine.runtime, machine.current
     out = runtime.transfer_stream(machine.device, Direction.OUT)
     source = torch.empty(MIB, dtype=torch.uint8, device=machine.device)
-    slot = HostTier(Arena(runtime.host_buffer), budget=1 << 30).reserve(MIB)
+    slot = HostTier(Pool(runtime.host_buffer), budget=1 << 30).reserve(MIB)
     assert slot is not None
     runtime.synchronize(runtime.copy(slot, source, out, [runtime.record(compute)]))
     machine.doze()

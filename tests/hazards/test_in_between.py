@@ -17,9 +17,9 @@ from eager_offload.engine.transfer import Transfer
 from eager_offload.runtime.base import Direction, Event, Layout, Stream
 from eager_offload.schedule import Windows
 from eager_offload.stats import Accounts
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.pool import Pool
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.probes import Allocations
 from tests.programs import leaf
@@ -192,7 +192,7 @@ def test_h10_h18_both_ends_of_an_interrupted_copy_stay_until_it_is_over(enqueues
 @pytest.mark.parametrize("enqueues", [False, True], ids=["before", "after"])
 def test_h18_a_slot_knows_of_an_interrupted_copy_and_of_all_uses_before_it(enqueues: bool) -> None:
     runtime, cpu = InterruptedRuntime(1, enqueues=enqueues), torch.device("cpu")
-    tier = HostTier(Arena(runtime.host_buffer), 1 << 20)
+    tier = HostTier(Pool(runtime.host_buffer), 1 << 20)
     offloader = DeviceOffloader(cpu, runtime, [tier], Accounts(), windows=Windows(1 << 20, 1 << 20))
     outward, slot = runtime.transfer_stream(cpu, Direction.OUT), tier.reserve(4096)
     slot.write(torch.zeros(4096, dtype=torch.uint8))

@@ -222,7 +222,7 @@ class Trials:
         self.expected = self.step(None)
         self.harmful: list[str] = []
         # Graphs of other tests, whose backward raised, are kept by torch itself, with what was reloaded for them.
-        self.taken_before = host_runtime().arena.used_bytes
+        self.taken_before = host_runtime().pool.used_bytes
 
     def make(self) -> Offload:
         return self.backend.offload(**FIELDS, step_plans=self.step_plans)
@@ -254,7 +254,7 @@ class Trials:
             self.offload.reset_stats()
             assert_identical(self.expected, self.step(self.offload), "a later step")
             assert_most_moved(assert_settled(self.offload))
-            assert host_runtime().arena.used_bytes <= self.taken_before, "a reload target is still taken"
+            assert host_runtime().pool.used_bytes <= self.taken_before, "a reload target is still taken"
             self.offload.reset_stats()
         except Exception as error:
             self.harmful.append(f"{point} time {occurrence}: {type(error).__name__} {str(error)[:160]!r}")

@@ -63,11 +63,11 @@ def test_h40_sources_go_with_the_end_of_their_copies(ends: str, disk: Backend) -
 
 @pytest.fixture
 def slabs(no_pause: None, disk: Backend, monkeypatch: pytest.MonkeyPatch) -> Gone:
-    """What the runtime's arena takes from the system."""
-    arena, taken = disk.runtime.arena, Gone()
-    arena.rest()
-    allocate = arena._allocate_slab
-    monkeypatch.setattr(arena, "_allocate_slab", lambda nbytes: taken.see(allocate(nbytes)))
+    """What the runtime's pool takes from the system."""
+    pool, taken = disk.runtime.pool, Gone()
+    pool.rest()
+    allocate = pool._allocate_slab
+    monkeypatch.setattr(pool, "_allocate_slab", lambda nbytes: taken.see(allocate(nbytes)))
     return taken
 
 

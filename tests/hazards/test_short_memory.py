@@ -40,7 +40,7 @@ class SmallMachine(FakeMachine):
     available = 48 * MIB
 
     def look(self) -> Headroom:
-        held = sum(arena._held for arena in host._arenas if not arena.is_closed)
+        held = sum(pool._held for pool in host._pools if not pool.is_closed)
         self.set_memory(total=64 * MIB, available=max(self.available - held, 0))
         return host_headroom(self.system)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.pool import Pool
 from tests.tiers.files import Watched
 from tests.tiers.rig import MIB, Made, System
 
@@ -33,8 +33,8 @@ def system() -> System:
 
 
 @pytest.fixture
-def arena(system: System) -> Arena:
-    return Arena(system, slab_bytes=MIB, idle_bytes=64 * MIB)
+def pool(system: System) -> Pool:
+    return Pool(system, slab_bytes=MIB, idle_bytes=64 * MIB)
 
 
 @pytest.fixture(params=["host", "disk"])

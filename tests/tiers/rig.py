@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.forking import ReentrantLock
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import anonymous_slab
+from eager_offload.tiers.pool import Pool
 from tests.tiers.files import Cached, Watched
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ class Verdicts:
 
 
 class System:
-    """What an arena takes its memory from: counts slabs, watches them go, and refuses when a test says so."""
+    """What a pool takes its memory from: counts slabs, watches them go, and refuses when a test says so."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -105,7 +105,7 @@ class Made:
         self.system, self.files, self.owner = System(), list[Watched](), None
         self.tier: Tier
         if kind == "host":
-            self.owner = Arena(self.system, slab_bytes=64 * MIB if one_slab else MIB, idle_bytes=64 * MIB)
+            self.owner = Pool(self.system, slab_bytes=64 * MIB if one_slab else MIB, idle_bytes=64 * MIB)
             self.tier = HostTier(self.owner, budget)
         else:
             paths = [directory] * (2 if kind == "two disks" else 1)

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from eager_offload.errors import CapacityError, TransferError
-from eager_offload.tiers.arena import anonymous_slab
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.rawfile import Usage
 from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE
 from tests.tiers.files import Cached, Halting, Picky, Watched, failure

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from eager_offload.errors import ConfigError, TransferError
+from eager_offload.runtime.base import Direction
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers.directories import filesystem_of
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.memory import anonymous_slab
 from eager_offload.tiers.rawfile import RawFile
-from tests.threads import refuse_threads
 from tests.tiers.files import Cached, Watched, failure
 from tests.tiers.rig import MIB, content, equal, noise, open_tier, reserve, stored
 
@@ -98,20 +100,12 @@ def tier_over(directory: Path, several: int, file_type: type[Watched] = Watched)
     return DiskTier(paths, 512 * MIB, file_type=file_type), list(Watched.opened)
 
 
-def threads_of_transfers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("eager_offload-disk")]
-
-
-@pytest.mark.parametrize("threads", [True, False], ids=["", "without threads"])
 @pytest.mark.parametrize("file_type", [Watched, Cached])
-def test_several_disks_share_what_is_written_exactly(
-    directory: Path, file_type: type[Watched], threads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not threads:
-        refuse_threads(monkeypatch)
+def test_slots_go_to_several_disks_in_turn_each_to_one(directory: Path, file_type: type[Watched]) -> None:
     tier, files = tier_over(directory, 3, file_type)
     tried = sum(file.written for file in files)
     slots = [stored(tier, noise(12 * MIB + 12_345 * seed, seed)) for seed in range(6)]
+    assert [slot.lane for slot in slots] == [0, 1, 2] * 2
     assert equal(slots, range(6))
     shares = [file.written for file in files]
     assert tier.written_bytes == sum(shares) - tried
@@ -121,7 +115,25 @@ def test_several_disks_share_what_is_written_exactly(
     tier.close()
     slots[0].write(noise(slots[0].nbytes))
     assert tier.written_bytes == sum(file.written for file in files) - tried, "those of a closed tier count too"
-    assert threads_of_transfers() == []
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_transfers_of_different_disks_run_at_once(directory: Path, direction: Direction) -> None:
+    tier, files = tier_over(directory, 2)
+    sources = [anonymous_slab(MIB).copy_(noise(MIB, seed)) for seed in range(2)]
+    slots = [stored(tier, source) for source in sources]
+    targets, runtime, barrier = [anonymous_slab(MIB) for _ in slots], HostRuntime(), threading.Barrier(2, timeout=60)
+    for file in files:
+        file.on_write = file.on_read = barrier.wait
+    stream = runtime.transfer_stream(torch.device("cpu"), direction)
+    ends = list(zip(slots, sources, strict=True) if direction is Direction.OUT else zip(targets, slots, strict=True))
+    for _ in range(3):
+        events = [runtime.copy(target, source, stream) for target, source in ends]
+        stream.record().wait()
+        assert all(runtime.query(event) for event in events), "what is recorded stands behind every disk's"
+    runtime.close()
+    if direction is Direction.IN:
+        assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -131,6 +143,7 @@ def test_of_several_disks_one_that_cannot_grow_its_file_is_left_out(directory: P
     lengths = one.stat.st_size, two.stat.st_size
     two.on_allocate = failure(number)
     slots += [stored(tier, noise(130 * MIB, 1)), stored(tier, noise(MIB, 2))]
+    assert [slot.lane for slot in slots] == [0, 0, 0]
     assert two.stat.st_size == lengths[1]
     assert one.stat.st_size > lengths[0]
     assert equal(slots, (0, 1, 2))
@@ -161,7 +174,6 @@ def test_h27_of_several_disks_one_that_fails_to_write_is_named_and_the_others_se
     assert tier.used_bytes == 16 * MIB
     assert tier.held_bytes == Watched.opened[2].stat.st_size, "the files of before have gone"
     tier.close()
-    assert threads_of_transfers() == []
 
 
 def test_without_a_budget_the_tier_takes_a_share_of_what_is_free_on_each_disk_once(directory: Path) -> None:

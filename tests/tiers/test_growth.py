@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.pool import Pool
 from tests.threads import on_a_thread
 from tests.tiers.files import failure
 from tests.tiers.rig import MIB, Made, System, Verdicts, equal, noise, reserve, stored
@@ -31,7 +31,7 @@ def test_h41_other_threads_have_room_and_are_told_what_is_held(made: Made) -> No
         assert not made.owner._lock.is_held(), "or they would wait for ever"
         slots.append(on_a_thread(lambda: tier.at_hand(8192)))
         assert on_a_thread(lambda: (tier.used_bytes, tier.held_bytes)) == (2 * 8192, held)
-        if isinstance(made.owner, Arena):
+        if isinstance(made.owner, Pool):
             leases.append(on_a_thread(lambda: made.owner.lease(8192)))
 
     made.in_the_next_growth(others)
@@ -73,8 +73,8 @@ def test_h41_two_threads_that_need_growth_at_once_take_one_where_one_does(what: 
     assert made.taken_bytes == (64 * MIB if what == "disk" else MIB)
 
 
-def test_what_another_thread_has_taken_of_a_budget_meanwhile_is_not_taken_twice(arena: Arena, system: System) -> None:
-    tier, other = HostTier(arena, 4 * MIB), HostTier(arena, 64 * MIB)
+def test_what_another_thread_has_taken_of_a_budget_meanwhile_is_not_taken_twice(pool: Pool, system: System) -> None:
+    tier, other = HostTier(pool, 4 * MIB), HostTier(pool, 64 * MIB)
     reserve(tier, 2 * MIB)
     taken = []
     system.meanwhile = lambda: taken.append(on_a_thread(lambda: reserve(tier, 2 * MIB)))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from eager_offload.tiers import guard, host
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.guard import Guard, NoHeadroomError
-from eager_offload.tiers.host import HostTier, shared_arena
+from eager_offload.tiers.host import HostTier, shared_pool
 from eager_offload.tiers.limits import Headroom, host_headroom
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
 from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
@@ -48,9 +48,9 @@ def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
 
 def guarded(readings: Readings) -> tuple[HostTier, System]:
     system, watch = System(), Guard()
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=GIB, admit=watch.admit, given_back=watch.forget)
-    readings.held = lambda: arena._held
-    return HostTier(arena), system
+    pool = Pool(system, slab_bytes=MIB, idle_bytes=GIB, admit=watch.admit, given_back=watch.forget)
+    readings.held = lambda: pool._held
+    return HostTier(pool), system
 
 
 def fill(tier: HostTier, nbytes: int) -> list[HostSlot]:
@@ -114,7 +114,7 @@ def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_f
 ) -> None:
     monkeypatch.setattr(guard, "_guard", Guard())
     tier, _ = guarded(readings)
-    own, other = tier._arena, HostTier(shared_arena(SimulatedRuntime(), False, lambda: Arena(System(), idle_bytes=GIB)))
+    own, other = tier._pool, HostTier(shared_pool(SimulatedRuntime(), False, lambda: Pool(System(), idle_bytes=GIB)))
     readings.held = lambda: own._held + other.held_bytes
     slots = [tier.reserve(256 * MIB) for _ in range(4)]
     other.reserve(512 * MIB)

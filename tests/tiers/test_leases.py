@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.pool import Pool
 from tests.tiers.rig import MIB, System, noise
 
 
 def test_a_lease_goes_back_when_its_last_view_dies() -> None:
     system = System()
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=0)
+    pool = Pool(system, slab_bytes=MIB, idle_bytes=0)
     for nbytes in (1, 70_000, 5 * MIB + 3):
-        tensor = arena.lease(nbytes)
+        tensor = pool.lease(nbytes)
         assert tensor.dtype is torch.uint8
         assert tensor.shape == (nbytes,)
         assert tensor.data_ptr() % (PAGE if nbytes >= PAGE else 64) == 0
         tensor.copy_(noise(nbytes))
         view = tensor[nbytes // 2 :].view(torch.int8).detach()
         del tensor
-        assert arena.used_bytes == nbytes
+        assert pool.used_bytes == nbytes
         assert torch.equal(view.view(torch.uint8), noise(nbytes)[nbytes // 2 :])
         del view
-        assert arena.used_bytes == arena.held_bytes == len(system.alive) == 0
-    assert arena.lease(0).shape == (0,)
+        assert pool.used_bytes == pool.held_bytes == len(system.alive) == 0
+    assert pool.lease(0).shape == (0,)
 
 
 def test_h40_after_a_rest_every_slab_goes_with_its_last_lease_and_without_a_call() -> None:
     system, woken = System(), list[int]()
-    arena = Arena(system, slab_bytes=MIB, wakes=lambda: woken.append(len(system.sizes)))
-    small = [arena.lease(PAGE).copy_(noise(PAGE, seed)) for seed in range(3)]
-    large, idle = arena.lease(2 * MIB).copy_(noise(2 * MIB)), arena.lease(3 * MIB)
+    pool = Pool(system, slab_bytes=MIB, wakes=lambda: woken.append(len(system.sizes)))
+    small = [pool.lease(PAGE).copy_(noise(PAGE, seed)) for seed in range(3)]
+    large, idle = pool.lease(2 * MIB).copy_(noise(2 * MIB)), pool.lease(3 * MIB)
     assert woken == [0], "it is told once until it rests"
     del idle
-    arena.poll()
+    pool.poll()
     assert len(system.alive) == 3, "what is idle is kept as long as leases go on"
-    arena.rest()
+    pool.rest()
     assert len(system.alive) == 2, "what is idle is not kept any more"
-    assert arena.used_bytes == 3 * PAGE + 2 * MIB
+    assert pool.used_bytes == 3 * PAGE + 2 * MIB
     del small[0]
-    after = [arena.lease(PAGE).copy_(noise(PAGE, seed)) for seed in (4, 5)]
+    after = [pool.lease(PAGE).copy_(noise(PAGE, seed)) for seed in (4, 5)]
     assert woken == [0, 3]
     assert len(system.alive) == 3, "what was there before serves none"
     kept = large[MIB:]
@@ -54,39 +54,39 @@ def test_h40_after_a_rest_every_slab_goes_with_its_last_lease_and_without_a_call
     assert len(system.alive) == 1
     assert [torch.equal(lease, noise(PAGE, seed)) for lease, seed in zip(after, (4, 5), strict=True)] == [True] * 2
     after.clear()
-    assert arena.held_bytes == arena.idle_bytes > 0, "the one that leases come from is kept for the next"
-    again = arena.lease(PAGE)
+    assert pool.held_bytes == pool.idle_bytes > 0, "the one that leases come from is kept for the next"
+    again = pool.lease(PAGE)
     assert len(system.sizes) == 4
-    arena.rest()
-    arena.rest()
+    pool.rest()
+    pool.rest()
     del again
-    assert len(system.alive) == arena.held_bytes == 0
+    assert len(system.alive) == pool.held_bytes == 0
 
 
 def test_a_lease_that_has_died_serves_the_next_one_and_what_has_died_is_bounded(system: System) -> None:
-    arena = Arena(system, slab_bytes=MIB, idle_bytes=MIB)
-    one, live = arena.lease(70_000), arena.lease(PAGE).copy_(noise(PAGE, 1))
+    pool = Pool(system, slab_bytes=MIB, idle_bytes=MIB)
+    one, live = pool.lease(70_000), pool.lease(PAGE).copy_(noise(PAGE, 1))
     place = one.data_ptr()
     for seed in range(5):
         del one
-        smaller = arena.lease(2 * PAGE).copy_(noise(2 * PAGE, seed))
-        one = arena.lease(70_000)
+        smaller = pool.lease(2 * PAGE).copy_(noise(2 * PAGE, seed))
+        one = pool.lease(70_000)
         assert one.data_ptr() == place, "the same size at the same place"
         one.copy_(noise(70_000, seed))
         assert torch.equal(smaller, noise(2 * PAGE, seed))
         assert torch.equal(live, noise(PAGE, 1))
         del smaller
-    assert arena.used_bytes == 70_000 + PAGE
+    assert pool.used_bytes == 70_000 + PAGE
     del one, live
-    leases = [arena.lease(16 << 10) for _ in range(60)]
+    leases = [pool.lease(16 << 10) for _ in range(60)]
     leases.clear()
-    leases = [arena.lease(16 << 10), *[arena.lease(32 << 10) for _ in range(8)]]
+    leases = [pool.lease(16 << 10), *[pool.lease(32 << 10) for _ in range(8)]]
     assert len(system.sizes) == 1, "what has died is used up before there is new memory"
-    leases = [arena.lease(200_000) for _ in range(40)]
+    leases = [pool.lease(200_000) for _ in range(40)]
     assert len(system.alive) > 7
     leases.clear()
-    arena.lease(200_000)
-    arena.lease(200_000)
+    pool.lease(200_000)
+    pool.lease(200_000)
     assert len(system.alive) <= 2
-    arena.poll()
-    assert arena.idle_bytes == arena.held_bytes == sum(slab.numel() for slab in system.alive)
+    pool.poll()
+    assert pool.idle_bytes == pool.held_bytes == sum(slab.numel() for slab in system.alive)

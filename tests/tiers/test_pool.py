@@ -6,7 +6,6 @@ import errno
 import os
 import random
 from pathlib import Path
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -14,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 
 from eager_offload import ConfigError, Offload
-from eager_offload.tiers.arena import Arena, anonymous_slab
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 from tests.sampling import search
 from tests.threads import collect
@@ -31,7 +30,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(kind: str, directory: Path) -> None:
-    """Against a model that remembers every page; a use is a fence, and some calls are interrupted."""
+    """Against a model that remembers every page; a use is a fence."""
 
     def check(data: st.DataObject) -> None:
         tier = Made(kind, directory, MIB, one_slab=True).tier
@@ -39,7 +38,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
         uses: list[set[Fence] | None] = [set() for _ in range(MIB // PAGE)]  # `None` where a slot lives
         live: list[Slot] = []
         for _ in range(data.draw(st.integers(1, 60), "steps")):
-            what = data.draw(st.sampled_from(["reserve", "reserve", "drop", "pass", "interrupt"]), "what")
+            what = data.draw(st.sampled_from(["reserve", "reserve", "reserve", "drop", "pass"]), "what")
             if what == "drop" and live:
                 slot = live.pop(data.draw(st.integers(0, len(live) - 1), "which"))
                 for _ in range(data.draw(st.integers(0, 2), "uses")):
@@ -50,15 +49,10 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
                 del slot
             elif what == "pass" and events:
                 verdicts.over.add(data.draw(st.integers(0, events - 1), "event"))
-            elif what in ("reserve", "interrupt"):
+            elif what == "reserve":
                 nbytes = data.draw(st.integers(PAGE, 80 * PAGE), "bytes")
                 pages = -(-nbytes // PAGE)
-                verdicts.meanwhile = Mock(side_effect=KeyboardInterrupt) if what == "interrupt" else None
-                try:
-                    slot = tier.reserve(nbytes)
-                except KeyboardInterrupt:
-                    continue
-                verdicts.meanwhile = None
+                slot = tier.reserve(nbytes)
                 assert (slot is None) == (pages > largest_hole(uses))
                 if slot is not None:
                     assert slot.region.space == space
@@ -125,19 +119,19 @@ def test_h18_a_slot_has_the_uses_of_its_own_bytes_and_none_where_there_is_room_w
 
 
 def test_h18_memory_does_not_go_back_before_its_last_use_is_over(system: System) -> None:
-    verdicts, arena = Verdicts(), Arena(system, slab_bytes=MIB, idle_bytes=0)
+    verdicts, pool = Verdicts(), Pool(system, slab_bytes=MIB, idle_bytes=0)
     for nbytes in (MIB, 8192):
         verdicts.over.clear()
-        slot = arena.allocate(nbytes)
+        slot = pool.allocate(nbytes)
         slot.fences += (verdicts.fence("reload"),)
         del slot
         for _ in range(2):
-            arena.poll()
-            assert arena.used_bytes == 0
+            pool.poll()
+            assert pool.used_bytes == 0
             assert len(system.alive) == 1, "a device may still read it"
-            assert arena.allocate(nbytes).fences == (verdicts.fence("reload"),)
+            assert pool.allocate(nbytes).fences == (verdicts.fence("reload"),)
         verdicts.over.add("reload")
-        arena.poll()
+        pool.poll()
         assert len(system.alive) == 0
 
 
@@ -179,7 +173,7 @@ def test_what_is_held_for_a_step_is_at_most_5_percent_more_than_it_saves(step: s
         taken.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    tier = HostTier(Arena(system, sizes=sizes, idle_bytes=64 * GIB), 64 * GIB)
+    tier = HostTier(Pool(system, sizes=sizes, idle_bytes=64 * GIB), 64 * GIB)
     asked = sum(nbytes + -nbytes % PAGE if nbytes == 65_537 else nbytes for nbytes in STEPS[step])  # the worst size
     for _ in range(3):  # later steps find what they need
         slots = [reserve(tier, nbytes) for nbytes in STEPS[step]]
@@ -196,37 +190,37 @@ def test_what_is_held_for_a_step_is_at_most_5_percent_more_than_it_saves(step: s
 def test_held_stays_near_used_for_ragged_sizes_that_come_and_go() -> None:
     def check(sizes: list[int], seed: int) -> None:
         chance = random.Random(seed)
-        arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta"), idle_bytes=0)
+        pool = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta"), idle_bytes=0)
         slots = []
         for nbytes in sizes:
-            slots.append(arena.allocate(nbytes))
+            slots.append(pool.allocate(nbytes))
             if chance.random() < 0.3:
                 del slots[chance.randrange(len(slots))]
-        assert arena.used_bytes == sum(slot.nbytes for slot in slots if slot)
+        assert pool.used_bytes == sum(slot.nbytes for slot in slots if slot)
         # Holes that shared slabs got from the slots that went, at most one growth step of each kind, and rounding.
-        assert arena.held_bytes <= 1.05 * sum(sizes) + MIB
+        assert pool.held_bytes <= 1.05 * sum(sizes) + MIB
 
     search(check, st.lists(st.integers(2**16, 2**26), min_size=200, max_size=400), st.integers(0, 2**32), fixed=20)
 
 
 def test_small_requests_take_little_more_than_they_ask_for() -> None:
-    arena = Arena()
-    slots = [arena.allocate(nbytes) for nbytes in (4, 64, 256, 1000) for _ in range(2000)]
-    assert arena.used_bytes == 2000 * 1324
-    assert arena.held_bytes <= 2000 * (64 + 64 + 256 + 1024) * 1.05 + (1 << 16)
+    pool = Pool()
+    slots = [pool.allocate(nbytes) for nbytes in (4, 64, 256, 1000) for _ in range(2000)]
+    assert pool.used_bytes == 2000 * 1324
+    assert pool.held_bytes <= 2000 * (64 + 64 + 256 + 1024) * 1.05 + (1 << 16)
     assert {slot.address % 64 for slot in slots if slot} == {0}
 
 
-def test_an_idle_slab_serves_a_smaller_request_only_while_little_is_wasted(arena: Arena, system: System) -> None:
-    rest = arena.allocate(60 * MIB)
-    arena.allocate(10 * MIB)
-    arena.allocate(9 * MIB)
+def test_an_idle_slab_serves_a_smaller_request_only_while_little_is_wasted(pool: Pool, system: System) -> None:
+    rest = pool.allocate(60 * MIB)
+    pool.allocate(10 * MIB)
+    pool.allocate(9 * MIB)
     assert system.sizes == [60 * MIB, 10 * MIB]
-    too_small = arena.allocate(8 * MIB)
+    too_small = pool.allocate(8 * MIB)
     assert system.sizes[2:] == [8 * MIB], "a fifth would be wasted"
     del rest, too_small
-    arena.poll()
-    alone = arena.allocate(9 * MIB)
+    pool.poll()
+    alone = pool.allocate(9 * MIB)
     assert system.sizes[3:] == [9 * MIB], "a tenth of all that is used would be wasted"
     del alone
 
@@ -252,7 +246,7 @@ def test_h25_a_thousand_steps_leave_everything_as_it_was(made: Made) -> None:
 
 @pytest.mark.parametrize("sizes", [ExactSizes(MIB), PowersOfTwo()])
 def test_h26_the_budget_bounds_what_is_held_and_idle_memory_makes_way(sizes: SlabSizes) -> None:
-    tier = HostTier(Arena(System(), sizes=sizes, idle_bytes=GIB), 100 * MIB)
+    tier = HostTier(Pool(System(), sizes=sizes, idle_bytes=GIB), 100 * MIB)
     slots = [reserve(tier, 30 * MIB)]
     while (slot := tier.reserve(3 * MIB)) is not None:
         slots.append(slot)
@@ -266,43 +260,43 @@ def test_h26_the_budget_bounds_what_is_held_and_idle_memory_makes_way(sizes: Sla
     slots.clear()
     slots.append(reserve(tier, 32 * MIB))
     assert tier.held_bytes <= 100 * MIB
-    assert HostTier(Arena(), 0).reserve(1) is None
+    assert HostTier(Pool(), 0).reserve(1) is None
 
 
 def test_idle_memory_beyond_the_allowance_goes_back_at_once_and_the_rest_serves_again(system: System) -> None:
-    arena = Arena(system, slab_bytes=8 * MIB, idle_bytes=20 * MIB)
+    pool = Pool(system, slab_bytes=8 * MIB, idle_bytes=20 * MIB)
     for nbytes in (10 * MIB, 100_000):  # a slab each, and many to a slab
-        slots = [arena.allocate(nbytes + 4096 * (at % 7)) for at in range(30 * MIB // nbytes)]
+        slots = [pool.allocate(nbytes + 4096 * (at % 7)) for at in range(30 * MIB // nbytes)]
         assert len(system.alive) > 2
         del slots[1::2]
         slots.clear()
-        assert arena.used_bytes == 0
-        assert arena.held_bytes == sum(slab.numel() for slab in system.alive) <= 20 * MIB
+        assert pool.used_bytes == 0
+        assert pool.held_bytes == sum(slab.numel() for slab in system.alive) <= 20 * MIB
         given = len(system.sizes)
-        arena.allocate(nbytes)
+        pool.allocate(nbytes)
         assert len(system.sizes) == given, "an idle slab serves first"
-    arena.release_idle()
-    assert arena.held_bytes == len(system.alive) == 0
+    pool.release_idle()
+    assert pool.held_bytes == len(system.alive) == 0
 
 
 def test_the_process_shrinks_when_memory_goes_back() -> None:
-    resident, arena = psutil.Process().memory_info, Arena(slab_bytes=8 * MIB, idle_bytes=0)
+    resident, pool = psutil.Process().memory_info, Pool(slab_bytes=8 * MIB, idle_bytes=0)
     before = resident().rss
-    leases = [arena.lease(16 * MIB).fill_(1) for _ in range(4)]
+    leases = [pool.lease(16 * MIB).fill_(1) for _ in range(4)]
     assert resident().rss - before > 60 * MIB
     leases.clear()
-    arena.poll()
+    pool.poll()
     assert resident().rss - before < 4 * MIB
 
 
-def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease(arena: Arena, system: System) -> None:
-    tier = HostTier(arena, 1 << 40)
+def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease(pool: Pool, system: System) -> None:
+    tier = HostTier(pool, 1 << 40)
     reserve(tier, 2 * MIB)
     system.refusal = failure(errno.ENOMEM)
     assert tier.reserve(4 * MIB) is None
     assert tier.held_bytes == 0, "what is idle is given back before a request fails"
     with pytest.raises(MemoryError, match="Cannot allocate"):
-        arena.lease(MIB)
+        pool.lease(MIB)
     system.refusal = None
     slot = stored(tier, noise(4 * MIB))
     assert torch.equal(slot.tensor, noise(4 * MIB))
@@ -313,8 +307,8 @@ def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease(ar
 # -- what is reserved before a step -----------------------------------------------------------------------------------
 
 
-def test_sizes_of_any_kind_are_cut_from_memory_that_is_taken_once(arena: Arena, system: System) -> None:
-    tier = HostTier(arena, 32 * MIB)
+def test_sizes_of_any_kind_are_cut_from_memory_that_is_taken_once(pool: Pool, system: System) -> None:
+    tier = HostTier(pool, 32 * MIB)
     assert [tier.take(nbytes) for nbytes in (16 * MIB, 16 * MIB, MIB)] == [None] * 3
     assert system.sizes == [16 * MIB]
     sizes = [6 * MIB, 2 * MIB, 4096, MIB + 5, 4 * MIB, 2 * MIB, 64 * 1024, 200_000]
@@ -328,7 +322,7 @@ def test_sizes_of_any_kind_are_cut_from_memory_that_is_taken_once(arena: Arena, 
     more = [reserve(tier, 6 * MIB) for _ in range(3)]
     assert system.sizes == [16 * MIB, 6 * MIB], "where it is full, a step takes what it needs"
     more.clear()
-    other = HostTier(arena, 16 * MIB)
+    other = HostTier(pool, 16 * MIB)
     slot = reserve(other, 10 * MIB)
     assert tier.take(16 * MIB) is None
     assert len(system.sizes) == 3, "what another tier uses does not count"
@@ -338,13 +332,13 @@ def test_sizes_of_any_kind_are_cut_from_memory_that_is_taken_once(arena: Arena, 
     tier.close()
     other.close()
     assert not system.alive
-    tier = HostTier(Arena(system, sizes=PowersOfTwo()), 64 * MIB)
+    tier = HostTier(Pool(system, sizes=PowersOfTwo()), 64 * MIB)
     assert tier.take(56 * MIB) is None
     assert system.sizes[3:] == [32 * MIB, 16 * MIB, 8 * MIB]
 
 
-def test_without_room_to_reserve_it_says_why_and_keeps_what_it_has(arena: Arena, system: System) -> None:
-    tier = HostTier(arena, 64 * MIB)
+def test_without_room_to_reserve_it_says_why_and_keeps_what_it_has(pool: Pool, system: System) -> None:
+    tier = HostTier(pool, 64 * MIB)
     assert tier.take(65 * MIB) == ("host_budget comes to 64.0 MiB", "raise host_budget")
     assert not system.sizes
     assert tier.take(32 * MIB) is None

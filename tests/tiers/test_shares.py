@@ -1,4 +1,4 @@
-"""Tiers that share an arena: what is idle serves all of them, and each keeps to its budget."""
+"""Tiers that share a pool: what is idle serves all of them, and each keeps to its budget."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
 from eager_offload.tiers import host
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.limits import host_headroom
+from eager_offload.tiers.pool import Pool
 from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, equal, noise, reserve, stored
 
 
-def test_what_is_idle_serves_every_tier_and_each_keeps_to_its_budget(arena: Arena, system: System) -> None:
-    one, other = HostTier(arena, 4 * MIB), HostTier(arena, 6 * MIB)
+def test_what_is_idle_serves_every_tier_and_each_keeps_to_its_budget(pool: Pool, system: System) -> None:
+    one, other = HostTier(pool, 4 * MIB), HostTier(pool, 6 * MIB)
     stored(one, noise(4 * MIB))
     slots = [stored(other, noise(4 * MIB, 1))]
     assert system.sizes == [4 * MIB], "the slab is the same"
@@ -34,21 +34,21 @@ def test_what_is_idle_serves_every_tier_and_each_keeps_to_its_budget(arena: Aren
 
 
 def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
-    arena: Arena, system: System, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    pool: Pool, system: System, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     machine = FakeMachine(tmp_path_factory.mktemp("machine"), available=16 * MIB)
     monkeypatch.setattr(host, "host_headroom", lambda: host_headroom(machine.system))
-    tiers = [HostTier(arena) for _ in range(3)]
+    tiers = [HostTier(pool) for _ in range(3)]
     assert [tier.budget for tier in tiers] == [8 * MIB] * 3
     slots = [reserve(tier, 2 * MIB) for tier in tiers]
     slots.append(reserve(tiers[0], 2 * MIB))
     machine.set_memory(available=8 * MIB)  # for this process took the rest
     assert all(tier.reserve(2 * MIB) is None for tier in tiers)
     assert sum(system.sizes) == 8 * MIB
-    late = HostTier(arena)
-    assert late.budget == 8 * MIB, "what the arena holds is no less for them"
+    late = HostTier(pool)
+    assert late.budget == 8 * MIB, "what the pool holds is no less for them"
     assert late.reserve(4096) is None
-    explicit = HostTier(arena, 2 * MIB)
+    explicit = HostTier(pool, 2 * MIB)
     slots.append(reserve(explicit, 2 * MIB))
     assert 'all of host_budget="auto" is in use: 8.0 MiB, which is 50% of what' in late.shortage.reason
     assert explicit.reserve(1) is None
@@ -56,9 +56,9 @@ def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
 
 
 def test_memory_goes_back_with_the_last_tier_and_what_only_a_closed_one_had_a_budget_for_at_once(
-    arena: Arena, system: System
+    pool: Pool, system: System
 ) -> None:
-    one, other = HostTier(arena, 8 * MIB), HostTier(arena, 8 * MIB)
+    one, other = HostTier(pool, 8 * MIB), HostTier(pool, 8 * MIB)
     slots = [stored(one, noise(3 * MIB)), reserve(other, 2 * MIB), reserve(other, 3 * MIB)]
     del slots[1]
     one.close()
@@ -69,7 +69,7 @@ def test_memory_goes_back_with_the_last_tier_and_what_only_a_closed_one_had_a_bu
     assert len(system.sizes) == 3
     del slots[0]
     assert other.held_bytes == 8 * MIB, "and so does what comes back within its budget"
-    third = HostTier(arena, 2 * MIB)
+    third = HostTier(pool, 2 * MIB)
     slots.clear()
     other.close()
     assert third.held_bytes == sum(slab.numel() for slab in system.alive) <= 2 * MIB

@@ -88,12 +88,12 @@ EQUIVALENT = {
     (
         "eager_offload/tiers/disk.py",
         "fence",
-        "super().__init__(nbytes, extent.fences, DiskSlotRecord(self, space.returned.append))",
+        "super().__init__(nbytes, found.fences, record)",
     ): _HELD,
     (
-        "eager_offload/tiers/space.py",
+        "eager_offload/tiers/disk.py",
         "fence",
-        "self.extents.release(record.extent.start, record.extent.nbytes, record.fences)",
+        "self.ranges.give(record.range._replace(fences=record.fences))",
     ): _HELD,
 }
 

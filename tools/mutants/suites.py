@@ -52,7 +52,7 @@ _FIRST = {
     "runtime/pinned": "tiers/numa",
     "runtime/staging": "",
     "runtime/transfer_threads": "=host",
-    "tiers/arena": "tiers/pool tiers/growth tiers/interrupts tiers/leases hazards/copies",
+    "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/leases hazards/copies",
     "tiers/cgroups": "tiers/limits",
     "tiers/guard": "tiers/guard hazards/short_memory",
     "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
@@ -62,9 +62,7 @@ _FIRST = {
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/pool tiers/disk",
     "tiers/disk": "=disk",
-    "tiers/extents": "tiers/pool",
     "tiers/slabs": "tiers/pool",
-    "tiers/space": "=disk",
     "tiers/spill": "=disk",
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
@@ -89,7 +87,7 @@ _ALONE = (
 
 
 def suites_of(path: str) -> list[str]:
-    """Test files for a module, such as ``eager_offload/tiers/arena.py``, the one that is likeliest to notice first."""
+    """Test files for a module, such as ``eager_offload/tiers/pool.py``, the one that is likeliest to notice first."""
     module = path.partition("/")[2]
     beginning = max((known for known in _FIRST if module.startswith(known)), key=len)
     further = () if beginning in _ALONE.split() else _files(_STEPS)

@@ -4,7 +4,7 @@
 
 Every step is compared, bit for bit, with the same step without offload, unless it ends in an error of the library that
 a fault explains. Each resource is counted after a warm-up and at the end, with every `Offload` closed; and while it
-runs, the most bytes that files and arenas hold. Ends with status 1 if anything has grown, differed or hung.
+runs, the most bytes that files and pools hold. Ends with status 1 if anything has grown, differed or hung.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class Soak:
         faulthandler.dump_traceback_later(_HANGS, exit=True)
 
     def held(self) -> dict[str, int]:
-        """Bytes of files and arenas in use, idle room included."""
+        """Bytes of files and pools in use, idle room included."""
         tiers = [tier for offload in self.offloads.values() for tier in offload._offloaders.tiers()]
         return {
             "spill files, running": sum(tier.held_bytes for tier in tiers if tier.name == "disk"),
             "host tier, running": sum(tier.held_bytes for tier in tiers if tier.name == "host"),
-            "reload arena, running": host_runtime().arena.held_bytes,
+            "reload pool, running": host_runtime().pool.held_bytes,
             "slots in use, running": sum(tier.used_bytes for tier in tiers),
         }
 
@@ -147,7 +147,7 @@ class Soak:
             self.moved[name] += offload.stats(synchronize=True).bytes_out
             offload.reset_stats()
             offload.close()
-        host_runtime().arena.release_idle()
+        host_runtime().pool.release_idle()
 
 
 def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
@@ -170,7 +170,7 @@ def soak(minutes: float, seed: int, directory: Path) -> tuple[Soak, list[Row]]:
     # A file grows in steps of 64 MiB to the largest need so far, and so may one of each Offload.
     slack = {"spill files, running": len(run.offloads) * 64 * MIB, "host tier, running": 64 * MIB}
     running = [
-        Row(what, held[what], held_after[what], slack.get(what, 64 * MIB if "arena" in what else 0)) for what in held
+        Row(what, held[what], held_after[what], slack.get(what, 64 * MIB if "pool" in what else 0)) for what in held
     ]
     if minutes >= 1:
         memory = "resident memory"

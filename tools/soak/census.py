@@ -16,7 +16,7 @@ from eager_offload.tiers.finalizers import Living
 
 MIB = 1 << 20
 #: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each
-#: of its arenas. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
+#: of its pools. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
 #: by every step, or by every step of one kind, is hundreds after a minute.
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
 #: Of the plan that it followed last each ``Offload`` has the numbers, which ``step_plan()`` returns after a close too;

@@ -20,9 +20,9 @@ from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.base import Direction
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import PowersOfTwo
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled
@@ -50,7 +50,7 @@ def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
 
 
 def tier_of(runtime: AcceleratorRuntime) -> HostTier:
-    return HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), GIB)
+    return HostTier(Pool(runtime.host_buffer, sizes=runtime.slab_sizes()), GIB)
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE, 5 * MIB + PAGE])
@@ -123,7 +123,7 @@ def test_an_error_of_the_driver_is_that_of_the_call(virtual: VirtualDevice) -> N
 
 def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Api, runtime: AcceleratorRuntime) -> None:
     """A copy must not straddle two registrations."""
-    tier, user = tier_of(runtime), object.__new__(Arena)
+    tier, user = tier_of(runtime), object.__new__(Pool)
     runtime.attach_user(user)
     slots = [tier.reserve(nbytes) for nbytes in (PAGE, MIB, 33 * MIB, 70 * MIB, 9000)]
     assert all(slots)

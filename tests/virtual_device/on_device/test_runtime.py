@@ -13,9 +13,9 @@ from eager_offload.errors import OffloadError
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
-from eager_offload.tiers.arena import Arena
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
+from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
 from tests.threads import collect, on_threads
 from tests.virtual_device import NAME, VirtualDevice
@@ -49,7 +49,7 @@ def runtime(api: Api, virtual: VirtualDevice) -> Iterator[AcceleratorRuntime]:
 
 
 def slot_of(runtime: AcceleratorRuntime) -> HostSlot:
-    slot = HostTier(Arena(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(NBYTES)
+    slot = HostTier(Pool(runtime.host_buffer, sizes=runtime.slab_sizes()), budget=1 << 30).reserve(NBYTES)
     assert slot is not None
     _slots.append(slot)
     return slot

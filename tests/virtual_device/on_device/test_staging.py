@@ -73,8 +73,8 @@ def limited(backend: VirtualBackend, runtime: AcceleratorRuntime) -> Iterator[Ca
 
 def staging_bytes(staging: Staging) -> int:
     """Bytes of pinned memory through which the disk is served."""
-    arenas = [room._arena for room in (staging._out, staging._in)]
-    return sum(arena.held_bytes for arena in arenas if arena is not None)
+    pools = [room._pool for room in (staging._out, staging._in)]
+    return sum(pool.held_bytes for pool in pools if pool is not None)
 
 
 def assert_trains(offload: Offload, steps: int = 1) -> None:
