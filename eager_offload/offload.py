@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack
@@ -29,9 +29,7 @@ from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
 from eager_offload.contexts import Context, explained_ban, plain_hooks
-from eager_offload.eager.captured import CapturedRun
 from eager_offload.eager.hooks import Hooks
-from eager_offload.eager.warm_ups import WarmUp
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
@@ -222,9 +220,10 @@ class Offload:
                 "`with offload:`"
             )
         self.refuse_reentry()
-        if self._hooks.thread.step is None and self._offloaders.is_capturing():
+        is_captured = self._hooks.thread.captured is not None
+        if not is_captured and self._offloaders.is_capturing():
             raise captured("an Offload was entered")
-        if self._hooks.thread.step is None:
+        if not is_captured:
             tell()
         if not self._serves_compiled_code:
             if compiler_is_loaded():
@@ -235,7 +234,7 @@ class Offload:
         watch.put_on()
         # A graph of compiled code would have transfers of its own, which no capture can have: compilers are told
         # nothing there, and autograd calls the hooks for what the code saves.
-        hooks = self._hook_pair if self._hooks.thread.step is None else plain_hooks(self.config_key)
+        hooks = plain_hooks(self.config_key) if is_captured else self._hook_pair
         context = Context(self, hooks)
         try:
             if context.is_outermost:
@@ -268,16 +267,16 @@ class Offload:
             context.give_up()
         if (ban := explained_ban(error)) is not None:
             raise ban from error
-        if kind is None and self._hooks.thread.step is None:  # a step is not captured now
+        if kind is None and self._hooks.thread.captured is None:  # a step is not captured now
             tell()
 
     def _begin_forward(self, context: Context) -> None:
         """The calling thread enters this object, by ``context``."""
-        thread, counters = self._hooks.thread, self._accounts.counters
+        hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
-        thread.begin(writes_rows=counters.writes_rows)
+        hooks.thread.begin(writes_rows=counters.writes_rows)
         context.forward.offloaded_before = counters.offloaded_bytes
-        if isinstance(thread.step, CapturedRun):  # which is no step yet, and may not ask the driver
+        if hooks is not self._hooks and self._offloaders.is_capturing():  # which may not ask the driver
             return
         counters.begin()
         self._offloaders.release_idle()
@@ -289,14 +288,14 @@ class Offload:
 
     def _leave(self, context: Context, *, is_failed: bool) -> None:
         """The calling thread has left ``context``, and this object if it is in no other of it."""
-        thread, is_over = self._hooks.thread, contexts.entered(self) is None
+        hooks, is_over = self._hooks.thread.captured or self._hooks, contexts.entered(self) is None
         with without_caller_modes():
             # With an exception it does not wait: an interrupt would wait for room in a full window.
-            self._hooks.leave(waits=not is_failed, is_outermost=is_over)
+            hooks.leave(waits=not is_failed, is_outermost=is_over)
         with without_caller_modes(), self._accounts.lock:
             if not is_failed:
                 if is_over:
-                    self._in_vain.look_at(context.forward, self._matched, is_own=thread.packed > 0)
+                    self._in_vain.look_at(context.forward, self._matched, is_own=hooks.thread.packed > 0)
                 self._in_vain.saw_foreign_hooks(context.hiding())
             elif is_over:
                 counters = self._accounts.counters
@@ -350,47 +349,47 @@ class Offload:
         if self.config.enabled and self.patterns:
             self._matched.add(model, self.patterns, self.config.codec_rules)
 
-    @contextmanager
-    def in_step(self, step: WarmUp | CapturedRun) -> Iterator[None]:
-        """A ``with`` of this object, around a step whose saved tensors go where ``step`` says.
-
-        For ``eager_offload.graphs.capture_step``.
+    def check_capture(self) -> None:
+        """Looks whether a graph can be captured of a step in a ``with`` of this object, by the calling thread.
 
         Raises:
             CaptureStateError: the calling thread is in a ``with`` of this object, this is being traced, or it was
                 given a plan.
         """
-        thread = self._hooks.thread
         if self._hooks.given is not None:
             raise CaptureStateError(
-                "an Offload(plan=...) cannot be captured: a capture follows what its warm-ups did. Leave plan= out"
+                "an Offload(plan=...) cannot be captured: a capture does what its warm-ups did. Leave plan= out"
             )
-        if contexts.entered(self) is not None or thread.step is not None:
+        if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._accounts.observer is not None:
             raise CaptureStateError(
                 "a step was captured while its Offload is traced: a capture runs nothing that a trace could show"
             )
-        thread.step = step
-        try:
-            with self._preparing() if isinstance(step, WarmUp) else nullcontext(), self:
-                yield
-        finally:
-            thread.step = None
 
     @contextmanager
-    def _preparing(self) -> Iterator[None]:
-        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/offloader.py."""
-        accounts = self._accounts
-        self.stats(synchronize=True)  # what earlier steps have on its way is not over at the same time in each run
-        with accounts.lock:
-            accounts.preparing += 1
+    def in_step(self, hooks: Hooks) -> Iterator[None]:
+        """A ``with`` of this object, around a step of which ``hooks`` take what is saved.
+
+        For ``eager_offload.graphs.capture_step``.
+        """
+        thread = self._hooks.thread
+        thread.captured = hooks
         try:
-            yield
+            with self:
+                yield
         finally:
-            with accounts.lock:
-                accounts.preparing -= 1
-        self.stats(synchronize=True)  # a source that is on its way would stay on the device in the capture
+            thread.captured = None
+
+    def tiers_of(self, device: torch.device) -> Sequence[Tier]:
+        """Returns where what is saved on ``device`` rests; empty where it stays."""
+        offloader = self._offloaders.of(device)
+        return () if isinstance(offloader, KeepReason) else offloader.tiers
+
+    def keep_of(self, device: torch.device) -> int | None:
+        """Returns how many of the newest bytes stay on ``device``; ``None`` where nothing was saved there."""
+        saves = self._hooks.saved_tensors(device)
+        return None if isinstance(saves, KeepReason) else saves.keep
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.

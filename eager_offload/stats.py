@@ -469,8 +469,6 @@ class Accounts(ForkSafeLock):
         self.counters = Counters()
         #: Writes down what happens, while a trace runs.
         self.observer: Observer | None = None
-        #: How many steps are prepared for a capture now; see the note in engine/offloader.py.
-        self.preparing = 0
 
     def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:
         """Counts a demotion of ``kind`` for each of ``reasons``. Returns those that the user is to be told of.

@@ -26,6 +26,7 @@ Where a limit of the slowdown says how many bytes are to stay, these are spread 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -36,12 +37,12 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from eager_offload.config import size_text
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, ScheduleMismatchError
 from eager_offload.schedule import largest_of
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -332,6 +333,111 @@ class KnownTable:
         return "requires_grad" if requires_grad != facts[2] else "codec"
 
 
+class StepScript:
+    """What a function does that is called once more: its steps, one after the other.
+
+    Args:
+        expected: the steps of the call before, which this one is held to; ``None``: it is written down.
+    """
+
+    def __init__(self, expected: StepScript | None = None) -> None:
+        self.logs: list[StepLog] = []
+        #: Of each step, the saves whose storages have left.
+        self.moved: list[set[int]] = []
+        self._expected = None if expected is None else expected.logs
+        #: The first difference.
+        self._failure: ScheduleMismatchError | None = None
+
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        if self._expected is not None:
+            number = len(self.logs)
+            expected = self._expected[number] if number < len(self._expected) else StepLog()
+            step.strict = partial(self._check, expected)
+        self.logs.append(step.log)
+        self.moved.append(set())
+
+    def note_moved(self, step: Step, number: int) -> None:
+        """The storage that save ``number`` of ``step`` has brought in has left."""
+        for log, moved in zip(self.logs, self.moved, strict=True):
+            if log is step.log:
+                moved.add(number)
+
+    def tables(self) -> tuple[StepTable, ...]:
+        """Returns what each step did, but for those that saved nothing that may move."""
+        found = []
+        for log, moved in zip(self.logs, self.moved, strict=True):
+            table = log.table(None)
+            rows = [replace(row, fate=_MOVE) if number in moved else row for number, row in enumerate(table.rows)]
+            found.append(replace(table, rows=tuple(rows)))
+        return tuple(found)
+
+    def finish(self) -> None:
+        """The function is over.
+
+        Raises:
+            ScheduleMismatchError: it has done otherwise than the call before, be it that the caller was told so and has
+                gone on.
+        """
+        assert self._expected is not None
+        if self._failure is not None:
+            raise self._failure
+        for number, expected in enumerate(self._expected):
+            log = self.logs[number] if number < len(self.logs) else StepLog()
+            if len(log.facts) < len(expected.facts):
+                self._differ(f"save {len(log.facts)}", _said(expected.facts[len(log.facts)]), "none")
+            if len(log.asks) < len(expected.asks):
+                self._differ(f"unpack {len(log.asks)}", f"save {expected.asks[len(log.asks)]}", "none")
+
+    def _check(self, expected: StepLog, log: StepLog, is_ask: bool) -> None:
+        """Looks whether what ``log`` has last is as ``expected`` has it."""
+        number, rank = len(log.facts) - 1, len(log.asks) - 1
+        if not is_ask and expected.facts[number : number + 1] != log.facts[number:]:
+            before = _said(expected.facts[number], log.facts[number]) if number < len(expected.facts) else "none"
+            self._differ(f"save {number}", before, _said(log.facts[number], *expected.facts[number : number + 1]))
+        if is_ask and expected.asks[rank : rank + 1] != log.asks[rank:]:
+            before = f"save {expected.asks[rank]}" if rank < len(expected.asks) else "none"
+            self._differ(f"unpack {rank}", before, f"save {log.asks[rank]}")
+
+    def _differ(self, where: str, before: str, now: str) -> NoReturn:
+        self._failure = mismatch(where, before, now, "the warm-up had", "the capture has")
+        raise self._failure
+
+
+def check_alike(before: StepScript, after: StepScript) -> None:
+    """Looks whether two warm-ups are one sequence of saves.
+
+    Raises:
+        ScheduleMismatchError: they are not.
+    """
+    one, other = ([facts for log in script.logs for facts in log.facts] for script in (before, after))
+    for number in range(max(len(one), len(other))):
+        mine, its = one[number : number + 1], other[number : number + 1]
+        if mine != its:
+            sides = [_said(*mine, *its) if mine else "none", _said(*its, *mine) if its else "none"]
+            raise mismatch(f"save {number}", sides[0], sides[1], "the warm-up before the last had", "the last one has")
+
+
+def mismatch(where: str, one: str, other: str, before: str, after: str) -> ScheduleMismatchError:
+    return ScheduleMismatchError(
+        f"a step has to do the same in its warm-ups and in the capture, and differs first at {where}: {before} {one}, "
+        f"{after} {other}. What depends on numbers, on the count of steps or on chance cannot be captured"
+    )
+
+
+def _said(facts: _Facts, other: _Facts | None = None) -> str:
+    """Returns a save in words, with what it differs by from ``other``."""
+    nbytes, storage_nbytes, requires_grad, owner, codec = facts
+    said = f"a tensor of {nbytes:,} bytes{', requires grad' if requires_grad else ''}"
+    if other is None or other[0] != nbytes:
+        return said
+    if other[1] != storage_nbytes:
+        said += f", of a storage of {storage_nbytes:,} bytes"
+    if other[3] != owner:
+        said += f", of the storage of save {owner}" if owner >= 0 else ", of the storage of an earlier step"
+    return said if other[4] == codec else f"{said}, with the codec {codec}"
+
+
 class StepTables:
     """The tables of one device, the latest last. Callers hold the offloader's lock.
 
@@ -353,6 +459,14 @@ class StepTables:
         self._keep: tuple[int, int] | None = None
         #: The warning that the table of the user does not fit, until it is given.
         self._unfit = ""
+        self._is_frozen = False
+
+    def frozen(self) -> StepTables:
+        """Returns the same tables, of which nothing is learnt or forgotten."""
+        tables = StepTables(True, Accounts())
+        tables._known = [copy.copy(one) for one in self._known]
+        tables._is_frozen = True
+        return tables
 
     def give(self, table: StepTable) -> None:
         """Takes in a table of the user's, in which the first step is looked up."""
@@ -401,7 +515,7 @@ class StepTables:
                 f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
                 "is decided as any first one is; gradients are the same. Give the plan of a step like this one, or none"
             )
-        if known.misses >= _MOST_MISSES and known in self._known:
+        if known.misses >= _MOST_MISSES and known in self._known and not self._is_frozen:
             self._known.remove(known)
 
     def warning(self) -> str:
@@ -415,7 +529,7 @@ class StepTables:
         Args:
             link: as for ``StepLog.table``.
         """
-        if not log.asks and not log.alive:
+        if self._is_frozen or (not log.asks and not log.alive):
             return  # a graph that was dropped: nothing was asked for, and nothing follows from that
         alike = next((one for one in self._known if one.facts == log.facts), None)
         if log.known is not None and log.known is not alike:
@@ -497,8 +611,9 @@ class Step:
         self.is_over = False
         #: Storages that stay although they could move, by name, for further saves of them.
         self.kept: dict[Hashable, Kept] = {}
-        #: Writes down what becomes of its saves, where it is to be captured.
-        self.recorder: Any = None
+        #: Raises where what the log has last, which is an ask or a save, is not as it was in a step that this one is
+        #: held to; ``None`` where there is none.
+        self.strict: Callable[[StepLog, bool], None] | None = None
         #: The table in force; ``None`` where the step is unknown, or is from here on.
         self.table: StepTable | None = None
         #: Whether that is the user's, and whether all of the step stays, as long as there is room.
@@ -539,6 +654,8 @@ class Step:
         log.facts.append(facts)
         log.packed_at.append(seconds)
         log.ahead.append(ahead)
+        if self.strict is not None:
+            self.strict(log, False)
         self.is_over = number + 1 >= _MOST_SAVES
         if self.table is None or not is_first:
             return None
@@ -564,12 +681,16 @@ class Step:
             if number not in self._asked_again:
                 self._asked_again.add(number)
                 log.asks.append(number)
+                if self.strict is not None:
+                    self.strict(log, True)
             return None
         if not log.asks:  # more may be saved later
             log.before_backward = len(log.facts)
             self._begin_backward()
         log.asks.append(number)
         log.asked_at[number] = seconds
+        if self.strict is not None:
+            self.strict(log, True)
         self.is_over = self.is_over or len(log.asked_at) >= len(self.positions)
         if self.table is None:
             return None

@@ -24,7 +24,6 @@ from torch import Tensor
 from eager_offload._torch import cast_from, made_by_function
 from eager_offload.codecs import BitMask, Codec, Gather, Narrow, TensorMeta
 from eager_offload.codecs.names import IDENTITY, ROUNDING, CodecRules
-from eager_offload.eager.captured_plan import Coded, Fate, Save, StepPlan
 from eager_offload.selection import Footprint, is_copy_of_leaf
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
@@ -49,32 +48,22 @@ class Coding(NamedTuple):
         return not self.codec.lossless
 
     @property
+    def may_be_refused(self) -> bool:
+        """Whether the values say if it can be packed."""
+        return isinstance(self.codec, BitMask | Narrow)
+
+    @property
     def exact(self) -> Coding | None:
         """In place of this one where nothing may be rounded."""
         if not self.rounds:
             return self
         return None if self.meta.is_contiguous and len(self.meta.size) == 1 else _coding(_GATHER, self.meta)
 
-    @property
-    def coded(self) -> Coded:
-        """What a step plan says of it."""
-        return Coded(self.codec.name, str(self.meta.dtype), self.nbytes)
-
     def serves(self, tensor: Tensor, name: str, min_bytes: int) -> bool:
         """Whether a save of ``tensor``, for which the codec ``name`` is in force, may be given what comes back."""
         if not self.rounds:
             return True
         return tensor.dtype is self.meta.dtype and rounding_codec(tensor, name, min_bytes) == self.codec
-
-    def suits(self, tensor: Tensor, name: str, min_bytes: int) -> bool:
-        """Whether the storage of ``tensor``, which leaves whole, may travel so as a step plan says."""
-        if self.rounds:
-            # As many bytes as its storage has may be some of its elements, several times each.
-            is_whole = tensor.is_contiguous() or is_all_of(TensorMeta.of(tensor), tensor.nbytes)
-            return is_whole and self.serves(tensor, name, min_bytes)
-        if tensor.dtype is not self.meta.dtype or tensor.untyped_storage().data_ptr() % _WORD:
-            return False
-        return self.codec is not _NARROW or cast_from(tensor) is torch.bfloat16
 
     def may_hold(self, x: Tensor) -> bool:
         """Whether the first bytes of ``x`` say that the codec may hold it."""
@@ -107,23 +96,6 @@ def rounding_codec(tensor: Tensor, name: str, min_bytes: int) -> Codec | None:
     if is_copy_of_leaf(tensor) or made_by_function(tensor):
         return None
     return None if codec.layout(TensorMeta.of(tensor)) is None else codec
-
-
-def codings_of(plan: StepPlan, rules: CodecRules) -> list[Coding | None]:
-    """How a step plan says that storages travel, by number of save; ``None``: as they are."""
-    return [_planned_coding(save, save.coded, rules) for save in plan.saves]
-
-
-def _planned_coding(save: Save, coded: Coded | None, rules: CodecRules) -> Coding | None:
-    """What a step plan says of a storage that leaves whole; ``None`` where its own codec does not do that."""
-    codec = None if coded is None or save.fate is not Fate.OFFLOAD else rules.codec(coded.codec)
-    dtype = None if coded is None else getattr(torch, coded.dtype.removeprefix("torch."), None)
-    if codec is None or coded is None or not isinstance(dtype, torch.dtype):
-        return None
-    if not codec.lossless and codec.name != save.codec:
-        return None
-    coding = _coding(codec, TensorMeta((save.storage_nbytes // dtype.itemsize,), (1,), dtype))
-    return None if coding is None or coding.nbytes != coded.nbytes else coding
 
 
 def _exact_of(tensor: Tensor, area: Footprint, name: str) -> Coding | None:

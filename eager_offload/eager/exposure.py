@@ -215,10 +215,6 @@ class Exposure:
         """Bytes of saved tensors that may stay."""
         return self._rule.keep
 
-    def pause(self) -> None:
-        """What runs until the next forward begins is no step that is measured."""
-        self._step = self._offloader.waits = None
-
     def note_forward(self) -> None:
         """A forward saves something that may leave."""
         if self._step is not None:

@@ -146,8 +146,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             if failure is None:
                 saved.packed = None
                 saved.release_source()
-                if (recorder := saved.step.recorder) is not None:
-                    recorder.released(saved.number)
             else:
                 saved.slot = None
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Hashable
 from contextlib import nullcontext, suppress
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from eager_offload._torch import (
     current_autograd_node,
     dispatch_modes,
     function_modes,
-    has_own_memory,
     is_tracing,
     profiled,
     profiler_is_on,
@@ -30,15 +29,11 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.config import OffloadConfig
-from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.captured_plan import SAID
-from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
 from eager_offload.eager.saving import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
-from eager_offload.eager.warm_ups import WarmUp
-from eager_offload.engine.offloaders import Offloaders
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered, warn
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
@@ -53,10 +48,6 @@ Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 #: be worth the time that following it to its end takes.
 _OF_NO_MEMORY = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 _NOT_FOLLOWED = _OF_NO_MEMORY | {KeepReason.SMALL}
-
-#: Reasons that a captured step can follow: the others are those of a region, a mark or a failure, and are looked at
-#: each time.
-_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.SMALL, KeepReason.ALIVE})
 
 #: Saves of one forward that are written down: a context that is never left would fill the memory.
 _MOST_SAVES = 1 << 16
@@ -76,10 +67,8 @@ class ThreadState:
         self._steps: dict[SavedTensors, Step] = {}
         #: What the step of that sequence has saved, row by row; ``None`` where it is not written down.
         self.rows: StepRows | None = None
-        #: The step that is to be captured, or is, what writes down the former, and the latter while it packs.
-        self.step: WarmUp | CapturedRun | None = None
-        self.recorder: StepRecorder | None = None
-        self.run: CapturedRun | None = None
+        #: What takes over in a step of which a graph is captured.
+        self.captured: Hooks | None = None
 
     def begin(self, *, writes_rows: bool = False) -> None:
         """A new step begins; ``writes_rows``: what it saves is written down."""
@@ -87,23 +76,12 @@ class ThreadState:
         self.packed = 0
         self._steps = {}
         self.rows = StepRows(self.sequence) if writes_rows else None
-        self.run = self.step if isinstance(self.step, CapturedRun) else None
-        self.recorder = self.step.begin() if isinstance(self.step, WarmUp) else None
         queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
             self.queues = dict(queues)
         for saves, queue in queues:
             saves.begin_forward(queue)
-
-    def end_recording(self) -> None:
-        """What is saved next is another step's if the one that is recorded is over, in the same context."""
-        for saves, step in self._steps.items():
-            if step.is_over:
-                self.sequence, self._steps = next(_sequences), {}
-                self.recorder = self.step.begin() if isinstance(self.step, WarmUp) else None
-                saves.begin_step(self.queue(saves))
-                return
 
     def queue(self, saves: SavedTensors) -> ResidentQueue:
         queue = self.queues.get(saves)
@@ -120,9 +98,7 @@ class ThreadState:
             saves.begin_step(self.queue(saves))
         if step is None:
             self.queue(saves)
-            if self._steps and self.recorder is not None:
-                self.recorder.is_void = True  # what is captured is of one device
-            step = self._steps[saves] = saves.new_step(self.sequence, self.recorder)
+            step = self._steps[saves] = saves.new_step(self.sequence)
         return step
 
 
@@ -164,10 +140,17 @@ class _Threads(threading.local):
         self.state = ThreadState()
 
 
+class Devices(Protocol):
+    """What knows who moves the tensors of each device."""
+
+    def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
+        """Returns the offloader of ``device``, or why its tensors stay."""
+
+
 class Hooks:
     """The pack hook of one ``Offload``, and what it needs to decide."""
 
-    def __init__(self, config: OffloadConfig, accounts: Accounts, offloaders: Offloaders) -> None:
+    def __init__(self, config: OffloadConfig, accounts: Accounts, offloaders: Devices) -> None:
         self._config = config
         self._min_bytes = config.size("min_bytes")
         self._accounts = accounts
@@ -191,6 +174,10 @@ class Hooks:
         """Crashed offloaders are replaced by new ones."""
         with self._accounts.lock:
             self._saves = {device: one for device, one in self._saves.items() if not one.offloader.is_crashed}
+
+    def serve(self, saves: SavedTensors) -> None:
+        """Has ``saves`` take what is saved on its device."""
+        self._saves[saves.device] = saves
 
     def saved_tensors(self, device: torch.device) -> SavedTensors | KeepReason:
         """The saved tensors of ``device``, or why its tensors stay.
@@ -225,13 +212,9 @@ class Hooks:
             raise reentered()
         thread = self._threads.state
         thread.packed += 1
-        if thread.run is not None:
-            return thread.run.pack(tensor)
-        if thread.recorder is not None:
-            thread.end_recording()
+        if thread.captured is not None:
+            return thread.captured.pack(tensor, is_unseen=True)
         packed = self._decide(tensor, thread)
-        if (recorder := thread.recorder) is not None:
-            self._record(recorder, tensor, packed)
         if (rows := thread.rows) is not None:
             self._write(rows, tensor, packed)
         return packed
@@ -260,13 +243,10 @@ class Hooks:
             with profiled("pack") if profiler_is_on() else nullcontext(), without_torch_function():
                 return self.pack(tensor, is_unseen=True)
         if is_tracing():
-            self._cannot_be_captured()
             self.thread.packed += 1
             with without_torch_function():
                 return self._keep(tensor, KeepReason.PARAMETER if is_parameter(tensor) else KeepReason.LAYOUT)
         changes = allowing_changes()
-        if changes is not None:
-            self._cannot_be_captured()
         with without_caller_modes(), without_torch_function():
             packed = self.pack(tensor, is_unseen=True)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
@@ -283,18 +263,9 @@ class Hooks:
             reason = saved
         elif reason is KeepReason.SMALL and thread.queues and (shared := self._share(tensor, thread)) is not None:
             return shared
-        elif reason is KeepReason.LAYOUT and (wrapped := self._wrapped(tensor, thread)) is not None:
+        elif reason is KeepReason.LAYOUT and (wrapped := pack_wrapper(tensor, self.pack, self._accounts)) is not None:
             return wrapped
         return self._keep(tensor, reason)
-
-    def _wrapped(self, tensor: Tensor, thread: ThreadState) -> WrappedTensor | KeptTensor | None:
-        """The handle of a wrapper; what is inside it is no save of its own to a step that is captured."""
-        run, recorder = thread.run, thread.recorder
-        thread.run = thread.recorder = None
-        try:
-            return pack_wrapper(tensor, self.pack, self._accounts)
-        finally:
-            thread.run, thread.recorder = run, recorder
 
     def last_table(self, device: torch.device | None) -> StepTable | None:
         """The table of the step that was looked up last on ``device``, or where that is ``None`` on any."""
@@ -305,46 +276,6 @@ class Hooks:
                 return saves.tables.last
         return None
 
-    # -- steps that are captured --------------------------------------------------------------------------------------
-
-    def _cannot_be_captured(self) -> None:
-        """The calling thread saves something that no captured step can."""
-        if (recorder := self.thread.recorder) is not None:
-            recorder.is_void = True
-        if (run := self.thread.run) is not None:
-            run.miss("modes")
-
-    def _record(self, recorder: StepRecorder, tensor: Tensor, handle: Packed) -> None:
-        nbytes, requires_grad = logical_bytes(tensor), tensor.requires_grad
-        with self._accounts.lock:
-            if isinstance(handle, SavedView) and not self._is_preferred(tensor, handle):
-                storage, saves = handle.storage, self._saves.get(tensor.device)
-                is_own, is_whole = storage.step is handle.step, storage.footprint.whole
-                whole = storage.footprint.nbytes if is_whole else 0
-                owner = storage.number if is_own else -1
-                codec = marks.codec_here(self._config.codec_rules)
-                recorder.take(handle.number, owner, nbytes, requires_grad, whole, storage.record.autograd_bytes, codec)
-                if not is_whole and saves is not None and (around := saves.whole_of(tensor)) is not None:
-                    recorder.left_in_parts(around.number)
-            else:
-                own = storage_of(tensor) if has_own_memory(type(tensor)) else None  # a sparse parameter has none
-                reason = handle.reason if isinstance(handle, KeptTensor) and own is not None else None
-                whole = own.nbytes() if own is not None and reason in _FOLLOWED else 0
-                # A small part of a storage may be one of what leaves, in another step.
-                if reason in _FOLLOWED and (reason is not KeepReason.SMALL or whole == nbytes):
-                    recorder.keep(nbytes, requires_grad, reason, whole)
-                else:
-                    recorder.keep(nbytes, requires_grad, reason if reason in SAID else None)
-            if recorder.saves > _MOST_SAVES:
-                recorder.is_void = True
-                self.thread.recorder = None
-
-    def _is_preferred(self, tensor: Tensor, handle: SavedView) -> bool:
-        """Whether a tensor leaves for a mark alone: whether there is one is looked at in each step that follows."""
-        if not marks.any_marks() or handle.shares or self.thread.step is not None:
-            return False
-        return _mark_of(tensor) is Mark.PREFER and reason_to_stay(tensor, self._min_bytes) is not None
-
     def leave(self, *, waits: bool, is_outermost: bool) -> None:
         """A context is left: every operator has run, so all that has to leave does.
 
@@ -353,10 +284,6 @@ class Hooks:
             is_outermost: whether the forward is over.
         """
         thread = self.thread
-        if thread.run is not None:
-            thread.run.leave(waits=waits, is_outermost=is_outermost)
-        if is_outermost:
-            thread.run = thread.recorder = None
         for saves, queue in list(thread.queues.items()):
             saves.flush(queue, waits=waits)
             if message := saves.tables.warning():

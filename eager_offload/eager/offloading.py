@@ -128,5 +128,3 @@ class Offloading:
         record = saved.record
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
-        if (recorder := saved.step.recorder) is not None:
-            recorder.started(saved.number, None if saved.coding is None else saved.coding.coded)

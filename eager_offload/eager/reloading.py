@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import keeps_graph, storage_of, weak_storage
-from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
@@ -41,6 +40,8 @@ class Reloading:
         runtime, record = offloader.runtime, saved.record
         with offloader.lock:
             offloader.poll()
+            if offloader.is_captured:
+                offloader.send_one(lambda one: one is record or order.holds(one))
             stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
             reload = None if tensor is not None else self._reload_for(saved, stream)
@@ -55,8 +56,6 @@ class Reloading:
                 if expected is not None:  # other than before
                     order.arrange(step.sequence, expected)
                 plan = order.unpacked(view.position)
-                if step.recorder is not None:
-                    self._record(step.recorder, view, plan)
                 if reload is not None and reload is saved.reload and keeps_graph():
                     order.hold(view.position)
                 if plan.drop or plan.bring:
@@ -147,8 +146,6 @@ class Reloading:
             is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
             if is_away and is_new and saved.footprint.whole:
                 saved.step.was_alive(saved.first)
-                if saved.step.recorder is not None:
-                    saved.step.recorder.was_alive(saved.number)
             if not saved.rounds:
                 return view.over(storage, first_byte) if original is None else original
         if original is not None and storage_of(original) is not storage:
@@ -158,16 +155,6 @@ class Reloading:
             if storage is not None and storage.nbytes() >= first_byte + nbytes:  # else its owner has resized it
                 return view.over(storage, first_byte)
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
-
-    def _record(self, recorder: StepRecorder, view: SavedView, plan: Prefetch) -> None:
-        """Notes an unpack, and of what it sets off all that is the same step's."""
-        saved, step = view.storage, view.step
-        if saved.step is step:
-            kept = saved.record.kept if saved.record.state is KEPT else None
-            keep = self.order.holds(saved.record)
-            bring = [one.number for record in plan.bring if (one := record()) is not None and one.step is step]
-            drop = [one.number for record in plan.drop if (one := record()) is not None and one.step is step]
-            recorder.asked(view.number, saved.number, bring, drop, keep, kept)
 
     def _follow(self, plan: Prefetch, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""

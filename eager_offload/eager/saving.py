@@ -26,7 +26,6 @@ from eager_offload._torch import (
 )
 from eager_offload.codecs.names import IDENTITY
 from eager_offload.config import MIB, OffloadConfig
-from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.coding import coding_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
@@ -45,7 +44,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import Footprint, footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Row, Step, StepRecord, StepTable, StepTables
+from eager_offload.step_table import Fate, Kept, Link, Row, Step, StepRecord, StepScript, StepTable, StepTables
 from eager_offload.tiers.finalizers import Living
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
@@ -61,15 +60,26 @@ class SavedTensors:
     """The saved tensors of one device. Public methods take the lock of its offloader.
 
     An exception that is not the library's own crashes the offloader: see the note in ``engine/offloader.py``.
+
+    Args:
+        tables: what is known of steps, where something is.
+        script: what the steps are written down in, or held to, of a function of which a graph is captured.
     """
 
-    def __init__(self, offloader: DeviceOffloader, config: OffloadConfig) -> None:
+    def __init__(
+        self,
+        offloader: DeviceOffloader,
+        config: OffloadConfig,
+        tables: StepTables | None = None,
+        script: StepScript | None = None,
+    ) -> None:
         self.offloader = offloader
         self.device, self._runtime, self._accounts = offloader.device, offloader.runtime, offloader.accounts
         self._offloading = Offloading(offloader)
         self.rules, self.min_bytes = config.codec_rules, config.size("min_bytes")
         #: What is known of steps before they run.
-        self.tables = StepTables(config.step_plans, self._accounts)
+        self.tables = StepTables(config.step_plans, self._accounts) if tables is None else tables
+        self.script = script
         self._measures = StepMeasures(offloader)
         self._config, self._windows = config, offloader.windows
         #: The most of the newest bytes that stay where neither a budget nor a limit of the slowdown says it.
@@ -83,7 +93,8 @@ class SavedTensors:
         self._reloading = Reloading(self._offloading)
         self.order = self._reloading.order
         self._queues: Living[ResidentQueue] = Living()
-        self._learns_what_stays = config.learns_what_stays
+        #: Not by the time that steps took, where a graph is captured of one.
+        self._learns_what_stays = config.learns_what_stays and not offloader.is_captured
         self._use_windows()
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
@@ -106,14 +117,15 @@ class SavedTensors:
         kept = [one.keep for one in (self.budget, self.exposure) if one is not None]
         return min(kept, default=self._queue_bytes)
 
-    def new_step(self, sequence: int, recorder: StepRecorder | None) -> Step:
+    def new_step(self, sequence: int) -> Step:
         """A step, for one thread; ``sequence`` names it in the prefetch order."""
         with self.offloader.crashing():
             step = Step(sequence, self.tables)
             record = StepRecord(step, self.offloader.on_death)
             record.log, record.saves = step.log, self._weak
-            step.recorder = recorder
             self._steps.add(record)
+            if self.script is not None:
+                self.script.begin(step)
             if self.exposure is not None:
                 self.exposure.note_forward()
             return step
@@ -138,11 +150,8 @@ class SavedTensors:
                 budget.begin()
                 message = budget.warning()
             if exposure is not None:
-                if self._accounts.preparing:
-                    exposure.pause()  # its waits are those of the window, and none of a replay's
-                else:
-                    most = self.tables.most_bytes
-                    exposure.begin(queue, most if budget is None else min(most, budget.keep))
+                most = self.tables.most_bytes
+                exposure.begin(queue, most if budget is None else min(most, budget.keep))
             keep = queue.limit = self._accounts.counters.keep_last_bytes = self.keep
             if exposure is not None:
                 self.tables.keep(keep, self._queue_bytes)
@@ -153,7 +162,7 @@ class SavedTensors:
         """The windows are others than before. The lock is held."""
         prefetch = self.order.limit = self._windows.prefetch
         self._queue_bytes = self._config.newest_bytes(prefetch)
-        self.tables.room = self._config.small_step_bytes(prefetch)
+        self.tables.room = self._config.small_step_bytes(prefetch) if self._learns_what_stays else 0
         for queue in self._queues:
             queue.limit = self.keep
         self._tell_windows()
@@ -164,9 +173,8 @@ class SavedTensors:
 
     @property
     def _leaves_early(self) -> bool:
-        """Whether what was learnt to leave does so at once: not by the time that steps took, where one is prepared for
-        a capture."""
-        return self.exposure is not None or (self._learns_what_stays and not self._accounts.preparing)
+        """Whether what was learnt to leave does so at once."""
+        return self.exposure is not None or self._learns_what_stays
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
@@ -203,7 +211,7 @@ class SavedTensors:
         offloader = self.offloader
         if offloader.is_crashed:
             return KeepReason.FAILED
-        if offloader.can_capture and offloader.is_capturing():
+        if offloader.can_capture and offloader.refuses_saves():
             return KeepReason.REGION
         try:
             with offloader.lock:
@@ -234,7 +242,7 @@ class SavedTensors:
         Arguments as for ``save``.
         """
         offloader = self.offloader
-        if offloader.is_crashed or offloader.is_capturing():
+        if offloader.is_crashed or offloader.refuses_saves():
             return None
         with offloader.lock, offloader.crashing():
             storage = tensor.untyped_storage()
@@ -257,7 +265,7 @@ class SavedTensors:
             waits: for room in the window; else what finds none stays until something is saved again.
         """
         offloader = self.offloader
-        if offloader.is_crashed or offloader.is_capturing():
+        if offloader.is_crashed or offloader.refuses_saves():
             return
         with offloader.crashing():
             with offloader.lock:
@@ -338,6 +346,8 @@ class SavedTensors:
         coding = (
             coding_of(tensor, area, codec, self.rules, self.min_bytes) if codec != IDENTITY or area.gathered else None
         )
+        if coding is not None and coding.may_be_refused and offloader.is_captured:
+            coding = None  # a graph can go by no value
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, step, number)
         record, saved.first = saved.record, first
         record.module = module_reference()
@@ -502,6 +512,8 @@ class SavedTensors:
         """The bytes of a storage rest in a tier, and its source is about to go."""
         if not self.offloader.is_crashed:
             self._reloading.on_arrival(saved, transfer)
+            if self.script is not None:
+                self.script.note_moved(saved.step, saved.first)
 
     def drop(self, record: StorageRecord) -> None:
         """No use of a storage is expected soon any more."""
@@ -538,8 +550,3 @@ class SavedTensors:
         self.release_scratch()
         out = self.offloader.out_rate.value
         self.tables.learn(record.log, None if out is None else Link(out, self.offloader.in_rate.value or out))
-
-    def whole_of(self, tensor: Tensor) -> SavedStorage | None:
-        """The saved storage that ``tensor`` is a part of, where that was to leave whole. The lock is held."""
-        storage = tensor.untyped_storage()
-        return self._known(storage_key(storage), storage)

@@ -20,13 +20,6 @@ anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an event 
 cancelled when backward asks for their bytes, and when their graph goes. On a CPU, where a transfer stream is a thread,
 that takes the next ones by itself when it has done what it was given (``poll_from_thread``).
 
-[Note: a step that is prepared for a capture]
-A captured step does what the last step before it did, so no decision of that one may depend on how fast the host or
-the link is. While one is prepared (``Accounts.preparing``) no copy is held back, hence none is cancelled, and the host
-takes a copy out to be over when it has waited for it and not when an event says so. So a source goes when the window
-has no room for the next one, as in the graph, where no event is ever over: which bytes leave, and where each source
-goes, follow from the saves and the settings.
-
 [Note: an interrupt is a crash of the offloader]
 A KeyboardInterrupt, or what a signal handler raises, may come between any two lines. No code is ordered for that: an
 offloader in whose midst one came is *crashed*. From then on nothing more leaves through it, nothing is brought back
@@ -41,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,6 +121,9 @@ class Census(NamedTuple):
 class DeviceOffloader:
     """The transfers of one device, in both directions. Callers hold ``lock``, unless a method says otherwise."""
 
+    #: Whether they are those of a step of which a graph is captured: see ``engine/captured.py``.
+    is_captured: ClassVar[bool] = False
+
     def __init__(
         self,
         device: torch.device,
@@ -211,6 +207,10 @@ class DeviceOffloader:
     def is_capturing(self) -> bool:
         """Whether the calling thread's work goes into a graph that is being captured; without the lock."""
         return self.can_capture and self.runtime.is_capturing(self.device)
+
+    def refuses_saves(self) -> bool:
+        """Whether what is saved now stays; without the lock."""
+        return self.is_capturing()
 
     def crash(self) -> None:
         """An exception that is not the library's own has come in the midst of a call: see the note."""
@@ -374,7 +374,7 @@ class DeviceOffloader:
             counters.inflight_bytes_peak = self.inflight_bytes
         runtime = self.runtime
         is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
-        if at_once or is_little or self.accounts.preparing or not runtime.holds_copies_back:
+        if at_once or is_little or not runtime.holds_copies_back:
             self._start(transfer, source, slot, computed, key)
         else:
             self._held_back[transfer] = _HeldBack(source, slot, computed, key)
@@ -471,6 +471,12 @@ class DeviceOffloader:
             self.poll()
             return oldest not in self._out
 
+    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
+        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
+
+        Outside of captures each goes when its copy is over.
+        """
+
     # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(
@@ -524,7 +530,6 @@ class DeviceOffloader:
             OffloadError: the transfer failed, and the host knows that already.
         """
         runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
-        transfer.is_awaited = transfer.is_awaited or stream is None
         if runtime.query(event):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
             return
@@ -620,7 +625,6 @@ class DeviceOffloader:
     def poll(self) -> None:
         """Notices owners that have died and transfers that are over; never blocks."""
         runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
-        preparing = self.accounts.preparing
         runtime.poll()
         while finalized:
             record = finalized.popleft()
@@ -628,8 +632,6 @@ class DeviceOffloader:
             if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
                 record.on_finalized()
         while out and runtime.query((transfer := next(iter(out))).event):
-            if preparing and not transfer.is_awaited:
-                break
             self._complete_queried(transfer)
         if self._held_back:
             self._start_held_back()
@@ -713,7 +715,6 @@ class DeviceOffloader:
     def wait_until_over(self, transfers: Sequence[Transfer]) -> None:
         """The host waits for ``transfers``; the caller that takes one up gets its failure. The lock is not held."""
         for transfer in transfers:
-            transfer.is_awaited = True
             with suppress(OffloadError):
                 self.runtime.synchronize(transfer.event)
 

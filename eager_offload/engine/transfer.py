@@ -176,7 +176,6 @@ class Transfer:
         "event",
         "held_after",
         "holds",
-        "is_awaited",
         "is_held",
         "moved",
         "nbytes",
@@ -198,8 +197,6 @@ class Transfer:
     ) -> None:
         #: When the copy is over; `None` before it has started.
         self.event: Event = None
-        #: Whether the host has waited for that.
-        self.is_awaited = False
         #: Of its slot, which only the copy and the owner of the bytes hold.
         self.slot, self.tier = slot.record, slot.tier
         #: The bytes of the device that the library holds for it, and whether it still does.

@@ -1,10 +1,10 @@
 """A whole training step as a graph, offload included.
 
-    warm up    real steps on the stream of the capture, each written down    -> step plans
+    warm up    real steps on the stream of the capture, the last of which is written down
     reserve    one slab of pinned memory, which the pool of the graph owns
-    capture    follows the plans strictly                                    -> CapturedStep
+    capture    does what the last warm-up did    -> CapturedStep
 
-See [Note: captured steps] in ``eager/captured.py``.
+See [Note: copies of a graph] in ``engine/captured.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import overriding_stale_streams
-from eager_offload.eager.captured import CapturedRun
-from eager_offload.eager.captured_plan import StepPlan
-from eager_offload.eager.warm_ups import WarmUp, check_alike, slot_bytes
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.graph import (
     CapturedGraph,
@@ -32,11 +29,13 @@ from eager_offload.graphs.graph import (
 )
 from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
 from eager_offload.graphs.pools import CapturePool, GraphPoolHandle
+from eager_offload.graphs.saves import CapturedSaves
 from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
+from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
+from eager_offload.step_table import StepTable
 
 
 class _Parts(NamedTuple):
@@ -60,21 +59,20 @@ class CapturedStep:
     def __init__(
         self,
         parts: _Parts,
-        plans: tuple[StepPlan, ...],
+        plans: tuple[StepTable, ...],
         kept: Mapping[KeepReason, int],
         scalars: Sequence[DeviceScalar],
     ) -> None:
         self._parts: _Parts | None = parts
-        #: What the capture has followed, for each forward of the step with its backward; empty without ``offload``.
+        #: What the capture has done, for each forward of the step with its backward; empty without ``offload``.
         self.plans = plans
-        #: Bytes as saved of what stays on the device, by reason: of one step. ``region`` is what each eager step
-        #: decides anew, such as a part of a storage. Empty without ``offload``.
+        #: Bytes as saved of what stays on the device, by reason: of one step. Empty without ``offload``.
         self.kept: Mapping[KeepReason, int] = MappingProxyType(dict(kept))
         #: As they were given.
         self.scalars = tuple(scalars)
 
     @property
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepTable | None:
         """The first of ``plans``, of a step with one forward the only one; ``None`` where nothing was saved."""
         return self.plans[0] if self.plans else None
 
@@ -163,10 +161,9 @@ def capture_step(
         fn: the step: forward, backward and, where they belong to it, the optimizer and ``zero_grad``. It is called as
             ``fn(*inputs)``, with copies of ``inputs`` that stay, and does the same each time.
         inputs: the arguments of ``fn``: tensors and plain values in tuples, lists and dicts, of any depth.
-        offload: entered around ``fn``. The last warm-up is written down as step plans, which the capture follows
-            strictly: what they move crosses the link in each replay, and does not depend on how fast the host or the
-            link was. What the engine decides anew in each step stays (``CapturedStep.kept``). ``offload.stats()``
-            counts the warm-ups alone.
+        offload: entered around ``fn``. The last warm-up is written down, and the capture is held to it: what it moves
+            crosses the link in each replay, and does not depend on how fast the host or the link was.
+            ``offload.stats()`` counts the warm-ups alone.
         scalars: the numbers that ``fn`` reads and that change between replays; they live as long as the step.
         warmup: how many real steps come first, with ``inputs``, on the stream of the capture. With ``offload`` one at
             least, and more of them let it learn.
@@ -179,8 +176,8 @@ def capture_step(
     Raises:
         NoAcceleratorError: there is nothing to capture.
         CaptureInputError: ``inputs``, ``scalars``, ``warmup`` or ``pool`` is not what it has to be.
-        CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, an autocast is
-            entered that keeps casts, or a warm-up did what no step plan can say.
+        CaptureStateError: ``offload`` uses a disk or pageable memory, is traced or entered already, or an
+            autocast is entered that keeps casts.
         ScheduleMismatchError: two warm-ups, or the last one and the capture, are not one sequence of saves and unpacks.
         CapacityError: ``pool`` has no room for what leaves.
         GraphError: as ``GraphCaptureGuard`` has it; what ``fn`` raises, this raises. Gradients that a capture has left
@@ -197,14 +194,16 @@ def capture_step(
     if offload is not None and not offload.config.enabled:
         offload = None
     with overriding_stale_streams():
-        plans = _warm_up(fn, static, offload, warmup, runtime, stream)
-        nbytes = slot_bytes(plans)
+        saves = None if offload is None else CapturedSaves(offload, stream, runtime, warmup)
+        _warm_up(fn, static, saves, warmup, runtime, stream)
+        nbytes = 0 if saves is None else saves.slot_bytes
         owner = CapturePool(nbytes) if shared is None and nbytes else shared
         guard = GraphCaptureGuard(stream, mode, owner, debug)
         with nullcontext() if owner is None else owner.adding():
             slab = None if owner is None or not nbytes else _pinned(owner, nbytes)
-            graph, kept = _capture(fn, static, offload, plans, slab, guard, stream)
+            graph = _capture(fn, static, saves, slab, guard)
     graph.keep(fn, static, *scalars, graph.result)
+    plans, kept = ((), dict[KeepReason, int]()) if saves is None else (saves.tables, saves.kept)
     return CapturedStep(_Parts(graph, static), plans, kept, scalars)
 
 
@@ -220,7 +219,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
         raise CaptureInputError(f"offload is an eager_offload.Offload, and was given as {offload!r}")
     least = 0 if offload is None or not offload.config.enabled else 1
     if not isinstance(cast(object, warmup), int) or warmup < least:
-        why = ", since the capture follows what the last warm-up did" if least else ""
+        why = ", since the capture does what the last warm-up did" if least else ""
         raise CaptureInputError(f"warmup={warmup!r} is not accepted: it is a number from {least} on{why}")
     if offload is None:
         return
@@ -239,31 +238,21 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
 def _warm_up(
     fn: Callable[..., Any],
     static: StaticInputs,
-    offload: Offload | None,
+    saves: CapturedSaves | None,
     warmup: int,
     runtime: AcceleratorRuntime,
     stream: torch.Stream,
-) -> tuple[StepPlan, ...]:
-    """Real steps on ``stream``; what the last one did."""
+) -> None:
+    """Real steps on ``stream``."""
     here = runtime.current_stream(stream.device)
-    plans: tuple[StepPlan, ...] = ()
     runtime.wait(stream, runtime.record(here))
     try:
         with runtime.enter(stream):
-            for number in range(warmup):
-                if offload is None:
+            for _ in range(warmup):
+                with nullcontext() if saves is None else saves.warm_up():
                     fn(*static.values)
-                    continue
-                step = WarmUp()
-                with offload.in_step(step):
-                    fn(*static.values)
-                if number >= warmup - 2:  # what happens once happens in earlier ones
-                    before, plans = plans, step.plans()
-                    if number > warmup - 2 and number > 1:
-                        check_alike(before, plans)
     finally:
         runtime.wait(here, runtime.record(stream))
-    return plans
 
 
 def _pinned(pool: CapturePool, nbytes: int) -> Tensor:
@@ -279,25 +268,12 @@ def _pinned(pool: CapturePool, nbytes: int) -> Tensor:
 def _capture(
     fn: Callable[..., Any],
     static: StaticInputs,
-    offload: Offload | None,
-    plans: tuple[StepPlan, ...],
+    saves: CapturedSaves | None,
     slab: Tensor | None,
     guard: GraphCaptureGuard,
-    stream: torch.Stream,
-) -> tuple[CapturedGraph, Mapping[KeepReason, int]]:
-    kept: Mapping[KeepReason, int] = {}
-    with guard:
-        if offload is None:
-            result = fn(*static.values)
-        else:
-            run = CapturedRun(plans, slab, accelerator_runtime(), stream.device, offload.config)
-            try:
-                with offload.in_step(run):
-                    result = fn(*static.values)
-                    run.finish()
-            finally:
-                run.close()
-            kept = run.kept
+) -> CapturedGraph:
+    with guard, nullcontext() if saves is None else saves.capture(slab):
+        result = fn(*static.values)
     graph = guard.finish()
     graph.result = result
-    return graph, kept
+    return graph

@@ -1,0 +1,335 @@
+"""The transfers of a step of which a graph is captured, and of the real steps before that.
+
+    pack      the window has room          -> the copy out waits here, behind an event that is recorded at once
+              it has none                  -> the oldest copy is enqueued, compute waits for it, and its source goes
+    unpack    the source is still there    -> it is served, and its copy is never enqueued
+              it has gone                  -> a copy back, as in any step
+    and       the oldest copy that backward does not expect soon is enqueued, and its source goes: one for each unpack
+    the end   both streams of copies join
+
+[Note: copies of a graph]
+In a graph no event is ever over, so a source goes once compute has waited for its copy. When the host enqueues a copy
+says nothing of when that runs in a replay: the events that it waits for do. So a copy is enqueued where its source has
+to go, behind the event that was recorded when it was due, and has all the time in between; one whose bytes are asked
+for before is left out of the graph.
+
+The last real step before the capture does the same, with the host in place of compute: which bytes leave, and when,
+follows from the saves and the settings, and from nothing that is measured. It writes down each copy, and the capture is
+held to that. So the slots of the graph are parts of one slab, which is laid out beforehand.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eager_offload.engine.offloader import DeviceOffloader, FoundSlot
+from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.errors import CaptureStateError, ScheduleMismatchError, reentered
+from eager_offload.runtime.accelerator import AcceleratorRuntime
+from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
+from eager_offload.schedule import Windows
+from eager_offload.stats import Accounts, KeepReason
+from eager_offload.tiers.base import ByteRegion, Slot, Tier
+from eager_offload.tiers.memory import view_of
+
+
+class Copied(NamedTuple):
+    """One copy, by the key of the storage whose bytes it moves."""
+
+    key: int
+    is_back: bool
+    nbytes: int
+
+
+@dataclass
+class CopyLog:
+    """The copies of one step, in the order in which they were enqueued, and what was found for what was to leave."""
+
+    copies: list[Copied] = field(default_factory=list)
+    #: Of each storage that was to leave, whether a tier had room.
+    found: list[bool] = field(default_factory=list)
+
+
+class Place(NamedTuple):
+    """Where the bytes of a storage are in the slab."""
+
+    start: int
+    #: The last copy back of those that had the place before, by number of copy; -1 for none.
+    behind: int
+
+
+class SlabLayout(NamedTuple):
+    """Where each storage is in the slab, by key, and the bytes of the slab."""
+
+    places: dict[int, Place]
+    nbytes: int
+
+
+class _Hole(NamedTuple):
+    """A part of the slab that nothing needs any more."""
+
+    start: int
+    stop: int
+    #: As in ``Place``.
+    behind: int
+
+
+def lay_out(copies: Sequence[Copied]) -> SlabLayout:
+    """Returns a layout in which storages share a place whose copies back and out come one after the other.
+
+    First fit: each storage takes the first hole that is large enough, from its copy out to its last copy back.
+    """
+    last_back = {copy.key: number for number, copy in enumerate(copies) if copy.is_back}
+    holes: list[_Hole] = []
+    ending: list[tuple[int, _Hole]] = []  # a heap: by the copy after which each is a hole
+    places: dict[int, Place] = {}
+    end = 0
+    for number, copy in enumerate(copies):
+        while ending and ending[0][0] < number:
+            _insert(holes, heapq.heappop(ending)[1])
+        if copy.is_back:
+            continue
+        nbytes = -(-copy.nbytes // ALIGNMENT) * ALIGNMENT
+        index = next((index for index, hole in enumerate(holes) if hole.stop - hole.start >= nbytes), None)
+        if index is None:
+            start, behind = end, -1
+            end += nbytes
+        else:
+            start, stop, behind = holes[index]
+            holes[index : index + 1] = [_Hole(start + nbytes, stop, behind)] if stop - start > nbytes else []
+        places[copy.key] = Place(start, behind)
+        last = last_back.get(copy.key, -1)
+        heapq.heappush(ending, (max(last, number), _Hole(start, start + nbytes, max(last, behind))))
+    return SlabLayout(places, end)
+
+
+def _insert(holes: list[_Hole], hole: _Hole) -> None:
+    """Puts a hole among those that there are, in order, as one with its neighbours."""
+    insort(holes, hole)
+    index = holes.index(hole)
+    for first in (index, index - 1):
+        if 0 <= first < len(holes) - 1 and holes[first].stop == holes[first + 1].start:
+            one, other = holes[first : first + 2]
+            holes[first : first + 2] = [_Hole(one.start, other.stop, max(one.behind, other.behind))]
+
+
+class GraphSlot(Slot):
+    """``nbytes`` bytes in the slab of a graph, from when their copy is enqueued."""
+
+    tier = "host"
+    __slots__ = ("start", "tensor")
+    start: int
+    tensor: Tensor
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes, ())
+
+    @property
+    def region(self) -> ByteRegion:
+        slab = self.tensor.untyped_storage().data_ptr()
+        return ByteRegion(("slab of a graph", slab), self.start, self.start + self.nbytes)
+
+    def write(self, source: Tensor) -> None:
+        self.tensor.copy_(source)
+
+    def read(self, target: Tensor) -> None:
+        target.copy_(self.tensor)
+
+    def memory(self) -> memoryview:
+        return view_of(self.tensor.data_ptr(), self.nbytes, self)
+
+
+class GraphSlab(NamedTuple):
+    """What a capture is held to, and the pinned memory that its slots are parts of; ``None`` where nothing leaves."""
+
+    log: CopyLog
+    layout: SlabLayout
+    memory: Tensor | None
+
+
+class CapturedTransfers(DeviceOffloader):
+    """The transfers of one step that is captured on ``stream``, or that comes before: see [Note: copies of a graph].
+
+    Args:
+        slab: of the capture; ``None`` for a real step.
+    """
+
+    is_captured = True
+
+    def __init__(
+        self,
+        stream: torch.Stream,
+        runtime: AcceleratorRuntime,
+        tiers: Sequence[Tier],
+        accounts: Accounts,
+        *,
+        windows: Windows,
+        slab: GraphSlab | None = None,
+    ) -> None:
+        super().__init__(stream.device, runtime, tiers, accounts, windows=windows)
+        self._compute, self._runtime, self._slab = stream, runtime, slab
+        #: What the step has copied so far.
+        self.log = CopyLog()
+        #: Behind each copy of a capture.
+        self._events: list[Event] = []
+        self._is_over = False
+
+    @cached_property
+    def _stream_out(self) -> Stream:
+        return self._stream(Direction.OUT)
+
+    @cached_property
+    def _stream_in(self) -> Stream:
+        return self._stream(Direction.IN)
+
+    def _stream(self, direction: Direction) -> torch.Stream:
+        """A capture has streams of its own: the process's stay free for other threads meanwhile."""
+        if self._slab is None:
+            return self._runtime.transfer_stream(self.device, direction)
+        streams = self._runtime.capture_streams(self.device)
+        return streams.outward if direction is Direction.OUT else streams.inward
+
+    def refuses_saves(self) -> bool:
+        """What another stream computes stays: memory that is its own must not go when ``stream`` has waited."""
+        return self._is_over or self.runtime.current_stream(self.device) != self._compute
+
+    def refuse_call(self, what: str) -> None:
+        if self.lock._is_owned():
+            raise reentered()
+        if self._is_over:
+            raise CaptureStateError(
+                "backward asked for a tensor that a captured step has saved, after the capture: the tensor is in the "
+                "graph alone. Run backward inside of the step"
+            )
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | None:
+        if self._slab is None:
+            slot = super().slot_for(nbytes, found)
+        else:
+            number, expected = len(self.log.found), self._slab.log.found
+            slot = GraphSlot(nbytes) if number >= len(expected) or expected[number] else None
+        self.log.found.append(slot is not None)
+        return slot
+
+    def offload(self, *arguments: Any, keepalive: object = None, **named: Any) -> None:
+        """As in any step, but that ``keepalive`` goes at once: what it holds is the stream's that computes."""
+        if keepalive is not None and self._slab is None:
+            self.runtime.synchronize(self.runtime.record(self._compute))
+        super().offload(*arguments, **named)
+
+    def _start_held_back(self) -> None:
+        """A copy is enqueued where its source has to go, and not before."""
+
+    def wait_for_room(self) -> bool:
+        with self.lock:
+            if self._held_back:
+                self._send(next(iter(self._held_back)))
+        return True
+
+    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
+        for transfer in self._held_back:
+            assert transfer.record is not None
+            if not stays(transfer.record):
+                self._send(transfer)
+                return
+
+    def _send(self, transfer: Transfer) -> None:
+        """Enqueues a copy out, has compute wait for it, and lets go of its source."""
+        source, slot, computed, key = self._held_back.pop(transfer)
+        self._held_back_bytes -= transfer.moved
+        assert key is not None
+        assert isinstance(source, Tensor), "this runtime copies no storages"
+        after = (computed, *self._place(slot, key))
+        self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
+        self._events.append(transfer.event)
+        if self._slab is None:
+            self._complete_queried(transfer)  # for which the host waits
+        else:
+            self.runtime.wait(self._compute, transfer.event)
+            self.complete(transfer, None)
+
+    def _place(self, slot: Slot, key: int) -> list[Event]:
+        """Notes that a slot is written; returns what comes before."""
+        self._note(Copied(key, False, slot.nbytes))
+        if self._slab is None:
+            return [fence.event for fence in slot.fences if fence.runtime is self.runtime and not fence.passed()]
+        assert isinstance(slot, GraphSlot)
+        assert self._slab.memory is not None
+        start, behind = self._slab.layout.places[key]
+        slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
+        return [] if behind < 0 else [self._events[behind]]
+
+    def _note(self, copied: Copied) -> None:
+        """Writes a copy down.
+
+        Raises:
+            ScheduleMismatchError: a capture has another one here than the step before.
+        """
+        number = len(self.log.copies)
+        if self._slab is not None and self._slab.log.copies[number : number + 1] != [copied]:
+            raise ScheduleMismatchError(
+                f"a step has to do the same in its warm-ups and in the capture, and differs first at copy {number}, of "
+                f"{copied.nbytes:,} bytes. What holds graphs alive until the garbage collector comes cannot be captured"
+            )
+        self.log.copies.append(copied)
+
+    # -- back -------------------------------------------------------------------------------------------------------
+
+    def reload(
+        self,
+        slot: Slot,
+        layout: Layout,
+        stream: Stream,
+        what: str,
+        *,
+        after: Sequence[Event] = (),
+        held_after: bool = True,
+        key: int | None = None,
+    ) -> tuple[Tensor, Transfer]:
+        assert key is not None
+        self._note(Copied(key, True, slot.nbytes))
+        # Compute has waited for the copy out; another stream has not.
+        others = () if stream == self._compute else (self.runtime.record(self._compute),)
+        target, transfer = super().reload(
+            slot, layout, stream, what, after=(*others, *after), held_after=held_after, key=key
+        )
+        self._events.append(transfer.event)
+        return target, transfer
+
+    def release(self, transfer: Transfer) -> None:
+        """Compute waits for a copy back whose target is not needed any more, before that goes."""
+        super().release(transfer)
+        if transfer in self._in:
+            self.runtime.wait(self._compute, transfer.event)
+            self.take_up(transfer)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """The step is over: both streams of copies of a capture join that which computes."""
+        for direction in (False, True):
+            if any(copied.is_back is direction for copied in self.log.copies):
+                stream = self._stream_in if direction else self._stream_out
+                self.runtime.wait(self._compute, self.runtime.record(stream))
+
+    def close(self) -> None:
+        """Nothing more is copied. What is on its way in a capture that has failed never runs."""
+        with self.lock:
+            for transfer in self.held_back():
+                self.cancel(transfer)
+                assert transfer.record is not None
+                transfer.record.stay(KeepReason.NEWEST)
+            if self._slab is not None:
+                self._out.clear()
+                self._in.clear()
+                self._slab, self._events, self._is_over = self._slab._replace(memory=None), [], True
