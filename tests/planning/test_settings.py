@@ -1,4 +1,4 @@
-"""``Offload(plan=eo.plan(...))``: the settings that follow from a plan, and what was predicted beside what came of it."""
+"""``Offload(plan=eo.plan(...))``: the settings that follow, and what was predicted beside what came of it."""
 
 from __future__ import annotations
 
