@@ -146,7 +146,7 @@ class Offload:
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.expect(plan)
             self._hook_pair = hook_pair(text_of(self.config_key, plan))
-            if plan.is_small:
+            if plan.is_small or not plan.moved_bytes:
                 self._in_vain.expect_nothing()  # as the plan has said
             return
         if self.config.device_budget is not None:
