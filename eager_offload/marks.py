@@ -86,7 +86,7 @@ class _Inside(threading.local):
 #: module that this matches.
 REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_codec", "eager_offload_in "
 
-_inside = _Inside()
+inside = _Inside()
 # Without a lock: each is changed by single operations, which no other thread comes between.
 #: By address: the marks, among them those of storages that have gone since ``any_marks`` was called last.
 standing: dict[int, _Marked] = {}
@@ -109,12 +109,12 @@ class Region(ContextDecorator):
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             raise OffloadError(f"a region of compiled code has to be made there: write `with {self._written}:`")
-        getattr(_inside, self._kind).append(self._added)
+        getattr(inside, self._kind).append(self._added)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _take_last(getattr(_inside, self._kind), self._added):
+        if not _take_last(getattr(inside, self._kind), self._added):
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
 
     def __call__(self, func: F) -> F:
@@ -184,25 +184,20 @@ def in_module(named: NamedModule) -> Region:
 
 def region_here() -> str:
     """What the calling thread is inside of, as a user writes it; empty for nothing."""
-    if _inside.keeps:
+    if inside.keeps:
         return "no_offload()"
-    if _inside.codecs:
-        return f'codec("{_inside.codecs[-1]}")'
-    return f"codec={{{_inside.modules[-1].patterns[-1]!r}: ...}}" if _inside.modules else ""
-
-
-def in_no_offload_region() -> bool:
-    """Whether the calling thread is inside :func:`no_offload`."""
-    return bool(_inside.keeps)
+    if inside.codecs:
+        return f'codec("{inside.codecs[-1]}")'
+    return f"codec={{{inside.modules[-1].patterns[-1]!r}: ...}}" if inside.modules else ""
 
 
 def codec_here(rules: CodecRules) -> str:
     """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
-    if _inside.codecs:
-        return _inside.codecs[-1]
-    if not _inside.modules:
+    if inside.codecs:
+        return inside.codecs[-1]
+    if not inside.modules:
         return rules.elsewhere
-    return rules.name_in([pattern for one in _inside.modules if one.rules() is rules for pattern in one.patterns])
+    return rules.name_in([pattern for one in inside.modules if one.rules() is rules for pattern in one.patterns])
 
 
 def codec_noted(notes: object, rules: CodecRules) -> str:
@@ -253,7 +248,7 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 def in_force() -> bool:
     """Whether anything that a user has said may concern what the calling thread saves."""
-    return bool(_inside.keeps) or (bool(standing) and any_marks())
+    return bool(inside.keeps) or (bool(standing) and any_marks())
 
 
 def any_marks() -> bool:

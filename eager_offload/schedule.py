@@ -142,7 +142,8 @@ class ResidentQueue:
         self.final_after = AT_THE_EXIT
         # Oldest first. Ordered ones: to find the first of a `dict`, Python walks over all that was taken out before it.
         self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
-        self._awaited: dict[Key, int] = {}  # the last save of those that are to be saved again, by its number
+        #: The last save of those that are to be saved again, by its number.
+        self.awaited: dict[Key, int] = {}
         self._urgent: OrderedDict[Key, None] = OrderedDict()  # a set that remembers its order
 
     def __contains__(self, key: Key) -> bool:
@@ -157,6 +158,7 @@ class ResidentQueue:
         urgent: bool = False,
         weight: int | None = None,
         last_save: int | None = None,
+        is_new: bool = True,
     ) -> None:
         """Takes in a storage.
 
@@ -165,14 +167,24 @@ class ResidentQueue:
             urgent: whether it is to leave as soon as it is final, however new it is.
             weight: the bytes that it takes, where those are fewer than ``nbytes``.
             last_save: the number of the save that it waits for.
+            is_new: whether the step could move it anew, in whose numbers it counts then.
         """
+        if is_new:
+            self.movable += nbytes
+            most = self._most
+            if len(most) < _TENSORS:
+                heapq.heappush(most, nbytes)
+            elif nbytes > most[0]:
+                heapq.heapreplace(most, nbytes)
+            if len(most) == _TENSORS and most[0] > self.largest:
+                self.largest = most[0]
         self._waiting[key] = waiting = _Waiting()
         waiting.nbytes, waiting.weight, waiting.packed_at = nbytes, nbytes if weight is None else weight, packed_at
         self.nbytes += waiting.weight
         if urgent:
             self._urgent[key] = None
         if last_save is not None:
-            self._awaited[key] = last_save
+            self.awaited[key] = last_save
         elif packed_at < self.final_after:
             self.final_after = packed_at
 
@@ -181,17 +193,6 @@ class ResidentQueue:
         self.movable = self.largest = 0
         self._most = []
 
-    def count(self, nbytes: int) -> None:
-        """Counts a storage of the step that may leave."""
-        self.movable += nbytes
-        most = self._most
-        if len(most) < _TENSORS:
-            heapq.heappush(most, nbytes)
-        elif nbytes > most[0]:
-            heapq.heapreplace(most, nbytes)
-        if len(most) == _TENSORS and most[0] > self.largest:
-            self.largest = most[0]
-
     def postpone(self, key: Key, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
         waiting = self._waiting[key]
@@ -199,27 +200,26 @@ class ResidentQueue:
 
     def saved_again(self, key: Key, number: int) -> None:
         """The bytes of a storage were saved again, as save ``number``."""
-        if self._awaited.get(key, number + 1) <= number:
-            del self._awaited[key]
+        if self.awaited.get(key, number + 1) <= number:
+            del self.awaited[key]
             self.final_after = 0
 
     def await_nothing(self) -> None:
         """What is saved again is not known any more."""
-        if self._awaited:
-            self._awaited.clear()
-            self.final_after = 0
+        self.awaited.clear()
+        self.final_after = 0
 
     @property
     def awaiting_bytes(self) -> int:
         """The bytes of the storages that wait for their last save."""
-        return sum(self._waiting[key].nbytes for key in self._awaited)
+        return sum(self._waiting[key].nbytes for key in self.awaited)
 
     def discard(self, key: Key) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
         waiting = self._waiting.pop(key, None)
         if waiting is None:
             return 0
-        self._awaited.pop(key, None)
+        self.awaited.pop(key, None)
         self._urgent.pop(key, None)
         self.nbytes -= waiting.weight
         return waiting.nbytes
@@ -235,9 +235,9 @@ class ResidentQueue:
             final_after = AT_THE_EXIT
             for key in keys:
                 packed_at = self._waiting[key].packed_at
-                if sequence is None or (sequence > packed_at and key not in self._awaited):
+                if sequence is None or (sequence > packed_at and key not in self.awaited):
                     return key
-                if packed_at < final_after and key not in self._awaited:
+                if packed_at < final_after and key not in self.awaited:
                     final_after = packed_at
             if keys is self._waiting:
                 self.final_after = final_after

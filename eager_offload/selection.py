@@ -129,7 +129,8 @@ def is_parameter(tensor: Tensor) -> bool:
     requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
     view of a cast; autocast caches casts of exactly the leaves that require grad.
     """
-    root = root_of(tensor)
+    base = base_of(tensor)
+    root = tensor if base is None else base
     if (type(root) is not Tensor and _is_made_one(root)) or (type(tensor) is not Tensor and _is_made_one(tensor)):
         return True  # what is inside of one of a subclass may be a view of a plain tensor
     if not root.requires_grad:
@@ -197,7 +198,7 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
     if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
-        return whole(storage_nbytes)  # the common case, told by a cheap question
+        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)  # the common case, told by a cheap question
     itemsize = tensor.itemsize
     own = own_bytes(tensor)
     if own * _GATHER_BELOW >= storage_nbytes:

@@ -129,6 +129,7 @@ class ResidentQueueMachine(RuleBasedStateMachine):
         for entry in getattr(self, "model", []):
             self.queue.discard(entry.key)
         if hasattr(self, "queue"):
+            self.queue.begin_step()
             assert self.queue.nbytes == 0
             assert is_empty(self.queue)
 
@@ -327,8 +328,8 @@ def test_a_window_grows_with_a_step_and_keeps_to_its_bounds(
 @given(sizes=st.lists(SIZES))
 def test_four_tensors_make_a_size_the_largest_and_fewer_do_not(sizes: list[int]) -> None:
     queue, size = ResidentQueue(0), largest_of(sizes)
-    for one in sizes:
-        queue.count(one)
+    for number, one in enumerate(sizes):
+        queue.push(number, one, number)
     assert (queue.movable, queue.largest) == (sum(sizes), size)
     assert sum(one > size for one in sizes) < 4
     assert size == 0 or sum(one >= size for one in sizes) >= 4

@@ -249,19 +249,9 @@ class SavedStorage:
             self.coding = self.coding.exact
 
     @property
-    def target_layout(self) -> Layout:
-        """What a reload target must look like. What was packed is unpacked later, into other memory."""
-        return self.layout if self.coding is None else Layout(self.coding.nbytes)
-
-    @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
         return Layout(self.footprint.nbytes, self.alignment_offset)
-
-    @property
-    def moved(self) -> int:
-        """Bytes that travel."""
-        return self.footprint.nbytes if self.coding is None else self.coding.nbytes
 
     def look(self, coding: Coding) -> None:
         """Its bytes are final: what a look at the first of them says is packed in vain travels as it is."""

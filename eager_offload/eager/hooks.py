@@ -214,7 +214,31 @@ class Hooks:
         thread.packed += 1
         if thread.captured is not None:
             return thread.captured.pack(tensor, is_unseen=True)
-        packed = self._decide(tensor, thread)
+        packed: KeptTensor | SavedView | WrappedTensor | None = None
+        mark = _mark_of(tensor) if marks.standing and marks.any_marks() else None
+        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
+        if reason is None:
+            saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
+            if isinstance(saves, KeepReason):
+                reason = saves
+            elif marks.inside.keeps:
+                reason = KeepReason.REGION
+            elif (node := current_autograd_node()) is not None and _recomputes(node):
+                reason = KeepReason.NEWEST
+            else:
+                step = thread.step_of(saves)
+                saved = saves.save(tensor, thread.queues[saves], autograd_sequence(), step, mark)
+                if isinstance(saved, SavedView):
+                    packed = saved
+                else:
+                    reason = saved
+        elif reason is KeepReason.SMALL and thread.queues:
+            packed = self._share(tensor, thread)
+        elif reason is KeepReason.LAYOUT:
+            packed = pack_wrapper(tensor, self.pack, self._accounts)
+        if packed is None:
+            assert reason is not None
+            packed = self._keep(tensor, reason)
         if (rows := thread.rows) is not None:
             self._write(rows, tensor, packed)
         return packed
@@ -251,21 +275,6 @@ class Hooks:
             packed = self.pack(tensor, is_unseen=True)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
-
-    def _decide(self, tensor: Tensor, thread: ThreadState) -> KeptTensor | SavedView | WrappedTensor:
-        """The handle of a saved tensor of which nothing is known beforehand."""
-        mark = _mark_of(tensor) if marks.standing and marks.any_marks() else None
-        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
-        if reason is None:
-            saved = self._save(tensor, mark, thread)
-            if isinstance(saved, SavedView):
-                return saved
-            reason = saved
-        elif reason is KeepReason.SMALL and thread.queues and (shared := self._share(tensor, thread)) is not None:
-            return shared
-        elif reason is KeepReason.LAYOUT and (wrapped := pack_wrapper(tensor, self.pack, self._accounts)) is not None:
-            return wrapped
-        return self._keep(tensor, reason)
 
     def last_table(self, device: torch.device | None) -> StepTable | None:
         """The table of the step that was looked up last on ``device``, or where that is ``None`` on any."""
@@ -304,20 +313,9 @@ class Hooks:
                 counters.note_live()
         return handle
 
-    def _save(self, tensor: Tensor, mark: Mark | None, thread: ThreadState) -> SavedView | KeepReason:
-        saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
-        if isinstance(saves, KeepReason):
-            return saves
-        if marks.in_no_offload_region():
-            return KeepReason.REGION
-        if (node := current_autograd_node()) is not None and _recomputes(node):
-            return KeepReason.NEWEST
-        step = thread.step_of(saves)
-        return saves.save(tensor, thread.queues[saves], autograd_sequence(), step, mark)
-
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
-        if marks.in_no_offload_region():
+        if marks.inside.keeps:
             return None
         for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
             step = thread.step_of(saves)

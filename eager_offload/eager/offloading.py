@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-import torch
-from torch import Tensor
-
 from eager_offload import marks
 from eager_offload._torch import version_of
 from eager_offload.eager.handles import SavedStorage, StorageRecord
@@ -49,7 +46,7 @@ class Offloading:
             if saved.coding is not None and saved.coding.looks:
                 with offloader.runtime.enter(saved.stream):
                     saved.look(saved.coding)
-            nbytes = saved.moved
+            nbytes = saved.footprint.nbytes if saved.coding is None else saved.coding.nbytes
             if not offloader.has_room(nbytes):
                 offloader.poll()
                 if not offloader.has_room(nbytes):
@@ -105,26 +102,15 @@ class Offloading:
         area, storage, offloader = saved.footprint, saved.aliases[0].untyped_storage(), self.offloader
         transfer = Transfer(slot, area.nbytes, offloader.accounts.counters, saved.record, storage)
         source = storage if area.whole and offloader.runtime.copies_storages else saved.source_bytes()
-        self._leave(saved, source, slot, transfer)
+        saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
+        offloader.offload(source, slot, saved.stream, transfer, key=saved.record.key)
 
     def _start_packed(self, saved: SavedStorage, slot: Slot, packing: Packed) -> None:
-        offloader, coding = self.offloader, saved.coding
+        offloader, coding, keepalive = self.offloader, saved.coding, saved.aliases[0].untyped_storage()
         assert coding is not None
         transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
         transfer.codec, transfer.holds = coding.codec.name, packing.holds
-        self._leave(saved, packing.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
+        saved.slot = slot  # likewise
+        offloader.offload(packing.packed, slot, saved.stream, transfer, keepalive=keepalive, key=saved.record.key)
         if packing.holds is None:
             let_go(offloader, saved, transfer, packing.packed)
-
-    def _leave(
-        self,
-        saved: SavedStorage,
-        source: Tensor | torch.UntypedStorage,
-        slot: Slot,
-        transfer: Transfer,
-        *,
-        keepalive: object = None,
-    ) -> None:
-        record = saved.record
-        saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
-        self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)

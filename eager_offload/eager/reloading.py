@@ -12,7 +12,7 @@ from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedVie
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
-from eager_offload.runtime.base import Stream
+from eager_offload.runtime.base import Layout, Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
 
@@ -25,17 +25,12 @@ class Reloading:
         self._offloader = offloading.offloader
         self.order = PrefetchOrder(self._offloader.windows.prefetch)
 
+    def make_room(self, view: SavedView) -> None:
+        """Drops what was brought back early, where there is no memory for ``view``."""
+        self._offloader.make_room(partial(self._drop_all_but, view.storage))
+
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
-        try:
-            return self._unpack(view)
-        except (torch.OutOfMemoryError, MemoryError):
-            pass
-        # Not while the error is handled, whose frames hold what is to go.
-        self._offloader.make_room(partial(self._drop_all_but, view.storage))
-        return self._unpack(view)
-
-    def _unpack(self, view: SavedView) -> Tensor:
         offloader, order, saved, step = self._offloader, self.order, view.storage, view.step
         runtime, record = offloader.runtime, saved.record
         with offloader.lock:
@@ -190,6 +185,8 @@ class Reloading:
         """Starts a reload into a new target that belongs to ``stream``."""
         assert saved.slot is not None
         assert saved.record.state is AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
-        layout, key = saved.target_layout, saved.record.key
+        coding, key = saved.coding, saved.record.key
+        # What was packed is unpacked later, into other memory.
+        layout = Layout(saved.footprint.nbytes, saved.alignment_offset) if coding is None else Layout(coding.nbytes)
         target, transfer = self._offloader.reload(saved.slot, layout, stream, what, key=key)
-        return Reload(target, transfer, saved.coding is not None)
+        return Reload(target, transfer, coding is not None)

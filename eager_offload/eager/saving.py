@@ -42,7 +42,7 @@ from eager_offload.marks import Mark, codec_here
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
-from eager_offload.selection import Footprint, footprint, root_of
+from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import Fate, Kept, Link, Row, Step, StepRecord, StepScript, StepTable, StepTables
 from eager_offload.tiers.finalizers import Living
@@ -95,6 +95,8 @@ class SavedTensors:
         self._queues: Living[ResidentQueue] = Living()
         #: Not by the time that steps took, where a graph is captured of one.
         self._learns_what_stays = config.learns_what_stays and not offloader.is_captured
+        #: Whether what was learnt to leave does so at once.
+        self._leaves_early = self.exposure is not None or self._learns_what_stays
         self._use_windows()
         self._keys = itertools.count(1)
         self._names: dict[Hashable, StorageRecord] = {}
@@ -170,11 +172,6 @@ class SavedTensors:
     def _tell_windows(self) -> None:
         counters, windows = self._accounts.counters, self._windows
         counters.max_inflight_bytes, counters.prefetch_bytes = windows.inflight, windows.prefetch
-
-    @property
-    def _leaves_early(self) -> bool:
-        """Whether what was learnt to leave does so at once."""
-        return self.exposure is not None or self._learns_what_stays
 
     def kept_newest(self) -> int:
         """Bytes of the newest that stay now, of all threads. The lock is held."""
@@ -286,13 +283,14 @@ class SavedTensors:
     def _save(
         self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step, mark: Mark | None
     ) -> SavedView | KeepReason:
+        offloader, runtime = self.offloader, self._runtime
         try:
             storage, address = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
             return KeepReason.LAYOUT
         if not address or address % tensor.itemsize:
             return KeepReason.LAYOUT  # zeros that are nowhere, or what cannot be rebuilt at such an address
-        self.offloader.poll()
+        offloader.poll()
         area = footprint(tensor, storage.nbytes())
         name: Hashable = storage_key(storage)
         if step.kept and mark is not Mark.PREFER and self._stays_again(tensor, storage, step):
@@ -302,7 +300,7 @@ class SavedTensors:
             if whole is not None and self._may_share(whole, tensor, queue, packed_at):
                 return self._share(whole, tensor, step)
             name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        known = self._known(name, storage)
+        known = self._known(name, storage) if name in self._names else None
         if known is not None:
             if self._may_share(known, tensor, queue, packed_at):
                 return self._share(known, tensor, step)
@@ -310,26 +308,15 @@ class SavedTensors:
                 return KeepReason.ALIVE
         if mark is Mark.KEEP:
             return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
-        return self._save_anew(tensor, storage, name, area, known, queue, packed_at, step, mark)
 
-    def _save_anew(
-        self,
-        tensor: Tensor,
-        storage: torch.UntypedStorage,
-        name: Hashable,
-        area: Footprint,
-        known: SavedStorage | None,
-        queue: ResidentQueue,
-        packed_at: int,
-        step: Step,
-        mark: Mark | None,
-    ) -> SavedView | KeepReason:
-        """A storage that is not known, or not with the bytes that it has now; ``known`` is the same one, earlier."""
-        offloader = self.offloader
+        # The storage is not known, or not with the bytes that it has now.
         number = len(step.log.facts)
         first = known.first if known is not None and known.step is step else number
-        stream, codec = self._runtime.current_stream(self.device), codec_here(self.rules)
-        row = self._note(step, tensor, area.nbytes, first, stream, codec)
+        stream, codec = runtime.current_stream(self.device), codec_here(self.rules)
+        now = runtime.moment(stream if runtime.knows_moments else None)
+        assert isinstance(now, float)
+        facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first, codec
+        row = step.save(*facts, now, offloader.inflight_bytes)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
@@ -339,9 +326,7 @@ class SavedTensors:
                 step.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
             step.taken(number)
-        if first == number:
-            queue.count(area.nbytes)
-        if step.table is None:
+        if step.table is None and queue.awaited:
             queue.await_nothing()
         coding = (
             coding_of(tensor, area, codec, self.rules, self.min_bytes) if codec != IDENTITY or area.gathered else None
@@ -362,7 +347,7 @@ class SavedTensors:
         if last_save is not None and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
-        weight = self._runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
+        weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
         moves = row is not None and row.fate is Fate.MOVE and not step.stays
         if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
             weight = 0
@@ -375,6 +360,7 @@ class SavedTensors:
             urgent=mark is Mark.PREFER or (moves and (self._leaves_early or step.is_given)),
             weight=weight,
             last_save=last_save,
+            is_new=first == number,
         )
         offloader.hold(area.nbytes)
         return view
@@ -493,11 +479,17 @@ class SavedTensors:
                     tensor = self._reloading.unpack(view)
             else:
                 tensor = self._reloading.unpack(view)
-        except (OffloadError, torch.OutOfMemoryError, MemoryError):
+        except (torch.OutOfMemoryError, MemoryError):
+            tensor = None  # not while the error is handled, whose frames hold what is to go
+        except OffloadError:
             raise
         except BaseException:
             offloader.crash()
             raise
+        if tensor is None:
+            with offloader.crashing():
+                self._reloading.make_room(view)
+                tensor = self._reloading.unpack(view)
         if view.step.is_over and self._measures.is_in_step:
             with offloader.lock:
                 self._measures.end(self._accounts.counters)

@@ -302,9 +302,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         storage = storage_of(tensor)
         mark = None if storage is None or not marks.any_marks() else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
-        if reason is None and (mark is marks.Mark.KEEP or marks.in_no_offload_region()):
+        if reason is None and (mark is marks.Mark.KEEP or marks.inside.keeps):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
-        if mark is not None or marks.in_no_offload_region():
+        if mark is not None or marks.inside.keeps:
             self._calls.decided(len(self._saves))
         if mark is not None and (marked := self._blocks.of(tensor)) is not None:
             marked.mark = mark  # of what was saved of it before too: no copy of that has started
