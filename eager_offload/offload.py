@@ -139,7 +139,7 @@ class Offload:
         _alive.add(self)
 
     def _take(self, plan: StepTable | ComputedPlan) -> None:
-        """Has forwards follow ``plan``."""
+        """Takes in what ``plan`` says beside its settings."""
         if not isinstance(plan, StepTable | ComputedPlan):
             raise ConfigError(
                 f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
@@ -158,7 +158,7 @@ class Offload:
                 f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
             )
         if self.config.step_plans is False:
-            raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
+            raise ConfigError("plan=... does not go with step_plans=False, which looks nothing up: leave one out")
         plan.check()
         if not plan.movable_bytes:
             self._in_vain.expect_nothing()
@@ -363,7 +363,7 @@ class Offload:
         thread = self._hooks.thread
         if self._hooks.given is not None:
             raise CaptureStateError(
-                "an Offload(plan=...) cannot be captured: a capture follows what its warm-ups did. Leave plan= out"
+                "an Offload(plan=...) cannot be captured: a capture does what its warm-ups did. Leave plan= out"
             )
         if contexts.entered(self) is not None or thread.step is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")

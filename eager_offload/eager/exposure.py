@@ -14,10 +14,12 @@ timed in the same way: what lies between the timestamps is the time in which the
 
 The more stays, the less is exposed. ``LeastKept`` looks for the least that stays with which the slowdown is within its
 limit. A step is judged together with those beside it, so that forwards of several kinds that take turns are judged as
-one, and the first ones after a change are not: they are decided anew, and copies of the step before are under way.
+one, and the first ones after a change are not: nothing has taught what stays of them, and copies of the step before are
+under way.
 
 What stays is not only the newest: a link that is slower than forward makes bytes would have a full window half-way, and
-idle times later. So of what stays beyond the newest bytes each stretch of forward keeps its part; see ``learning.py``.
+idle times later. So of what stays beyond the newest bytes each stretch of forward keeps its part; see
+``step_table.py``.
 """
 
 from __future__ import annotations
