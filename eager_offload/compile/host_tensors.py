@@ -24,6 +24,7 @@ from torch import Tensor
 from eager_offload import contexts
 from eager_offload._torch import own, owned_by, set_over
 from eager_offload.codecs import Gather
+from eager_offload.engine.log import GraphOffloaded
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.errors import CapacityError, OffloadError
@@ -152,7 +153,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
     with offloader.crashing():
         with offloader.lock:
             offloader.poll()
-            counters, observer = offloader.accounts.counters, offloader.accounts.observer
+            counters = offloader.accounts.counters
             kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
         with offloader.lock:
@@ -165,8 +166,8 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
             else:
                 host = _over(memory, source, stands_for)
                 _send(stands_for, slot, source)
-            if observer is not None:
-                observer.graph_offloads(offloader, stands_for, region)
+            if offloader.log.on_entry is not None:
+                offloader.log.write(GraphOffloaded(stands_for.record, region or ""))
     if wait:
         _wait_for_offload(stands_for, source)
     return host

@@ -47,12 +47,13 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
+from eager_offload.engine.log import Copied, TransferLog, Waited
 from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Direction, Event, Layout, Moment, Runtime, Stream
+from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
-from eager_offload.stats import Accounts, Counters
+from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import tell_after_fork
 
@@ -99,22 +100,6 @@ class FoundSlot:
     slot: Slot | None
 
 
-class Wait(NamedTuple):
-    """Moments of the stream that computes, on either side of a wait for a transfer; see ``Runtime.moment``."""
-
-    before: Moment
-    after: Moment
-
-
-class _Stall(NamedTuple):
-    """A wait that is counted once the device has come to its end."""
-
-    wait: Wait
-    counters: Counters
-    #: Whether it was so that others may leave.
-    fills_window: bool
-
-
 class Census(NamedTuple):
     """How much an offloader knows of; everything is 0 once all graphs are gone and transfers are over."""
 
@@ -134,6 +119,7 @@ class DeviceOffloader:
         runtime: Runtime,
         tiers: Sequence[Tier],
         accounts: Accounts,
+        log: TransferLog,
         *,
         windows: Windows,
     ) -> None:
@@ -141,6 +127,7 @@ class DeviceOffloader:
         self.runtime = runtime
         self.tiers = tiers
         self.accounts = accounts
+        self.log = log
         #: See [Note: an interrupt is a crash of the offloader]; callers set it with ``crash``.
         self.is_crashed = False
         #: Of the runtime; here, since every pack and unpack asks.
@@ -154,8 +141,6 @@ class DeviceOffloader:
         #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
         self.resident_bytes = 0
         self.out_rate, self.in_rate = Rate(), Rate()
-        #: What compute has waited for since the caller put a list here; ``None`` where the caller has put none.
-        self.waits: list[Wait] | None = None
         #: What is known of everything that has a living owner, and of what has died since the last poll.
         self.records: set[Any] = set()
         self.finalized: deque[Any] = deque()
@@ -169,8 +154,6 @@ class DeviceOffloader:
         self._in: OrderedDict[Transfer, object] = OrderedDict()
         #: Copies out that are not over, by what counts their bytes.
         self._leaving: dict[CountedBytes, Transfer] = {}
-        #: In the order in which they began; see [Note: stalls].
-        self._stalls: deque[_Stall] = deque()
         self._warns_later = False
         self._deferred: deque[str] = deque()
         runtime.outlive(self, self._out)
@@ -523,24 +506,19 @@ class DeviceOffloader:
         Raises:
             OffloadError: the transfer failed, and the host knows that already.
         """
-        runtime, event, observer = self.runtime, transfer.event, self.accounts.observer
+        runtime, event = self.runtime, transfer.event
         transfer.is_awaited = transfer.is_awaited or stream is None
         if runtime.query(event):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
             return
-        waiting = None if observer is None else observer.waits(self, stream, what)
-        try:
-            with self._counting_wait(stream, event, fills_window=fills_window):
-                runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
-        finally:
-            if waiting is not None:
-                waiting()
+        with self._counting_wait(stream, event, what=what, fills_window=fills_window):
+            runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
 
     @contextmanager
     def _counting_wait(
-        self, stream: Stream | None, event: Event = None, *, fills_window: bool = False
+        self, stream: Stream | None, event: Event = None, *, what: str = "", fills_window: bool = False
     ) -> Iterator[None]:
-        """Counts what the host waits inside, and what compute does. The lock is not held.
+        """Logs what the host and compute wait inside. The lock is not held.
 
         [Note: stalls] What the host has waited is known when it goes on. What compute has waited is not, where a device
         lies behind its host: timestamps of the stream on either side of the wait tell it, once the device has passed
@@ -551,6 +529,7 @@ class DeviceOffloader:
         Args:
             stream: that waits; ``None``: the host does, and what computes is the current one.
             event: of a transfer that is waited for; ``None``: a tier grows, or all of several transfers are.
+            what: as in ``Waited``.
         """
         runtime, counters = self.runtime, self.accounts.counters
         compute = runtime.current_stream(self.device) if stream is None else stream
@@ -559,25 +538,18 @@ class DeviceOffloader:
         try:
             yield
         finally:
-            seconds = runtime.seconds_between(called, runtime.moment(None))
+            returned = runtime.moment(None)
+            seconds = runtime.seconds_between(called, returned)
             assert seconds is not None, "the host's moments have come"
-            wait = None if before is None else Wait(before, runtime.moment(compute))
+            after = None if before is None else runtime.moment(compute)
+            if runtime.has_one_stream:  # compute is the host
+                before, after = called, returned
             with self.lock:
                 if stream is None or runtime.has_host_wait(event):
                     counters.host_wait_seconds += seconds
-                if runtime.has_one_stream:  # compute is the host
-                    counters.stall(seconds, fills_window=fills_window)
-                elif wait is not None:
-                    self._stalls.append(_Stall(wait, counters, fills_window))
-                if wait is not None and event is not None and self.waits is not None:
-                    self.waits.append(wait)
-
-    def _count_stalls(self) -> None:
-        """Counts the waits that the device has come to the end of."""
-        runtime, stalls = self.runtime, self._stalls
-        while stalls and (seconds := runtime.seconds_between(*stalls[0].wait)) is not None:
-            stall = stalls.popleft()
-            stall.counters.stall(seconds, fills_window=stall.fills_window)
+                if before is not None:
+                    at = before, after, called, returned
+                    self.log.write(Waited(self.device, runtime, what, fills_window, *at, counters))
 
     def hold(self, nbytes: int) -> None:
         """The library holds ``nbytes`` bytes more on the device."""
@@ -635,8 +607,8 @@ class DeviceOffloader:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
-        if self._stalls:
-            self._count_stalls()
+        if self.log.counted.position < self.log.end:
+            self.log.count_stalls()
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
 
@@ -668,11 +640,11 @@ class DeviceOffloader:
         with self.crashing():
             self.wait_until_left()
             with self.lock:
-                pending, stalls = list(self._in), list(self._stalls)
+                pending, waits = list(self._in), self.log.uncounted(self.device)
             self.wait_until_over(pending)
             self.runtime.synchronize_kept()
-            for stall in stalls:
-                self.runtime.seconds_between(*stall.wait, synchronize=True)
+            for wait in waits:
+                wait.synchronize()
             with self.lock:
                 self.poll()
 
@@ -737,8 +709,8 @@ class DeviceOffloader:
         key: int | None,
     ) -> None:
         """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
-        runtime, observer, used = self.runtime, self.accounts.observer, slot.record
-        keepalive, is_traced = None if runtime.copies_hold_their_ends else (dst, src), observer is not None
+        runtime, used, is_traced = self.runtime, slot.record, self.log.on_entry is not None
+        keepalive = None if runtime.copies_hold_their_ends else (dst, src)
         try:
             if profiler_is_on():
                 with profiled(what):
@@ -754,8 +726,8 @@ class DeviceOffloader:
             used.fences = (*used.fences, Fence(runtime, event))
             runtime.keep_until(event, keepalive)
             raise
-        if observer is not None:
-            observer.copied(self, what, slot, event, key)
+        if is_traced:
+            self.log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
         if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
             self._deferred.append(_NO_THREAD)
 

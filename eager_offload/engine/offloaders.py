@@ -13,6 +13,7 @@ import torch
 
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
+from eager_offload.engine.log import TransferLog
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import CapacityError, ConfigError, warn
 from eager_offload.malloc import keeps_freed_memory
@@ -44,6 +45,8 @@ class Offloaders:
         self._accounts = accounts
         self.given_runtime = given
         self.around_tier = around_tier
+        #: What the transfers of all devices do.
+        self.log = TransferLog()
         self._offloaders: dict[torch.device, DeviceOffloader] = {}
         self._outlived: list[DeviceOffloader] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
@@ -214,7 +217,9 @@ class Offloaders:
         self._config.check_unit_of_budget(used, f"what is on {device} already")
         windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
-        offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)
+        offloader = self._offloaders[device] = DeviceOffloader(
+            device, runtime, tiers, self._accounts, self.log, windows=windows
+        )
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:
