@@ -367,7 +367,7 @@ class Offload:
             )
         if contexts.entered(self) is not None or thread.step is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
-        if self._offloaders.log.on_entry is not None:
+        if self._offloaders.transfer_log.on_entry is not None:
             raise CaptureStateError(
                 "a step was captured while its Offload is traced: a capture runs nothing that a trace could show"
             )

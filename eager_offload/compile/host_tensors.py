@@ -24,9 +24,9 @@ from torch import Tensor
 from eager_offload import contexts
 from eager_offload._torch import own, owned_by, set_over
 from eager_offload.codecs import Gather
-from eager_offload.engine.log import GraphOffloaded
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
+from eager_offload.engine.transfer_log import GraphOffloaded
 from eager_offload.errors import CapacityError, OffloadError
 from eager_offload.marks import region_here
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
@@ -166,8 +166,8 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
             else:
                 host = _over(memory, source, stands_for)
                 _send(stands_for, slot, source)
-            if offloader.log.on_entry is not None:
-                offloader.log.write(GraphOffloaded(stands_for.record, region or ""))
+            if offloader.transfer_log.on_entry is not None:
+                offloader.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
     if wait:
         _wait_for_offload(stands_for, source)
     return host

@@ -28,8 +28,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from eager_offload.engine.log import Reader, Waited
 from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer_log import Reader, Waited
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import Moment
 from eager_offload.schedule import ResidentQueue
@@ -256,14 +256,14 @@ class Exposure:
                 if begun == 1:
                     return  # else the other thread has ended, or does something else
             elif leader is queue and step.forwards:
-                step.stopped, step.end = now, self._offloader.log.end
+                step.stopped, step.end = now, self._offloader.transfer_log.end
                 self._over.append(step)
         self._learn(most)
-        self._step = _Step(weakref.ref(queue), now, self.keep, self._offloader.log.reader())
+        self._step = _Step(weakref.ref(queue), now, self.keep, self._offloader.transfer_log.reader())
 
     def _learn(self, most: int) -> None:
         """Learns from the steps that are over."""
-        device, log = self._offloader.device, self._offloader.log
+        device, log = self._offloader.device, self._offloader.transfer_log
         while self._over:
             step = self._over[0]
             for entry in log.read(step.waits, step.end):

@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
-from eager_offload.engine.log import Copied, TransferLog, Waited
 from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.engine.transfer_log import Copied, TransferLog, Waited
 from eager_offload.errors import OffloadError, TransferError, captured, reentered, warn
 from eager_offload.live_bytes import LiveBytes
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
@@ -119,7 +119,7 @@ class DeviceOffloader:
         runtime: Runtime,
         tiers: Sequence[Tier],
         accounts: Accounts,
-        log: TransferLog,
+        transfer_log: TransferLog,
         *,
         windows: Windows,
     ) -> None:
@@ -127,7 +127,7 @@ class DeviceOffloader:
         self.runtime = runtime
         self.tiers = tiers
         self.accounts = accounts
-        self.log = log
+        self.transfer_log = transfer_log
         #: See [Note: an interrupt is a crash of the offloader]; callers set it with ``crash``.
         self.is_crashed = False
         #: Of the runtime; here, since every pack and unpack asks.
@@ -549,7 +549,7 @@ class DeviceOffloader:
                     counters.host_wait_seconds += seconds
                 if before is not None:
                     at = before, after, called, returned
-                    self.log.write(Waited(self.device, runtime, what, fills_window, *at, counters))
+                    self.transfer_log.write(Waited(self.device, runtime, what, fills_window, *at, counters))
 
     def hold(self, nbytes: int) -> None:
         """The library holds ``nbytes`` bytes more on the device."""
@@ -592,7 +592,7 @@ class DeviceOffloader:
     def poll(self) -> None:
         """Notices owners that have died and transfers that are over; never blocks."""
         runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
-        preparing = self.accounts.preparing
+        preparing, log = self.accounts.preparing, self.transfer_log
         runtime.poll()
         while finalized:
             record = finalized.popleft()
@@ -607,8 +607,8 @@ class DeviceOffloader:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
-        if self.log.counted.position < self.log.end:
-            self.log.count_stalls()
+        if log.counted.position < log.end:
+            log.count_stalls()
         while self._deferred and not self._warns_later:
             self.warn(self._deferred.popleft())
 
@@ -640,7 +640,7 @@ class DeviceOffloader:
         with self.crashing():
             self.wait_until_left()
             with self.lock:
-                pending, waits = list(self._in), self.log.uncounted(self.device)
+                pending, waits = list(self._in), self.transfer_log.uncounted(self.device)
             self.wait_until_over(pending)
             self.runtime.synchronize_kept()
             for wait in waits:
@@ -709,7 +709,7 @@ class DeviceOffloader:
         key: int | None,
     ) -> None:
         """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
-        runtime, used, is_traced = self.runtime, slot.record, self.log.on_entry is not None
+        runtime, used, is_traced = self.runtime, slot.record, self.transfer_log.on_entry is not None
         keepalive = None if runtime.copies_hold_their_ends else (dst, src)
         try:
             if profiler_is_on():
@@ -727,7 +727,7 @@ class DeviceOffloader:
             runtime.keep_until(event, keepalive)
             raise
         if is_traced:
-            self.log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
+            self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
         if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
             self._deferred.append(_NO_THREAD)
 

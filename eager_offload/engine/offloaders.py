@@ -13,8 +13,8 @@ import torch
 
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.engine.log import TransferLog
 from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.errors import CapacityError, ConfigError, warn
 from eager_offload.malloc import keeps_freed_memory
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
@@ -46,7 +46,7 @@ class Offloaders:
         self.given_runtime = given
         self.around_tier = around_tier
         #: What the transfers of all devices do.
-        self.log = TransferLog()
+        self.transfer_log = TransferLog()
         self._offloaders: dict[torch.device, DeviceOffloader] = {}
         self._outlived: list[DeviceOffloader] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
@@ -218,7 +218,7 @@ class Offloaders:
         windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
         offloader = self._offloaders[device] = DeviceOffloader(
-            device, runtime, tiers, self._accounts, self.log, windows=windows
+            device, runtime, tiers, self._accounts, self.transfer_log, windows=windows
         )
         return offloader
 

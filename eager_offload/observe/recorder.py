@@ -25,9 +25,9 @@ from eager_offload._torch import without_torch_function
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Packed
-from eager_offload.engine.log import Copied, GraphOffloaded, Waited
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import CountedBytes, State
+from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.observe.advice import advise
 from eager_offload.observe.compute import Compute
 from eager_offload.observe.timeline import Noted, Saver, Timeline
@@ -99,7 +99,7 @@ class TraceRecorder:
         #: What saved a storage first, by its key.
         self._savers: dict[int, Saver] = {}
         self._memory: list[MemorySample] = []
-        self._log, self._reader = offloaders.log, offloaders.log.reader()
+        self._log, self._reader = offloaders.transfer_log, offloaders.transfer_log.reader()
 
     @property
     def is_over(self) -> bool:
@@ -180,7 +180,7 @@ class TraceRecorder:
     # -- the log ------------------------------------------------------------------------------------------------------
 
     def _read_log(self) -> None:
-        """Takes in what was written since the last call; see [Note: entries of the log] in ``engine/log.py``."""
+        """Takes in what was written since the last call: see the note in ``engine/transfer_log.py``."""
         for entry in self._log.read(self._reader):
             if isinstance(entry, Waited):
                 self._waited(entry)

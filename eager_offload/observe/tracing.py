@@ -51,7 +51,7 @@ class Tracing:
         accounts = offload._accounts
         if offload._offloaders.is_capturing():
             raise captured("a trace was begun")
-        if offload._offloaders.log.on_entry is not None:
+        if offload._offloaders.transfer_log.on_entry is not None:
             raise OffloadError(
                 f"this Offload is being traced already, so no second trace can be written to {self.path}: leave the "
                 "first `with offload.trace(...)`, or trace another Offload"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.engine.log import Entry, TransferLog, Waited
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
+from eager_offload.engine.transfer_log import Entry, TransferLog, Waited
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Stream
 from eager_offload.schedule import Windows
 from eager_offload.stats import Accounts, Counters
@@ -252,7 +252,7 @@ def test_the_log_holds_a_wait_until_its_device_has_passed_it_and_all_have_read_i
 
 
 def test_the_log_is_bounded_and_a_reader_that_goes_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eager_offload.engine.log._MOST", 4)
+    monkeypatch.setattr("eager_offload.engine.transfer_log._MOST", 4)
     runtime, log, seen = Behind(), TransferLog(), list[Entry]()
     reader, traced = log.reader(), log.reader()
     written = [runtime.waited(start, start + 1.0, Counters()) for start in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)]
@@ -274,7 +274,7 @@ def test_the_log_is_bounded_and_a_reader_that_goes_holds_nothing(monkeypatch: py
 
 def test_what_nobody_reads_is_not_written(backend: Backend) -> None:
     offload, written = backend.offload(min_bytes=0, keep_last_bytes=0), list[Entry]()
-    offload._offloaders.log.write = written.append  # type: ignore[method-assign]
+    offload._offloaders.transfer_log.write = written.append  # type: ignore[method-assign]
     with offload:
         loss = leaf(64, 64).exp().sum()
     offload.stats(synchronize=True)
