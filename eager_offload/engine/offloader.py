@@ -548,8 +548,8 @@ class DeviceOffloader:
                 if stream is None or runtime.has_host_wait(event):
                     counters.host_wait_seconds += seconds
                 if before is not None:
-                    at = before, after, called, returned
-                    self.transfer_log.write(Waited(self.device, runtime, what, fills_window, *at, counters))
+                    waited = Waited(self.device, runtime, what, fills_window, before, after, called, counters)
+                    self.transfer_log.write(waited)
 
     def hold(self, nbytes: int) -> None:
         """The library holds ``nbytes`` bytes more on the device."""
@@ -640,7 +640,7 @@ class DeviceOffloader:
         with self.crashing():
             self.wait_until_left()
             with self.lock:
-                pending, waits = list(self._in), self.transfer_log.uncounted(self.device)
+                pending, waits = list(self._in), self.transfer_log.uncounted()
             self.wait_until_over(pending)
             self.runtime.synchronize_kept()
             for wait in waits:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -56,9 +55,8 @@ class Waited(NamedTuple):
     #: Moments of the stream that computes, on either side of the wait.
     before: Moment
     after: Moment
-    #: Moments of the host, likewise.
+    #: When the wait began on the host.
     called: Moment
-    returned: Moment
     #: Where the wait is counted.
     counters: Counters
 
@@ -135,10 +133,9 @@ class TransferLog:
                 entry.counters.stall(seconds, fills_window=entry.fills_window)
         self._forget()
 
-    def uncounted(self, device: torch.device) -> list[Waited]:
-        """Returns the waits on ``device`` that are not counted yet."""
-        entries = islice(self._entries, max(self.counted.position - self.begin, 0), None)
-        return [entry for entry in entries if isinstance(entry, Waited) and entry.device == device]
+    def uncounted(self) -> list[Waited]:
+        """Returns the waits that are not counted yet."""
+        return [entry for entry in self.read(Reader(self.counted.position)) if isinstance(entry, Waited)]
 
     def _forget(self) -> None:
         """Lets go of what all readers have read, and of what there is no room for."""

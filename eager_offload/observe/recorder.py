@@ -200,12 +200,12 @@ class TraceRecorder:
 
     def _waited(self, wait: Waited) -> None:
         device, at = wait.device, self._compute.at()
-        enqueued, returned = map(self._timeline.seconds_at, (wait.called, wait.returned))
-        if not wait.what or enqueued < 0:
+        called = self._timeline.seconds_at(wait.called)
+        if not wait.what or called < 0:
             return  # for no transfer of its own, or begun before the trace
         track = SliceKind.STALL.value
         draft = Slice(SliceKind.STALL, wait.what, str(device), track, module=at.module, operation=at.operation)
-        began, ended = Noted(device, wait.before, enqueued), Noted(device, wait.after, returned)
+        began, ended = Noted(device, wait.before, called), Noted(device, wait.after, self._timeline.now())
         self._timeline.worked(draft, began, ended, threading.get_ident())
 
     def _graph_offloaded(self, graph: GraphOffloaded) -> None:
