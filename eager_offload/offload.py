@@ -380,7 +380,7 @@ class Offload:
 
     @contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/offloader.py."""
+        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/transfers.py."""
         accounts = self._accounts
         self.stats(synchronize=True)  # what earlier steps have on its way is not over at the same time in each run
         with accounts.lock:

@@ -438,7 +438,7 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
-        #: How many steps are prepared for a capture now; see the note in engine/offloader.py.
+        #: How many steps are prepared for a capture now; see the note in engine/transfers.py.
         self.preparing = 0
 
     def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:

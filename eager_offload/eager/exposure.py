@@ -28,8 +28,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import Reader, Waited
+from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import Moment
 from eager_offload.schedule import ResidentQueue
@@ -199,7 +199,7 @@ class _Step:
 
 
 class Exposure:
-    """What of the transfers of one device is exposed. Callers hold the offloader's lock.
+    """What of the transfers of one device is exposed.
 
     Args:
         limit: as for ``LeastKept``.
@@ -207,8 +207,8 @@ class Exposure:
         setting: that asks for it, for an error.
     """
 
-    def __init__(self, offloader: DeviceOffloader, limit: float, keep: int, setting: str) -> None:
-        self._offloader, self._runtime = offloader, offloader.runtime
+    def __init__(self, transfers: Transfers, limit: float, keep: int, setting: str) -> None:
+        self._transfers, self._runtime = transfers, transfers.runtime
         self._rule = LeastKept(limit, keep)
         self._setting = setting
         self._tells_time: bool | None = None
@@ -239,7 +239,7 @@ class Exposure:
         Raises:
             ConfigError: the device's events do not tell the time.
         """
-        runtime, device = self._runtime, self._offloader.device
+        runtime, device = self._runtime, self._transfers.device
         if self._tells_time is None:
             self._tells_time = runtime.tells_time(device)
         if not self._tells_time:
@@ -256,14 +256,14 @@ class Exposure:
                 if begun == 1:
                     return  # else the other thread has ended, or does something else
             elif leader is queue and step.forwards:
-                step.stopped, step.end = now, self._offloader.transfer_log.end
+                step.stopped, step.end = now, self._transfers.transfer_log.end
                 self._over.append(step)
         self._learn(most)
-        self._step = _Step(weakref.ref(queue), now, self.keep, self._offloader.transfer_log.reader())
+        self._step = _Step(weakref.ref(queue), now, self.keep, self._transfers.transfer_log.reader())
 
     def _learn(self, most: int) -> None:
         """Learns from the steps that are over."""
-        device, log = self._offloader.device, self._offloader.transfer_log
+        device, log = self._transfers.device, self._transfers.transfer_log
         while self._over:
             step = self._over[0]
             for entry in log.read(step.waits, step.end):
@@ -277,4 +277,4 @@ class Exposure:
             self._over.popleft()
             if most:
                 self._rule.adapt(step.keep, step.exposed / (1 + len(step.others)), seconds, most)
-                self._offloader.accounts.counters.slowdown = self._rule.slowdown
+                self._transfers.accounts.counters.slowdown = self._rule.slowdown

@@ -124,8 +124,8 @@ class Offloaders:
     def poll(self) -> None:
         """Notices what has happened on every device; never blocks."""
         for offloader in self.all():
-            with offloader.lock, offloader.crashing():
-                offloader.poll()
+            with offloader.lock, offloader.locked() as transfers:
+                transfers.poll()
 
     def drop_crashed(self) -> None:
         """Has offloaders made anew in place of those that an interrupt has crashed."""
