@@ -164,7 +164,7 @@ class DeviceOffloader(Transfers):
         """Waits for what copies out lack, and starts them; other threads may take the room meanwhile.
 
         Args:
-            start: is called with the lock held and what the first of them lacked; returns what is lacking next.
+            start: starts them, in the lock, with what was found for the first; returns what is lacking next.
             waits: for room in the window; else what finds none does not start.
         """
         while lack is not None:
@@ -307,7 +307,7 @@ class DeviceOffloader(Transfers):
         """The device is full, and something has to come back: what the library itself holds there goes.
 
         Args:
-            drop: lets go of what was brought back early; called with the lock held.
+            drop: lets go of what was brought back early, in the lock.
         """
         with self._counting_wait(None):
             self.wait_until_left()  # first: what is expected stays when its copy arrives

@@ -174,8 +174,8 @@ class Offloaders:
         """Waits for what is on its way and gives every tier back; both are made again when they are needed.
 
         Args:
-            forget: has callers ask anew which offloaders there are; called with the lock held, when these are gone:
-                another thread may save a tensor before.
+            forget: has callers ask anew which offloaders there are; called in the change that drops these, so that no
+                other thread saves a tensor in between.
         """
         for offloader in self.all():
             offloader.synchronize()

@@ -161,8 +161,7 @@ class TraceRecorder:
         try:
             return handle.inner.unpack()
         finally:
-            with self._accounts.lock:
-                self._sample()
+            self._sample()
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
         """Takes note of a saved tensor; returns what saved it."""
@@ -217,18 +216,19 @@ class TraceRecorder:
         self._sample()
 
     def _sample(self) -> None:
-        """Looks at what is held. The lock is held."""
-        live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
-        live.poll()
-        sample = MemorySample(
-            self._timeline.now(),
-            device=live.kept + sum(one.resident_bytes for one in self._offloaders.all()),
-            host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
-            disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
-            without_offload=live.without_offload,
-        )
-        if (not memory or memory[-1][1:] != sample[1:]) and not self._timeline.keep(memory, sample):
-            memory[-1] = sample  # the last one stays, which shows what the trace leaves behind
+        """Looks at what is held."""
+        with self._accounts.lock:
+            live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
+            live.poll()
+            sample = MemorySample(
+                self._timeline.now(),
+                device=live.kept + sum(one.resident_bytes for one in self._offloaders.all()),
+                host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
+                disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
+                without_offload=live.without_offload,
+            )
+            if (not memory or memory[-1][1:] != sample[1:]) and not self._timeline.keep(memory, sample):
+                memory[-1] = sample  # the last one stays, which shows what the trace leaves behind
 
 
 def _groups_of(saves: Iterable[_Save]) -> tuple[SavedGroup, ...]:
