@@ -227,18 +227,18 @@ class OffloadConfig(_BesideFields):
     """Whether what rests on disk is checksummed, and checked on the way back."""
 
     step_plans: bool | Auto = "auto"
-    """Whether a forward follows what one like it did, checked save by save, in place of deciding anew: ``"auto"`` after
-    3 that are alike, ``True`` after 1, ``False`` never."""
+    """Whether the saves of a step are looked up in what like steps have taught, each checked: ``"auto"`` after 3 that
+    are alike, ``True`` after 1, ``False`` never."""
 
     device_budget: Size | None = None
     """Bytes of the device that training may take: the least moves that fits. ``"auto"`` is what is used and nine tenths
-    of what is free when it is first used; ``None`` bounds nothing, and what may move does. What fits is learnt from the
-    first forwards, and adapted: see the page on tuning. Of a CPU device it is the process's memory. Compiled code is
+    of what is free when it is first used; ``None`` bounds nothing, and what may move does. What fits is learnt from
+    each forward for the next one: see the page on tuning. Of a CPU device it is the process's memory. Compiled code is
     decided when it is compiled, by what its graphs say that they take: see the page on it."""
 
     policy: str = "max"
     """``"max"`` moves all that may move. ``"free"`` moves what the link hides: so much stays that compute waits for
-    transfers for less than 0.5 % of a step. That is learnt from measured waits, and adapted: see the page on tuning.
+    transfers for less than 0.5 % of a step. That is learnt from measured waits: see the page on tuning.
     What stays is not bounded, but by ``device_budget`` where that is given. Compiled code is decided when it is
     compiled, by estimated times."""
 

@@ -166,8 +166,8 @@ make_owner: Callable[[OffloadConfig], Owner] = _make_first_owner
 class PackHook:
     """Packs by the configuration ``config_key``. Every pack hook of this library is one, and none of others."""
 
-    text: str = ""
-    """What compilers are told of it; where that is nothing, they leave it to autograd to call it."""
+    text: str | None = None
+    """What compilers are told of it; ``None``: they leave it to autograd to call it."""
 
     def __init__(self, config_key: str) -> None:
         self.config_key = config_key
@@ -204,7 +204,7 @@ def configuration_on_top() -> str | None:
     keep a graph with transfers in it for calls that are in no context at all.
     """
     top = top_pack_hook()
-    return (top.text or None) if isinstance(top, PackHook) else None
+    return top.text if isinstance(top, PackHook) else None
 
 
 def _kind_of(pack_hook: object) -> object:
@@ -285,10 +285,11 @@ class Patches:
             self.end(user)
 
     def _made(self) -> list[Patch]:
-        """Returns the patches. The lock is held."""
-        if self._patches is None:
-            self._patches = list(self._make())
-        return self._patches
+        """Returns the patches."""
+        with self._lock.lock:
+            if self._patches is None:
+                self._patches = list(self._make())
+            return self._patches
 
 
 #: What is in torch while any context is open.

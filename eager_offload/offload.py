@@ -137,7 +137,7 @@ class Offload:
         _alive.add(self)
 
     def _take(self, plan: StepTable | ComputedPlan) -> None:
-        """Has forwards follow ``plan``."""
+        """Takes in what ``plan`` says beside its settings."""
         if not isinstance(plan, StepTable | ComputedPlan):
             raise ConfigError(
                 f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
@@ -156,7 +156,7 @@ class Offload:
                 f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
             )
         if self.config.step_plans is False:
-            raise ConfigError("plan=... does not go with step_plans=False, which follows none: leave one of them out")
+            raise ConfigError("plan=... does not go with step_plans=False, which looks nothing up: leave one out")
         plan.check()
         if not plan.movable_bytes:
             self._in_vain.expect_nothing()
@@ -362,7 +362,7 @@ class Offload:
             )
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
-        if self._accounts.observer is not None:
+        if self._offloaders.transfer_log.on_entry is not None:
             raise CaptureStateError(
                 "a step was captured while its Offload is traced: a capture runs nothing that a trace could show"
             )

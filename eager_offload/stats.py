@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
-import torch
-
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock
 
 
@@ -34,7 +30,7 @@ class KeepReason(StrEnum):
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
-#: So many steps are written down, and then one in so many: of those that follow no plan.
+#: So many steps are written down, and then one in so many.
 _WRITTEN, _WRITTEN_AGAIN = 3, 16
 
 
@@ -53,19 +49,18 @@ class SavedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """What a computed plan has predicted, and what came of it; sizes in bytes, times in seconds."""
+    """What a plan has predicted, and what was measured; sizes in bytes, times in seconds."""
 
     predicted_peak_bytes: int
     """That a step takes of the device at most."""
     predicted_step_seconds: float
     """Of forward and backward."""
     peak_bytes: int | None = None
-    """The most that the device's allocator had handed out in a step that followed the plan; ``None`` where it had
-    handed out more before. On a CPU, after 16 such steps, the predicted peak and by how much more the process has grown
-    in some of them than predicted: too few where its C library keeps freed memory, see ``release_freed_memory``."""
+    """The most that the device's allocator had handed out in a step; ``None`` on a CPU, and where it had handed out
+    more before."""
     step_seconds: float | None = None
-    """The median of the last steps that followed it: from where the ``with`` was entered until the last tensor was
-    asked for. ``None`` on an accelerator, whose time the host does not know without waiting."""
+    """The median of the last steps: from where the ``with`` was entered until the last tensor was asked for, by the
+    clock of the device. ``None`` before the first one is over, and where a device does not tell the time."""
     without_offload_seconds: float | None = None
     """Of forward and backward without offload, measured before training: ``None`` unless the plan was made of real
     steps, by ``steps=`` of :func:`eager_offload.plan`."""
@@ -89,7 +84,7 @@ class Relief(NamedTuple):
 
 
 class Planned(Protocol):
-    """The plan that is followed."""
+    """The plan that was given."""
 
     policy: str
     """``"least"``, ``"free"`` or ``"max"``."""
@@ -196,8 +191,8 @@ class OffloadStats:
     demotions: dict[str, int] = field(default_factory=dict)
     """What could not be done as planned, and how often: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory to gather the elements of a small view in before they leave: they stay), ``over_budget``
-    (forwards whose peak was above ``device_budget``; above that of a plan, looked at every 16th), ``uncompiled_codec``
-    (sizes of tensors for which a codec could not be compiled: torch's own operators round them) and others."""
+    (forwards whose peak was above ``device_budget``, or that of a plan), ``uncompiled_codec`` (sizes of tensors for
+    which a codec could not be compiled: torch's own operators round them) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide from it what is saved there. Not counted:
     hooks that call those of the context for what they are given, and those inside of a checkpoint."""
@@ -242,7 +237,7 @@ class OffloadStats:
     _config: ClassVar[OffloadConfig] = OffloadConfig()
     """What it ran with; no field, and not compared."""
     _planned: ClassVar[Planned | None] = None
-    """The plan that was followed, likewise."""
+    """The plan that was given, likewise."""
     _rows: ClassVar[tuple[SavedRow, ...]] = ()
     """What a step has saved, of the largest that was written down, likewise; empty where none was."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
@@ -354,7 +349,7 @@ class Counters:
         self.kept_bytes[reason] += nbytes
 
     def expect(self, planned: Planned) -> None:
-        """What forwards follow from here on is of ``planned``."""
+        """Takes in what ``planned`` has predicted of steps."""
         # A plan that was made anew knows what steps with offload took: what was measured without is the first one's.
         without = planned.without_offload_seconds if self.plan is None else self.plan.without_offload_seconds
         self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
@@ -432,31 +427,6 @@ class Counters:
         return stats
 
 
-class OnDevice(Protocol):
-    """What serves one device."""
-
-    device: torch.device
-
-
-class GraphBytes(Protocol):
-    """Bytes that a graph offloads."""
-
-    record: Any
-
-
-class Observer(Protocol):
-    """What the engine reports to a trace. All but ``waits`` are called with the lock held; none blocks or raises."""
-
-    def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
-        """A copy was enqueued that ``event`` stands behind; ``key`` names the saved storage."""
-
-    def waits(self, offloader: OnDevice, stream: Stream | None, what: str) -> Callable[[], None]:
-        """A wait for ``what`` begins, of ``stream``, or where that is ``None`` of the host; returns what ends it."""
-
-    def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
-        """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""
-
-
 class Accounts(ForkSafeLock):
     """What all devices of one ``Offload`` share: its lock, and the counters that are in use.
 
@@ -467,8 +437,6 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
-        #: Writes down what happens, while a trace runs.
-        self.observer: Observer | None = None
 
     def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:
         """Counts a demotion of ``kind`` for each of ``reasons``. Returns those that the user is to be told of.

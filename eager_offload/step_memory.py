@@ -69,7 +69,7 @@ class Trial(NamedTuple):
 class StepMemory:
     """The step that the stats of a run know, and how many of them are alive at one time, their backwards yet to come.
 
-    It has no rows where none were written down, and where they do not say what moves: of a run that follows a plan, of
+    It has no rows where none were written down, and where they do not say what moves: of a run by a plan, of
     compiled code, and where bytes were to leave that could not.
     """
 

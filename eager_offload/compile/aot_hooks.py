@@ -75,7 +75,7 @@ def _in_place_of_hooks(
     forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]
 ) -> bool:
     """What AOTAutograd does in place of tracing hooks into its graphs; whether there is nothing left for it to do."""
-    text = _thread.text or configuration_on_top()
+    text = configuration_on_top() if _thread.text is None else _thread.text
     if text is None:
         return False
     offload_between(forward, backward, num_outputs, text, parameters)

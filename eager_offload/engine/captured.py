@@ -30,8 +30,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload.engine.offloader import DeviceOffloader, FoundSlot
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.engine.transfer_log import TransferLog
+from eager_offload.engine.transfers import FoundSlot
 from eager_offload.errors import CaptureStateError, ScheduleMismatchError, reentered
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
@@ -174,7 +176,7 @@ class CapturedTransfers(DeviceOffloader):
         windows: Windows,
         slab: GraphSlab | None = None,
     ) -> None:
-        super().__init__(stream.device, runtime, tiers, accounts, windows=windows)
+        super().__init__(stream.device, runtime, tiers, accounts, TransferLog(), windows=windows)
         self._compute, self._runtime, self._slab = stream, runtime, slab
         #: What the step has copied so far.
         self.log = CopyLog()

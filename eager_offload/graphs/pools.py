@@ -30,8 +30,8 @@ def require_runtime(what: str) -> AcceleratorRuntime:
     """The runtime of the accelerator, for ``what``; raises ``NoAcceleratorError`` where there is none."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         raise NoAcceleratorError(
-            f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. A step plan that is "
-            "followed (OffloadConfig.step_plans) is what repeats decisions there"
+            f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. There steps are "
+            "looked up in those before them (OffloadConfig.step_plans)"
         )
     return accelerator_runtime()
 

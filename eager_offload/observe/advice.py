@@ -161,7 +161,7 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """It takes more of the device than was asked, or does something else than was planned."""
+    """It takes more of the device than was asked, or its steps differ where one was planned."""
     count, plan = stats.demotions.get("over_budget", 0), stats.plan
     if count and plan is None and not stats.keep_last_bytes:  # else it has come down since
         yield (
@@ -174,14 +174,15 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         found = "" if plan.peak_bytes is None else f", {size_text(plan.peak_bytes)} were measured of it"
         yield (
             f"{_times(count)} the peak was found above the plan's device_budget, and less stayed from then on where "
-            f"that was possible. What is followed now predicts {size_text(plan.predicted_peak_bytes)}{found}. Name "
+            f"that was possible. The plan predicts {size_text(plan.predicted_peak_bytes)}{found}. Name "
             "what else is on the device as optimizer_bytes when planning, or plan for a larger device_budget."
         )
     count = sum(stats.plan_misses.values())
     if count and count >= _MUCH * (count + stats.followed_forwards):
         yield (
-            f"{count:,} forwards differed from what was planned ({counts_text(stats.plan_misses)}), where "
-            f"{stats.followed_forwards:,} began to follow it: plan with the model and the inputs of these steps."
+            f"{count:,} of {stats.followed_forwards:,} forwards differed from those that they began like "
+            f"({counts_text(stats.plan_misses)}), and a plan is of one kind of step: plan with the inputs that take "
+            "most."
         )
 
 

@@ -50,8 +50,8 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     if stats.plan is not None:
         lines.append(f"planned    {stats.plan}")
     if stats.plan_misses:
-        followed = _number(stats.followed_forwards, "forward")
-        lines.append(f"followed   {followed}; not, or not to the end: {counts_text(stats.plan_misses)}")
+        looked_up = _number(stats.followed_forwards, "forward")
+        lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.plan_misses)}")
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
     for sentence in stats.advice:

@@ -6,13 +6,13 @@ real_steps.py as trace.py, of steps that are run
 predict.py    Program, a machine, a decision -> the step's time and its peak
 solve.py      which storages are to move, which modules to be computed again: a search; recompute.py has the step with
               checkpoints as numbers, and in which order modules are taken
-draft.py      Program, a decision -> the step plan that carries it out; times measured in training -> those of operators
-rehearse.py   the library follows it on a simulated device: the peak and the time that are given out
-decide.py     solve, draft, rehearse, until a budget is kept to; where modules are computed again, trace that before
+rehearse.py   the library moves what was decided on a simulated device (simulated.py): the peak and the time that are
+              given out
+decide.py     solve and rehearse, until a budget is kept to; where modules are computed again, trace that before
 numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
 planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; command.py the command
-              line, html.py the page; ranks.py has several ranks agree
+              line, drawing.py the figure; ranks.py has several ranks agree
 """
 
 from __future__ import annotations

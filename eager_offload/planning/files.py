@@ -54,9 +54,9 @@ class PlanFields:
     moves: Moves
     """For each storage that may move, whether it does."""
     config: OffloadConfig
-    """The settings of the ``Offload`` that follows it."""
+    """The settings of the ``Offload`` that trains by it."""
     course: Course
-    """What comes of it; in rehearsal, where a step plan can say what this model does."""
+    """What comes of it, in rehearsal where that can do what this model does."""
 
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""

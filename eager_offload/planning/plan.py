@@ -28,7 +28,7 @@ class Plan(PlanFigures, ComputedPlan):
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
     run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
-    these are. ``Offload(plan=plan)`` does the same in training. Sizes are bytes, times seconds.
+    these are. ``Offload(plan=plan)`` takes its settings for training. Sizes are bytes, times seconds.
     """
 
     def apply(self, model: nn.Module) -> AbstractContextManager[None]:

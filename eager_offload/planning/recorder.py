@@ -310,7 +310,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             marked.mark = mark  # of what was saved of it before too: no copy of that has started
         block = None
         if (of := self._blocks.of(tensor)) is not None and of.is_guess:
-            reason = KeepReason.LAYOUT  # decided anew in each step, which knows its size
+            reason = KeepReason.LAYOUT  # each step knows its size
         if reason is None or reason is KeepReason.SMALL:
             is_outside = self.lacks(tensor)
             block = self._blocks.add(tensor, op, self._inside[-1])

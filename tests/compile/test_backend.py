@@ -293,3 +293,15 @@ def test_what_the_options_name_comes_before_what_is_configured_for_everyone() ->
         for name in ("post_grad_custom_post_pass", "post-grad-custom-post-pass"):
             assert with_pass({name: named})["post_grad_custom_post_pass"].inner is named
         assert with_pass({"post_grad_custom_post_pass": None})["post_grad_custom_post_pass"].inner is None
+
+
+def test_a_configuration_of_defaults_serves_compiled_code() -> None:
+    """Its text, by which compilers are told of it, is empty."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(2048, 256)
+    with eo.Offload() as offload:
+        loss = compiled(x).square().mean()
+    loss.backward()
+    stats = offload.stats(synchronize=True)
+    assert (stats.compiled_regions, stats.offloaded_tensors > 0) == (1, True)
+    offload.close()

@@ -109,7 +109,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # in the terms of a plan
     (PLANNED | {"demotions": {"over_budget": 1}}, {}, "Once the peak was found above|predicts 3.0 GiB. Name"),
     ({"plan": PEAK, **OVER}, {}, "3 times the peak|predicts 3.0 GiB, 4.0 GiB were measured"),
-    (PLANNED | MISSES, {}, "3 forwards differed from what was planned (order 1, size 2), where 20 began to follow it"),
+    (PLANNED | MISSES, {}, "3 of 20 forwards differed from those that they began like (order 1, size 2)"),
     (PLANNED | BUSY, {}, "Compute waited 20 %|a step of 0.5 s: plan for a larger device_budget"),
     ({"plan": TOOK, **WAITS}, {}, "Compute waited|a step of 0.5 s, and 0.75 s were measured"),
     (PLANNED | VAIN, {}, "4.0 GiB (50 %|A plan for a larger device_budget leaves"),
