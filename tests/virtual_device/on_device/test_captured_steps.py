@@ -223,7 +223,12 @@ class Changing:
     [
         (4, "size", ScheduleMismatchError, r"had a tensor of 1,024 bytes, the capture has a tensor of 256 bytes"),
         (2, "size", ScheduleMismatchError, r"the warm-up before the last had.* 256 bytes.*the last one"),
-        (3, "twice", ScheduleMismatchError, "the warm-up before the last had .* the last one has .* of an earlier step"),
+        (
+            3,
+            "twice",
+            ScheduleMismatchError,
+            "the warm-up before the last had .* the last one has .* of an earlier step",
+        ),
         (4, "another", CaptureStateError, "an Offload was entered"),
         (4, "raises", KeyError, "of the step"),
         (2, "raises", KeyError, "of the step"),
