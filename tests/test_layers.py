@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         *("in_vain", "kernels", "matched_modules", "observe", "out_of_memory", "plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },
-    "graphs": {"_torch", "config", "eager", "errors", "offload", "runtime", "stats"},
+    "graphs": {"_torch", "config", "eager", "engine", "errors", "offload", "runtime", "stats", "step_table", "tiers"},
     "planning": {
         *("_torch", "codecs", "compile", "config", "contexts", "eager", "errors"),
         *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),

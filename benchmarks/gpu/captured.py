@@ -106,7 +106,7 @@ def _captured(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -
     before = _reserved()
     captured = capture_step(step, (batches[0],), offload=offload, warmup=WARM_UP)
     captured(batches[0])
-    moved = 0 if captured.plan is None else captured.plan.totals.offloaded
+    moved = 0 if captured.plan is None else captured.plan.moved_bytes
     return Turns(captured, _reserved() - before, moved)
 
 

@@ -323,15 +323,19 @@ class CapturedTransfers(DeviceOffloader):
             if any(copied.is_back is direction for copied in self.log.copies):
                 stream = self._stream_in if direction else self._stream_out
                 self.runtime.wait(self._compute, self.runtime.record(stream))
+        self._in.clear()
 
     def close(self) -> None:
-        """Nothing more is copied. What is on its way in a capture that has failed never runs."""
+        """Nothing more is copied."""
         with self.lock:
             for transfer in self.held_back():
                 self.cancel(transfer)
                 assert transfer.record is not None
                 transfer.record.stay(KeepReason.NEWEST)
-            if self._slab is not None:
-                self._out.clear()
-                self._in.clear()
-                self._slab, self._events, self._is_over = self._slab._replace(memory=None), [], True
+            self._is_over = self._slab is not None
+
+    def forget(self) -> None:
+        """The capture has ended. What is on its way in one that has failed never runs."""
+        assert self._slab is not None
+        self._in.clear()
+        self._slab, self._events = self._slab._replace(memory=None), []

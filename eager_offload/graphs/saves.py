@@ -134,10 +134,13 @@ class CapturedSaves:
         log = self._rehearsed.transfers.log
         saves = self._new(self._fixed, Accounts(), self._tables, GraphSlab(log, lay_out(log.copies), slab))
         script = StepScript(self._scripts[-1])
-        with saves.entered(script):
-            yield
-        script.finish()
-        saves.transfers.join()
+        try:
+            with saves.entered(script):
+                yield
+            script.finish()
+            saves.transfers.join()
+        finally:
+            saves.transfers.forget()
         self.tables = script.tables()
         counters = saves.transfers.accounts.counters
         self.kept = {reason: nbytes for reason, nbytes in counters.kept_bytes.items() if nbytes}

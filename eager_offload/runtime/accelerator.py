@@ -294,11 +294,6 @@ class AcceleratorRuntime(Runtime):
             return self._staging.reload(tensor, slot, stream, after, timed=timed)
         return self._staging.offload(slot, tensor, stream, after, timed=timed)
 
-    def copy_in_capture(self, target: Tensor, source: Tensor, stream: Stream, after: Sequence[Event]) -> Event:
-        """``copy`` between flat ``uint8`` tensors, of which one is in pinned memory that belongs to a graph."""
-        assert isinstance(stream, torch.Stream)
-        return self._enqueue(target, source, stream, after, timed=False)
-
     def _enqueue(
         self,
         target: Tensor,
@@ -323,7 +318,10 @@ class AcceleratorRuntime(Runtime):
         return over
 
     def _is_due_to_be_timed(self, stream: torch.Stream) -> bool:
-        """Counts a copy; the first ones are timed, and then some, so that the speed of the link is known."""
+        """Counts a copy; the first ones are timed, and then some, so that the speed of the link is known. None is of a
+        capture, to which no moment belongs."""
+        if CAPTURES.under_way and CAPTURES.own() is not None:
+            return False
         copies = self._copies.get(stream, 0)
         self._copies[stream] = copies + 1
         return copies < _TIMED or copies % _TIMED == 0

@@ -25,7 +25,7 @@ _FIRST = {
     "compile/host_tensors": "compile/transfers compile/operations",
     "contexts": "hazards/overlapping foreign_hooks what_is_told contract",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
-    "eager/captured": "",
+    "engine/captured": "",
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/copies hazards/interrupts",
     "eager/handles": "hazards/versions hazards/lifetime",
@@ -67,7 +67,7 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "eager/captured eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
+    "engine/captured eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
     "runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )
@@ -80,7 +80,7 @@ _DEVICE = (
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile eager/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
+    "codecs compile engine/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
     "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
     "tiers/ranks"
 )
