@@ -166,7 +166,7 @@ def test_what_cannot_be_held_any_more_is_refused_in_a_step_like_others(backend: 
     assert stats.followed_forwards == (4 if LOOKS else 5)
     assert not stats.plan_misses
     assert stats.coded_bytes == {"narrow": 6 * ROWS * WIDTH * 4} | ({"bitmask": 3 * 128 * WIDTH * 4} if LOOKS else {})
-    assert stats.refused == ({"bitmask": 2} if LOOKS else {}), "once more by the step that is decided anew"
+    assert stats.refused == ({"bitmask": 2} if LOOKS else {}), "once more by the step that nothing is known of"
 
 
 # -- as with any other -------------------------------------------------------------------------------------------------
