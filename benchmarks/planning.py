@@ -4,8 +4,8 @@
     python -m benchmarks.planning --parts cost
 
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
-and resident bytes. ``cpu`` trains with the disk tier, following plans from two real steps: the predicted peak and step
-beside resident bytes and seconds.
+and resident bytes. ``cpu`` trains with the disk tier and the settings of plans from two real steps: the predicted peak
+and step beside resident bytes and seconds.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cost(options: argparse.Namespace, report: Report) -> list[Cost]:
 
 @dataclass(frozen=True)
 class OnCpu:
-    """Steps that follow a plan, in a process of their own. Bytes over parameters and loaded code."""
+    """Steps with the settings of a plan, in a process of their own. Bytes over parameters and loaded code."""
 
     part: float
     predicted_bytes: int
@@ -90,7 +90,6 @@ class OnCpu:
     real_seconds: float
     moved_bytes: int
     bytes_out: int
-    followed: int
     peak_method: str
 
 
@@ -133,17 +132,16 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
         stats = offload.stats(synchronize=True)
         offload.close()
     bytes_out = stats.bytes_out // options.steps
-    return OnCpu(part, predicted, real, plan.step_seconds, seconds, moved, bytes_out, stats.followed_forwards, method)
+    return OnCpu(part, predicted, real, plan.step_seconds, seconds, moved, bytes_out, method)
 
 
 def cpu(options: argparse.Namespace, report: Report) -> list[OnCpu]:
     parts = [f"cpu={part}" for part in options.shares for _ in range(options.rounds)]
     found = [OnCpu(**one) for part in parts for one in in_process("planning", part)]
-    show("Training on this CPU with the disk tier, following plans: bytes over the model", found)
+    show("Training on this CPU with the disk tier, by plans: bytes over the model", found)
     # A budget's plans differ between rounds, since measured times decide: each run is compared with its own.
     report.at_most("cpu: peak off", _off(found, lambda one: one.real_bytes / one.predicted_bytes), CPU_PEAK)
     report.at_most("cpu: step off", _off(found, lambda one: one.real_seconds / one.predicted_seconds), CPU_STEP)
-    report.at_least("cpu: steps that follow", min(one.followed for one in found), options.steps)
     return found
 
 
@@ -167,7 +165,7 @@ def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
 
 
 def options_of() -> argparse.Namespace:
-    # Rounds are processes for each budget, and steps follow a plan.
+    # Rounds are processes for each budget, and steps are trained in each.
     several = {"rounds": 3, "steps": 4, "cpu_layers": 8, "cpu_width": 512, "cpu_heads": 8}
     model = {"layers": 32, "sequence": 512, "batch": 4, "window": "32MiB", "min_bytes": "256KiB"}
     parser = command_line(__doc__, workers=True, **several, **model)

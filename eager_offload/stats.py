@@ -350,8 +350,7 @@ class Counters:
 
     def expect(self, planned: Planned) -> None:
         """Takes in what ``planned`` has predicted of steps."""
-        # A plan that was made anew knows what steps with offload took: what was measured without is the first one's.
-        without = planned.without_offload_seconds if self.plan is None else self.plan.without_offload_seconds
+        without = planned.without_offload_seconds
         self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
         self.planned = planned
 

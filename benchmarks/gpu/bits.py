@@ -88,7 +88,7 @@ def _train(job: Job, run: Run, fields: dict[str, Any] | None) -> Trained:
     offload = eo.Offload(enabled=fields is not None, **(fields or {}))
     tokens = random_tokens(shape, 2, 1024)
     losses = []
-    for _ in range(6):  # plans are followed from the fourth step on
+    for _ in range(6):  # steps are looked up from the fourth on
         with offload:
             loss = model(tokens)
         loss.backward()

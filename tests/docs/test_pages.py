@@ -22,7 +22,7 @@ def test_every_hazard_is_named_once_with_what_proves_it() -> None:
     ("file", "limit", "quoted"),
     [
         ("hooks", "offloaded, host, 64KiB: us", "that is {:.0f} microseconds for a tensor"),
-        ("hooks", "followed, host, 64KiB: us", "{:.0f} in one that follows a plan"),
+        ("hooks", "followed, host, 64KiB: us", "{:.0f} in one that repeats"),
         ("hooks", "kept, parameter: us above the pair", "{:.1f} to 1.9 for one that stays"),
         ("hooks", "kept, small: us above the pair", "1.2 to {:.1f} for one that stays"),
         ("hooks", "offloaded, 50000 alive, of what it is with 1000", "each costs {:.1f} to 1.2 of what it costs"),

@@ -64,7 +64,7 @@ def square(x: Tensor, around: Around, meanwhile: Callable[[], None] = lambda: No
         pytest.param(SpillFile, "write", 0, {}, "the system", id="in place"),
         pytest.param(SpillFile, "_write_through_bounce", 4, {}, "another", id="through a buffer"),
         pytest.param(disk, "move_if_there", 0, {"verify": True}, "the system", id="checksummed"),
-        pytest.param(SpillFile, "write", 0, {"disk_path": ["a", "b"]}, "another", id="in stripes"),
+        pytest.param(SpillFile, "write", 0, {"disk_path": ["a", "b"]}, "another", id="several disks"),
         pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, "the system", id="to the host tier"),
     ],
 )

@@ -25,7 +25,6 @@ _WAITS = {
     "wait",
     "wait_event",
     "wait_for_room",
-    "wait_for_thread",
     "wait_on",
     "wait_until_left",
     "wait_until_over",
@@ -56,9 +55,9 @@ _CHECKED = (
 #: What a codec calls its verdict.
 _VERDICT = "fits"
 #: Queues in which records of what has died land.
-_QUEUES = {"_ended", "_kept", "_orphans", "finalized", "leases", "returned", "slots"}
+_QUEUES = {"_kept", "finalized", "leases", "returned", "slots"}
 #: What such a queue's ``append`` is called where all records share it.
-_FINALIZERS = {"_note_end", "_on_death", "_on_end", "on_death"}
+_FINALIZERS = {"_on_death", "on_death"}
 #: What else has a method of such a name, and is about threads rather than bytes.
 _OTHERS = ("_lock", "_permits")
 
@@ -93,7 +92,7 @@ EQUIVALENT = {
     (
         "eager_offload/tiers/disk.py",
         "fence",
-        "self.ranges.give(record.range._replace(fences=record.fences))",
+        "record.range._replace(fences=record.fences)",
     ): _HELD,
 }
 

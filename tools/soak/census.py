@@ -19,10 +19,10 @@ MIB = 1 << 20
 #: of its pools. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
 #: by every step, or by every step of one kind, is hundreds after a minute.
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
-#: Of the plan that it followed last each ``Offload`` has the numbers, which ``step_plan()`` returns after a close too;
-#: and of the largest step that it has written down, for advice.
-_OF_STEPS = ("step_plan.Save", "step_plan.Ask", "stats.SavedRow")
-_PLAN_SLACK = dict.fromkeys([f"objects: eager_offload.{name}" for name in _OF_STEPS], 256)
+#: Each ``Offload`` keeps the table of the step that was looked up last, which ``step_plan()`` returns after a close as
+#: well, and the largest step that it has written down, for advice.
+_OF_STEPS = ("step_table.Row", "stats.SavedRow")
+_TABLE_SLACK = dict.fromkeys([f"objects: eager_offload.{name}" for name in _OF_STEPS], 256)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compare(before: dict[str, int], after: dict[str, int]) -> list[Row]:
     rows = []
     for what in dict.fromkeys([*before, *after]):
         slack = _OBJECTS_SLACK if what.startswith("objects: ") else _MEMORY_SLACK if what == "resident memory" else 0
-        slack = _PLAN_SLACK.get(what, slack)
+        slack = _TABLE_SLACK.get(what, slack)
         row = Row(what, before.get(what, 0), after.get(what, 0), slack)
         if not what.startswith("objects: ") or "eager_offload" in what or row.before != row.after:
             rows.append(row)
