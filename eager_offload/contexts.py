@@ -285,10 +285,11 @@ class Patches:
             self.end(user)
 
     def _made(self) -> list[Patch]:
-        """Returns the patches. The lock is held."""
-        if self._patches is None:
-            self._patches = list(self._make())
-        return self._patches
+        """Returns the patches."""
+        with self._lock.lock:
+            if self._patches is None:
+                self._patches = list(self._make())
+            return self._patches
 
 
 #: What is in torch while any context is open.

@@ -56,39 +56,41 @@ class InVain:
         self._warned.add("nothing")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
-        """Looks at a forward that is over. The lock is held.
+        """Looks at a forward that is over.
 
         Args:
             forward: on the calling thread.
             matched: the modules that patterns of the configuration name.
             is_own: whether a saved tensor came to this ``Offload``.
         """
-        seen = forward.seen()
-        if is_own or seen.packed:
-            self._unseen = 0
-            self.forwards += 1
-            if not is_own:
-                self.warn_once("nested", _NESTED)
-            if self.forwards == _LOOKED_AT:
-                self.warn_if_nothing_moved()
-                if not contexts.compiled.is_set():  # what a compiler has traced may have called them
-                    self._warn_of_patterns(matched)
-        elif contexts.compiled.is_set():
-            return
-        elif seen.nodes:
-            self._accounts.counters.empty_forwards += 1
-            self.warn_once("empty", _EMPTY)
-        elif not self.forwards and forward.may_save:
-            self._unseen += 1
-            if seen.backwards:
-                self.warn_once("unseen", _BACKWARD_ALONE)
-            elif self._unseen == _LOOKED_AT:
-                self.warn_once("unseen", _UNSEEN)
+        with self._accounts.lock:
+            seen = forward.seen()
+            if is_own or seen.packed:
+                self._unseen = 0
+                self.forwards += 1
+                if not is_own:
+                    self.warn_once("nested", _NESTED)
+                if self.forwards == _LOOKED_AT:
+                    self.warn_if_nothing_moved()
+                    if not contexts.compiled.is_set():  # what a compiler has traced may have called them
+                        self._warn_of_patterns(matched)
+            elif contexts.compiled.is_set():
+                return
+            elif seen.nodes:
+                self._accounts.counters.empty_forwards += 1
+                self.warn_once("empty", _EMPTY)
+            elif not self.forwards and forward.may_save:
+                self._unseen += 1
+                if seen.backwards:
+                    self.warn_once("unseen", _BACKWARD_ALONE)
+                elif self._unseen == _LOOKED_AT:
+                    self.warn_once("unseen", _UNSEEN)
 
     def saw_foreign_hooks(self, count: int) -> None:
-        """Counts as many pairs of other hooks, which hid what was saved in a context. The lock is held."""
+        """Counts as many pairs of other hooks, which hid what was saved in a context."""
         if count:
-            self._accounts.counters.foreign_hooks += count
+            with self._accounts.lock:
+                self._accounts.counters.foreign_hooks += count
             self.warn_once("foreign", _FOREIGN)
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None:

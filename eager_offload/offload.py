@@ -148,7 +148,7 @@ class Offload:
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.expect(plan)
             self._hook_pair = hook_pair(text_of(self.config_key, plan))
-            if plan.is_small:
+            if plan.is_small or not plan.moved_bytes:
                 self._in_vain.expect_nothing()  # as the plan has said
             return
         if self.config.device_budget is not None:
@@ -367,7 +367,7 @@ class Offload:
             )
         if contexts.entered(self) is not None or thread.step is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
-        if self._accounts.observer is not None:
+        if self._offloaders.transfer_log.on_entry is not None:
             raise CaptureStateError(
                 "a step was captured while its Offload is traced: a capture runs nothing that a trace could show"
             )
@@ -380,7 +380,7 @@ class Offload:
 
     @contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/offloader.py."""
+        """Around a step before a capture: see [Note: a step that is prepared for a capture] in engine/transfers.py."""
         accounts = self._accounts
         self.stats(synchronize=True)  # what earlier steps have on its way is not over at the same time in each run
         with accounts.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,11 @@ class ComputedPlan:
     @property
     def peak_bytes(self) -> int:
         """That the step takes of the device at most."""
+        raise NotImplementedError
+
+    @property
+    def moved_bytes(self) -> int:
+        """That leave the device in a step."""
         raise NotImplementedError
 
     @property
@@ -100,14 +106,14 @@ def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
     """The fields that say what stays of a step, as ``plan`` has worked it out.
 
     On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: there the newest
-    bytes stay, as many as the plan keeps.
+    bytes stay, as many as the plan keeps, or all of them where nothing has to move.
     """
     if plan.policy == "max":
         return {}
     if plan.policy == "free":
         return {"policy": "free"}
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        return {"keep_last_bytes": plan.kept_bytes}
+        return {"keep_last_bytes": plan.kept_bytes if plan.moved_bytes else sys.maxsize}
     return {"device_budget": plan.device_budget}
 
 
@@ -122,7 +128,6 @@ def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:
         "device_budget": plan.device_budget,
         "policy": plan.policy,
         "max_slowdown": 0,
-        "step_plans": True,
     }
     config = OffloadConfig.from_env()
     for name, given in config.changed().items():

@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
-import torch
-
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import ForkSafeLock
 
 
@@ -430,31 +426,6 @@ class Counters:
         return stats
 
 
-class OnDevice(Protocol):
-    """What serves one device."""
-
-    device: torch.device
-
-
-class GraphBytes(Protocol):
-    """Bytes that a graph offloads."""
-
-    record: Any
-
-
-class Observer(Protocol):
-    """What the engine reports to a trace. All but ``waits`` are called with the lock held; none blocks or raises."""
-
-    def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
-        """A copy was enqueued that ``event`` stands behind; ``key`` names the saved storage."""
-
-    def waits(self, offloader: OnDevice, stream: Stream | None, what: str) -> Callable[[], None]:
-        """A wait for ``what`` begins, of ``stream``, or where that is ``None`` of the host; returns what ends it."""
-
-    def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
-        """A graph offloads the bytes of ``host``; with the first of a graph, ``region`` tells what it keeps."""
-
-
 class Accounts(ForkSafeLock):
     """What all devices of one ``Offload`` share: its lock, and the counters that are in use.
 
@@ -465,9 +436,7 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
-        #: Writes down what happens, while a trace runs.
-        self.observer: Observer | None = None
-        #: How many steps are prepared for a capture now; see the note in engine/offloader.py.
+        #: How many steps are prepared for a capture now; see the note in engine/transfers.py.
         self.preparing = 0
 
     def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:

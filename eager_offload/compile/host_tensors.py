@@ -26,6 +26,8 @@ from eager_offload._torch import own, owned_by, set_over
 from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
+from eager_offload.engine.transfer_log import GraphOffloaded
+from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import CapacityError, OffloadError
 from eager_offload.marks import region_here
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
@@ -150,13 +152,13 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
     """
     offloader.refuse_call(_CAPTURED)
     with offloader.crashing():
-        with offloader.lock:
-            offloader.poll()
-            counters, observer = offloader.accounts.counters, offloader.accounts.observer
-            kept = 0 if region is None else _begin_region(offloader, region, waits=wait)
+        with offloader.lock, offloader.locked() as transfers:
+            transfers.poll()
+            counters = transfers.accounts.counters
+            kept = 0 if region is None else _begin_region(transfers, region, waits=wait)
         slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
-        with offloader.lock:
-            if offloader.is_crashed:  # while a tier grew
+        with offloader.lock, offloader.locked() as transfers:
+            if transfers.is_crashed:  # while a tier grew
                 slot = None
             memory = None if slot is None else _memory_of(slot)
             stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
@@ -164,28 +166,28 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
                 host = _stay(stands_for, source)
             else:
                 host = _over(memory, source, stands_for)
-                _send(stands_for, slot, source)
-            if observer is not None:
-                observer.graph_offloads(offloader, stands_for, region)
+                _send(transfers, stands_for, slot, source)
+            if transfers.transfer_log.on_entry is not None:
+                transfers.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
     if wait:
         _wait_for_offload(stands_for, source)
     return host
 
 
-def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> int:
+def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     """A forward graph that moves something begins; returns the bytes that it keeps for its backward."""
-    counters = offloader.accounts.counters
+    counters = transfers.accounts.counters
     counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits and counters.demote("unpinned"):
-        offloader.warn(
+        transfers.warn(
             "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both"
         )
     if (written := region_here()) and counters.demote("region"):
-        offloader.warn(
+        transfers.warn(
             f"compiled code moves what it saves although it is called in a {written} region, which changes nothing of "
             "it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, compile "
             "the module that it names, or one around it), or call it outside of `with offload:`"
@@ -193,12 +195,12 @@ def _begin_region(offloader: DeviceOffloader, region: str, *, waits: bool) -> in
     return counters.kept_by_graph(region)
 
 
-def _send(stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
-    offloader, storage = stands_for.offloader, source.untyped_storage()
+def _send(transfers: Transfers, stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
+    storage = source.untyped_storage()
     transfer = Transfer(slot, stands_for.nbytes, stands_for.record.counters, stands_for.record, storage)
-    offloader.hold(transfer.nbytes)
-    stream = offloader.runtime.current_stream(offloader.device)
-    offloader.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
+    transfers.hold(transfer.nbytes)
+    stream = transfers.runtime.current_stream(transfers.device)
+    transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
     stands_for.transfer = transfer
 
 
@@ -221,9 +223,9 @@ def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
             offloader.wait(transfer, stream, "offload", fills_window=True)  # which says how late a graph waits
         except OffloadError as error:
             failure = error.with_traceback(None)
-        with offloader.lock, offloader.crashing():
+        with offloader.lock, offloader.locked() as transfers:
             stands_for.is_pending = False
-            offloader.complete(transfer, failure)
+            transfers.complete(transfer, failure)
             if (failure := stands_for.failure) is not None:
                 if keepalive is None:
                     raise failure
@@ -301,8 +303,8 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
     offloader = stands_for.offloader
     offloader.refuse_call(_CAPTURED)
     what, found = "reload" if wait else "prefetch", None
-    with offloader.lock, offloader.crashing():
-        offloader.poll()
+    with offloader.lock, offloader.locked() as transfers:
+        transfers.poll()
         if stands_for.is_pending:
             raise OffloadError(
                 "reload was called before the offload was waited for: put eager_offload::wait_tensor between "
@@ -311,13 +313,13 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
         if stands_for.record.state is not KEPT:
             stands_for.record.ask(resident=False)
         with suppress(torch.OutOfMemoryError, MemoryError):
-            found = _start_reload(stands_for, what)
+            found = _start_reload(transfers, stands_for, what)
     if found is None:
         offloader.make_room()
         failure: Exception | None = None
-        with offloader.lock, offloader.crashing():
+        with offloader.lock, offloader.locked() as transfers:
             try:
-                found = _start_reload(stands_for, what)
+                found = _start_reload(transfers, stands_for, what)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 failure = error
         if failure is not None:
@@ -331,20 +333,19 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
     return tensor
 
 
-def _start_reload(stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
+def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
     """Flat memory of the device into which the bytes come, and the copy that brings them."""
-    offloader = stands_for.offloader
-    runtime = offloader.runtime
-    stream = runtime.current_stream(offloader.device)
+    runtime = transfers.runtime
+    stream = runtime.current_stream(transfers.device)
     layout = Layout(stands_for.nbytes, stands_for.alignment_offset)
     if stands_for.kept is None:
         assert stands_for.slot is not None
         assert stands_for.transfer is not None
         left = stands_for.transfer.event
         after = () if runtime.query(left) else (left,)
-        target, transfer = offloader.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
-        return target, _Arriving(offloader, transfer)
-    target, (kept, copied) = runtime.allocate(layout, offloader.device, stream), stands_for.kept
+        target, transfer = transfers.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
+        return target, _Arriving(stands_for.offloader, transfer)
+    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), stands_for.kept
     runtime.wait(stream, copied)  # another stream may have made the copy
     target.copy_(kept)
     done = runtime.record(stream)
@@ -393,8 +394,8 @@ def _wait_for_reload(arriving: _Arriving) -> None:
             offloader.wait(transfer, offloader.runtime.current_stream(offloader.device), "reload")
         except OffloadError as error:  # not where the wait is interrupted: the copy goes on, into what it keeps alive
             failure = error
-        with offloader.lock, offloader.crashing():
-            offloader.take_up(transfer)
+        with offloader.lock, offloader.locked() as transfers:
+            transfers.take_up(transfer)
         if failure is not None:
             raise failure
     arriving.is_pending = False

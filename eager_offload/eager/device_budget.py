@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.config import size_literal, size_text
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory
 
@@ -107,7 +107,7 @@ class _Peak(NamedTuple):
 
 
 class DeviceBudget:
-    """The budget of one device. Callers hold the offloader's lock.
+    """The budget of one device.
 
     Args:
         budget: bytes, or ``"auto"``.
@@ -118,18 +118,18 @@ class DeviceBudget:
         ConfigError: the device does not tell how much of its memory is used.
     """
 
-    def __init__(self, offloader: DeviceOffloader, budget: int | str, keep: int, given: str | None) -> None:
-        self._offloader, self._given = offloader, given
-        memory = offloader.runtime.memory(offloader.device)
+    def __init__(self, transfers: Transfers, budget: int | str, keep: int, given: str | None) -> None:
+        self._transfers, self._given = transfers, given
+        memory = transfers.runtime.memory(transfers.device)
         if memory is None:
             raise ConfigError(
-                f"device_budget={given or budget!r} is not accepted for {offloader.device}, which does not tell how "
+                f"device_budget={given or budget!r} is not accepted for {transfers.device}, which does not tell how "
                 "much of its memory is used: leave it out, and bound what is on the device with keep_last_bytes, "
                 "max_inflight_bytes and prefetch_bytes"
             )
         #: Whether the device remembers its peak, so that it need not be watched.
         self._remembers = memory.peak is not None
-        free = 0 if isinstance(budget, int) else offloader.runtime.free_memory(offloader.device)
+        free = 0 if isinstance(budget, int) else transfers.runtime.free_memory(transfers.device)
         nbytes = budget if isinstance(budget, int) else memory.used + int(free * _AUTO_PART)
         self._allowance = Allowance(nbytes, min(keep, int(max(nbytes - memory.used, 0) * _FIRST_PART)))
         #: How many forwards were learnt from, and how many saves and unpacks there were.
@@ -171,7 +171,7 @@ class DeviceBudget:
 
     def begin(self) -> None:
         """A forward begins."""
-        now = self._offloader.runtime.memory(self._offloader.device)
+        now = self._transfers.runtime.memory(self._transfers.device)
         assert now is not None
         last, before = self._window, self.keep
         if self._calls > last.calls and (peak := self._peak_of(last, now)) is not None:
@@ -181,7 +181,7 @@ class DeviceBudget:
             kept = before if last.kept is None else min(last.kept, before)
             self._forwards += 1
             if peak.nbytes > self._allowance.budget:
-                self._offloader.accounts.counters.demote("over_budget")
+                self._transfers.accounts.counters.demote("over_budget")
                 if kept == 0 and self._unkept == "":
                     self._unkept = self._why(peak.nbytes, moved=moved)
             self._allowance.adapt(peak.nbytes, kept, growth, moved=moved, exact=peak.is_exact)
@@ -211,7 +211,7 @@ class DeviceBudget:
 
     def _look(self) -> None:
         """Sees how much is used now, and was since the forward began."""
-        window, memory = self._window, self._offloader.runtime.memory(self._offloader.device)
+        window, memory = self._window, self._transfers.runtime.memory(self._transfers.device)
         assert memory is not None
         seen = memory.used
         if memory.peak is not None and memory.peak > (window.began.peak or 0):
@@ -231,19 +231,19 @@ class DeviceBudget:
     @property
     def _departed(self) -> int:
         """The bytes that have left so far, or are about to."""
-        return self._offloader.out_rate.nbytes + self._offloader.inflight_bytes
+        return self._transfers.out_rate.nbytes + self._transfers.inflight_bytes
 
     def _new_window(self, now: DeviceMemory) -> _Window:
         self._tell_counters(0)
         return _Window(now, self._calls, self._departed)
 
     def _tell_counters(self, seen: int) -> None:
-        counters = self._offloader.accounts.counters
+        counters = self._transfers.accounts.counters
         counters.device_budget = self._allowance.budget
         counters.device_memory_peak = max(counters.device_memory_peak, seen)
 
     def _why(self, peak: int, *, moved: bool) -> str:
-        device = self._offloader.device
+        device = self._transfers.device
         smaller = "max_inflight_bytes, prefetch_bytes, " if moved else ""
         freed = ", or freed memory that stays with the process (see eo.release_freed_memory)"
         given = self._given or size_literal(self._allowance.budget)

@@ -30,7 +30,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from eager_offload.engine.offloader import DeviceOffloader, Wait
+from eager_offload.engine.transfer_log import Reader, Waited
+from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import Moment
 from eager_offload.schedule import ResidentQueue
@@ -187,15 +188,20 @@ class _Step:
     thread: weakref.ref[ResidentQueue]
     began: Moment
     keep: int
+    #: Of the waits from its beginning on.
+    waits: Reader
     others: dict[int, int] = field(default_factory=dict)
     #: How many forwards have saved something that may leave.
     forwards: int = 0
-    waits: list[Wait] = field(default_factory=list)
+    #: Seconds for which compute waited in it, as far as the waits were read.
+    exposed: float = 0.0
+    #: Where it ended, and where in the log.
     stopped: Moment = None
+    end: int = 0
 
 
 class Exposure:
-    """What of the transfers of one device is exposed. Callers hold the offloader's lock.
+    """What of the transfers of one device is exposed.
 
     Args:
         limit: as for ``LeastKept``.
@@ -203,8 +209,8 @@ class Exposure:
         setting: that asks for it, for an error.
     """
 
-    def __init__(self, offloader: DeviceOffloader, limit: float, keep: int, setting: str) -> None:
-        self._offloader, self._runtime = offloader, offloader.runtime
+    def __init__(self, transfers: Transfers, limit: float, keep: int, setting: str) -> None:
+        self._transfers, self._runtime = transfers, transfers.runtime
         self._rule = LeastKept(limit, keep)
         self._setting = setting
         self._tells_time: bool | None = None
@@ -219,7 +225,7 @@ class Exposure:
 
     def pause(self) -> None:
         """What runs until the next forward begins is no step that is measured."""
-        self._step = self._offloader.waits = None
+        self._step = None
 
     def note_forward(self) -> None:
         """A forward saves something that may leave."""
@@ -235,7 +241,7 @@ class Exposure:
         Raises:
             ConfigError: the device's events do not tell the time.
         """
-        runtime, device = self._runtime, self._offloader.device
+        runtime, device = self._runtime, self._transfers.device
         if self._tells_time is None:
             self._tells_time = runtime.tells_time(device)
         if not self._tells_time:
@@ -252,28 +258,25 @@ class Exposure:
                 if begun == 1:
                     return  # else the other thread has ended, or does something else
             elif leader is queue and step.forwards:
-                assert self._offloader.waits is not None
-                step.stopped, step.waits = now, self._offloader.waits
+                step.stopped, step.end = now, self._transfers.transfer_log.end
                 self._over.append(step)
         self._learn(most)
-        self._offloader.waits = []
-        self._step = _Step(weakref.ref(queue), now, self.keep)
+        self._step = _Step(weakref.ref(queue), now, self.keep, self._transfers.transfer_log.reader())
 
     def _learn(self, most: int) -> None:
         """Learns from the steps that are over."""
-        runtime = self._runtime
+        device, log = self._transfers.device, self._transfers.transfer_log
         while self._over:
             step = self._over[0]
-            exposed = 0.0
-            for wait in step.waits:
-                waited = runtime.seconds_between(*wait)
-                if waited is None:
-                    return
-                exposed += waited
-            seconds = runtime.seconds_between(step.began, step.stopped)
+            for entry in log.read(step.waits, step.end):
+                if isinstance(entry, Waited) and entry.what and entry.device == device:
+                    if (waited := entry.seconds()) is None:
+                        return
+                    step.exposed += waited
+            seconds = self._runtime.seconds_between(step.began, step.stopped)
             if seconds is None:
                 return
             self._over.popleft()
             if most:
-                self._rule.adapt(step.keep, exposed / (1 + len(step.others)), seconds, most)
-                self._offloader.accounts.counters.slowdown = self._rule.slowdown
+                self._rule.adapt(step.keep, step.exposed / (1 + len(step.others)), seconds, most)
+                self._transfers.accounts.counters.slowdown = self._rule.slowdown

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 from statistics import median
 
-from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfers import Transfers
 from eager_offload.runtime.base import Moment
 from eager_offload.stats import Counters
 
@@ -20,10 +20,10 @@ _MEASURED = 15
 
 
 class StepMeasures:
-    """Numbers; waits for nothing. Callers hold the offloader's lock."""
+    """Numbers; waits for nothing."""
 
-    def __init__(self, offloader: DeviceOffloader) -> None:
-        self._offloader, self._runtime, self._device = offloader, offloader.runtime, offloader.device
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers, self._runtime, self._device = transfers, transfers.runtime, transfers.device
         #: Whether a step that is to be measured is not over.
         self.is_in_step = False
         self._began: Moment | None = None
@@ -36,7 +36,7 @@ class StepMeasures:
         """A step begins."""
         memory = self._runtime.memory(self._device)
         self._peak = None if memory is None else memory.peak
-        self._began, self.is_in_step = None if self._offloader.is_capturing() else self._moment(), True
+        self._began, self.is_in_step = None if self._transfers.is_capturing() else self._moment(), True
 
     def end(self, counters: Counters) -> None:
         """Its backward has asked for all that it needs, which says what has come of the plan of ``counters``."""

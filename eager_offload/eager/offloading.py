@@ -11,8 +11,8 @@ from eager_offload import marks
 from eager_offload._torch import version_of
 from eager_offload.eager.handles import SavedStorage, StorageRecord
 from eager_offload.eager.packing import Packed, let_go, packed
-from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
 from eager_offload.engine.transfer import Transfer
+from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
@@ -20,14 +20,14 @@ from eager_offload.tiers.base import MustGrow, Slot
 
 
 class Offloading:
-    """The saved storages of one device, on their way out. Callers hold the offloader's lock."""
+    """The saved storages of one device, on their way out."""
 
-    def __init__(self, offloader: DeviceOffloader) -> None:
-        self.offloader = offloader
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers = transfers
 
     def storages(self) -> list[SavedStorage]:
         """Every storage that has a living handle, in the order of their saves."""
-        records = [record for record in self.offloader.records if isinstance(record, StorageRecord)]
+        records = [record for record in self.transfers.records if isinstance(record, StorageRecord)]
         records.sort(key=attrgetter("key"))
         return [saved for record in records if (saved := record()) is not None]
 
@@ -40,33 +40,33 @@ class Offloading:
         Returns:
             What the rest waits for, if anything; see ``DeviceOffloader.go_on``.
         """
-        offloader = self.offloader
+        transfers = self.transfers
         while (record := queue.due(sequence)) is not None:
             saved: SavedStorage | None = record()
             if saved is None:  # it died a moment ago
-                offloader.resident_bytes -= queue.discard(record)
+                transfers.resident_bytes -= queue.discard(record)
                 continue
             if saved.coding is not None and saved.coding.looks:
-                with offloader.runtime.enter(saved.stream):
+                with transfers.runtime.enter(saved.stream):
                     saved.look(saved.coding)
             nbytes = saved.moved
-            if not offloader.has_room(nbytes):
-                offloader.poll()
-                if not offloader.has_room(nbytes):
+            if not transfers.has_room(nbytes):
+                transfers.poll()
+                if not transfers.has_room(nbytes):
                     return Lack(0)
             reason, slot, packing = self._reason_to_stay(saved), None, None
             if reason is None:
                 try:
-                    slot = offloader.slot_for(nbytes, found)
+                    slot = transfers.slot_for(nbytes, found)
                 except MustGrow:
                     return Lack(nbytes)
                 reason = KeepReason.BUDGET if slot is None else None
             if slot is not None and saved.coding is not None:
-                packing = packed(offloader, saved, saved.coding)
+                packing = packed(transfers, saved, saved.coding)
                 if packing is None:
                     reason = KeepReason.FAILED
                 elif packing.is_refused:
-                    offloader.accounts.counters.refuse(saved.coding.codec.name)
+                    transfers.accounts.counters.refuse(saved.coding.codec.name)
                     saved.coding = None
                     continue
             queue.discard(record)
@@ -83,7 +83,7 @@ class Offloading:
     def stay(self, saved: SavedStorage, reason: KeepReason) -> None:
         """A storage that has not started to leave stays, and with it every save that shares it."""
         saved.record.stay(reason)
-        self.offloader.resident_bytes -= saved.footprint.nbytes
+        self.transfers.resident_bytes -= saved.footprint.nbytes
 
     def stay_after_all(self, saved: SavedStorage) -> None:
         """The copy of a storage was cancelled."""
@@ -102,19 +102,19 @@ class Offloading:
         return None
 
     def _start_as_it_is(self, saved: SavedStorage, slot: Slot) -> None:
-        area, storage, offloader = saved.footprint, saved.aliases[0].untyped_storage(), self.offloader
-        transfer = Transfer(slot, area.nbytes, offloader.accounts.counters, saved.record, storage)
-        source = storage if area.whole and offloader.runtime.copies_storages else saved.source_bytes()
+        area, storage, transfers = saved.footprint, saved.aliases[0].untyped_storage(), self.transfers
+        transfer = Transfer(slot, area.nbytes, transfers.accounts.counters, saved.record, storage)
+        source = storage if area.whole and transfers.runtime.copies_storages else saved.source_bytes()
         self._leave(saved, source, slot, transfer)
 
     def _start_packed(self, saved: SavedStorage, slot: Slot, packing: Packed) -> None:
-        offloader, coding = self.offloader, saved.coding
+        transfers, coding = self.transfers, saved.coding
         assert coding is not None
-        transfer = Transfer(slot, saved.footprint.nbytes, offloader.accounts.counters, saved.record)
+        transfer = Transfer(slot, saved.footprint.nbytes, transfers.accounts.counters, saved.record)
         transfer.codec, transfer.holds = coding.codec.name, packing.holds
         self._leave(saved, packing.packed, slot, transfer, keepalive=saved.aliases[0].untyped_storage())
         if packing.holds is None:
-            let_go(offloader, saved, transfer, packing.packed)
+            let_go(transfers, saved, transfer, packing.packed)
 
     def _leave(
         self,
@@ -127,6 +127,6 @@ class Offloading:
     ) -> None:
         record = saved.record
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
-        self.offloader.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
+        self.transfers.offload(source, slot, saved.stream, transfer, keepalive=keepalive, key=record.key)
         if (recorder := saved.step.recorder) is not None:
             recorder.started(saved.number, None if saved.coding is None else saved.coding.coded)

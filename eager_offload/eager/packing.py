@@ -18,8 +18,8 @@ from torch import Tensor
 from eager_offload._torch import weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Returned, SavedStorage, SavedView
-from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import State, Transfer
+from eager_offload.engine.transfers import Transfers
 from eager_offload.kernels.codecs import CODECS, is_out_of_memory
 from eager_offload.runtime.base import Layout, Stream
 
@@ -34,43 +34,43 @@ class Packed(NamedTuple):
     is_refused: bool = False
 
 
-def packed(offloader: DeviceOffloader, saved: SavedStorage, coding: Coding) -> Packed | None:
+def packed(transfers: Transfers, saved: SavedStorage, coding: Coding) -> Packed | None:
     """What travels in place of a storage; ``None`` where the device has no memory for that, and it stays."""
-    runtime, device = offloader.runtime, offloader.device
+    runtime, device = transfers.runtime, transfers.device
     try:
         with runtime.enter(saved.stream):  # packing is compute, of the stream that made the tensor
             out = runtime.allocate(Layout(coding.nbytes), device, saved.stream)
             scratch = saved.saves.scratch.of(coding.codec, coding.meta, saved.stream)
             holds = pack_into(out, saved, coding, scratch)
-            if holds is None or offloader.device.type != "cpu":
+            if holds is None or transfers.device.type != "cpu":
                 return Packed(out, None if holds is None else holds.to("cpu", non_blocking=True))
             return Packed(out, None, is_refused=not holds)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    if offloader.accounts.counters.demote("device_full"):
-        offloader.warn(
-            f"{offloader.device} has no memory left to {coding.codec.name} the {coding.nbytes} bytes of a saved "
+    if transfers.accounts.counters.demote("device_full"):
+        transfers.warn(
+            f"{transfers.device} has no memory left to {coding.codec.name} the {coding.nbytes} bytes of a saved "
             "tensor before they leave: they stay, with the storage that they are a part of"
         )
     return None
 
 
-def let_go(offloader: DeviceOffloader, saved: SavedStorage, transfer: Transfer, packed: Tensor) -> None:
+def let_go(transfers: Transfers, saved: SavedStorage, transfer: Transfer, packed: Tensor) -> None:
     """The copy of ``packed``, which no verdict comes of, has started: see the note above."""
     record = transfer.record
     assert record is not None
     if record.state is not State.LEAVING:
         return  # it is over, or could not start
     saved.packed, record.device_bytes = packed, transfer.moved
-    offloader.shrink(transfer, transfer.moved)
+    transfers.shrink(transfer, transfer.moved)
     saved.release_source()
 
 
-def unpacked(offloader: DeviceOffloader, saved: SavedStorage, target: Tensor, stream: Stream) -> Tensor:
+def unpacked(transfers: Transfers, saved: SavedStorage, target: Tensor, stream: Stream) -> Tensor:
     """Memory of ``stream`` with what was packed into ``target``, as the storage had it."""
     assert saved.coding is not None
-    place = offloader.runtime.allocate(saved.layout, offloader.device, stream)
+    place = transfers.runtime.allocate(saved.layout, transfers.device, stream)
     unpack_into(place, saved, target, saved.saves.scratch.of(saved.coding.codec, saved.coding.meta, stream))
     return place
 

@@ -12,6 +12,7 @@ from eager_offload.eager.captured_recorder import StepRecorder
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.runtime.base import Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
@@ -21,9 +22,8 @@ from eager_offload.stats import KeepReason
 class Reloading:
     """The saved storages of one device, on their way back."""
 
-    def __init__(self, offloading: Offloading) -> None:
-        self._offloading = offloading
-        self._offloader = offloading.offloader
+    def __init__(self, offloader: DeviceOffloader, offloading: Offloading) -> None:
+        self._offloader, self._offloading = offloader, offloading
         self.order = PrefetchOrder(self._offloader.windows.prefetch)
 
     def unpack(self, view: SavedView) -> Tensor:

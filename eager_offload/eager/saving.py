@@ -35,8 +35,9 @@ from eager_offload.eager.measuring import StepMeasures
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.reloading import Reloading
-from eager_offload.engine.offloader import DeviceOffloader, FoundSlot, Lack
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
+from eager_offload.engine.transfers import FoundSlot, Lack
 from eager_offload.errors import OffloadError
 from eager_offload.kernels.codecs import CODECS, Workspaces
 from eager_offload.marks import Mark, codec_here
@@ -80,7 +81,7 @@ class SavedTensors:
         limit, setting = config.slowdown, config.says_slowdown
         #: What says how much has to stay for steps to take no longer; ``None`` where they may.
         self.exposure = None if limit is None else Exposure(offloader, limit, keep, setting)
-        self._reloading = Reloading(self._offloading)
+        self._reloading = Reloading(offloader, self._offloading)
         self.order = self._reloading.order
         self._queues: Living[ResidentQueue] = Living()
         self._learns_what_stays = config.learns_what_stays

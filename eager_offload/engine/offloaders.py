@@ -14,6 +14,7 @@ import torch
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.errors import CapacityError, ConfigError, warn
 from eager_offload.malloc import keeps_freed_memory
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
@@ -44,6 +45,8 @@ class Offloaders:
         self._accounts = accounts
         self.given_runtime = given
         self.around_tier = around_tier
+        #: What the transfers of all devices do.
+        self.transfer_log = TransferLog()
         self._offloaders: dict[torch.device, DeviceOffloader] = {}
         self._outlived: list[DeviceOffloader] = []  # closed, and graphs of theirs are still alive
         self._tiers: dict[Runtime, list[Tier]] = {}
@@ -121,8 +124,8 @@ class Offloaders:
     def poll(self) -> None:
         """Notices what has happened on every device; never blocks."""
         for offloader in self.all():
-            with offloader.lock, offloader.crashing():
-                offloader.poll()
+            with offloader.lock, offloader.locked() as transfers:
+                transfers.poll()
 
     def drop_crashed(self) -> None:
         """Has offloaders made anew in place of those that an interrupt has crashed."""
@@ -171,8 +174,8 @@ class Offloaders:
         """Waits for what is on its way and gives every tier back; both are made again when they are needed.
 
         Args:
-            forget: has callers ask anew which offloaders there are; called with the lock held, when these are gone:
-                another thread may save a tensor before.
+            forget: has callers ask anew which offloaders there are; called in the change that drops these, so that no
+                other thread saves a tensor in between.
         """
         for offloader in self.all():
             offloader.synchronize()
@@ -214,7 +217,9 @@ class Offloaders:
         self._config.check_unit_of_budget(used, f"what is on {device} already")
         windows = self._config.windows(partial(runtime.total_memory, device))
         tiers = self._open_tiers(runtime)
-        offloader = self._offloaders[device] = DeviceOffloader(device, runtime, tiers, self._accounts, windows=windows)
+        offloader = self._offloaders[device] = DeviceOffloader(
+            device, runtime, tiers, self._accounts, self.transfer_log, windows=windows
+        )
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:

@@ -52,7 +52,7 @@ WAITING, LEAVING, AWAY, KEPT = State
 
 
 class CountedBytes:
-    """What is counted of saved bytes that may move. Callers hold the lock of the device's offloader."""
+    """What is counted of saved bytes that may move: of ``Transfers``, so the lock is theirs."""
 
     #: What becomes of bytes that did not arrive, for the warning.
     fallback: ClassVar[str] = "the saved tensor stays on {device}"
@@ -219,7 +219,7 @@ class Transfer:
         self.codec = ""
         self.holds: Tensor | None = None
         #: What is copied out, and where it had its bytes, which it has to have there until the copy is over: see
-        #: [Note: memory that is replaced] in `offloader.py`. None of these for what was packed.
+        #: [Note: memory that is replaced] in `transfers.py`. None of these for what was packed.
         self.source: Callable[[], torch.UntypedStorage | None] | None = None
         if source is not None:
             self.source, self.address, self.source_nbytes = weak_storage(source), source.data_ptr(), source.nbytes()

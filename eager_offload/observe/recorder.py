@@ -1,7 +1,7 @@
 """Writes down what one ``Offload`` does while a trace runs, and makes a ``Trace`` of it.
 
 pack, unpack      in place of the hooks' own: what saves, what asks
-copies, waits     the engine reports them, see ``stats.Observer``       -> timeline.py
+copies, waits     from the log of the engine                            -> timeline.py
 compute           by global module hooks, and by what backward asks for -> compute.py
 
 [Note: handles that report]
@@ -27,13 +27,12 @@ from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Packed
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import CountedBytes, State
+from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.observe.advice import advise
 from eager_offload.observe.compute import Compute
-from eager_offload.observe.timeline import Saver, Timeline
-from eager_offload.runtime.base import Event, Stream
+from eager_offload.observe.timeline import Noted, Saver, Timeline
 from eager_offload.selection import logical_bytes
-from eager_offload.stats import Accounts, GraphBytes, OffloadStats, OnDevice, kept_by_graph
-from eager_offload.tiers.base import Slot
+from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
 from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace
 from eager_offload.version import VERSION
 
@@ -74,7 +73,7 @@ class RecordedHandle:
 
 
 class TraceRecorder:
-    """See the module; and ``stats.Observer``, which this is.
+    """See the module.
 
     Args:
         before: the stats when the trace begins.
@@ -100,6 +99,7 @@ class TraceRecorder:
         #: What saved a storage first, by its key.
         self._savers: dict[int, Saver] = {}
         self._memory: list[MemorySample] = []
+        self._log, self._reader = offloaders.transfer_log, offloaders.transfer_log.reader()
 
     @property
     def is_over(self) -> bool:
@@ -107,11 +107,14 @@ class TraceRecorder:
         return self._timeline.is_over
 
     def start(self) -> None:
+        self._log.on_entry = self._read_log
         self._compute.start()
         self._sample()
 
     def stop(self) -> None:
         """Takes away what reports to this; may be called again."""
+        if self._log.on_entry == self._read_log:
+            self._log.on_entry = None
         self._compute.stop()
         self._timeline.stop()
 
@@ -158,8 +161,7 @@ class TraceRecorder:
         try:
             return handle.inner.unpack()
         finally:
-            with self._accounts.lock:
-                self._sample()
+            self._sample()
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
         """Takes note of a saved tensor; returns what saved it."""
@@ -174,47 +176,59 @@ class TraceRecorder:
             self._timeline.keep(self._saves, _Save(saver, nbytes, "", one.storage.record, one.shares))
         return saver
 
-    # -- what the engine reports --------------------------------------------------------------------------------------
+    # -- the log ------------------------------------------------------------------------------------------------------
 
-    def copied(self, offloader: OnDevice, what: str, slot: Slot, event: Event, key: int | None) -> None:
-        device = offloader.device
-        saver = Saver(self._compute.module())
-        saver = saver if key is None else self._savers.setdefault(key, saver)
-        draft = Slice(SliceKind(what), what, str(device), what, nbytes=slot.nbytes, tier=slot.tier)
-        self._timeline.copied(draft, device, event, saver)
-        if what != SliceKind.OFFLOAD:
+    def _read_log(self) -> None:
+        """Takes in what was written since the last call: see the note in ``engine/transfer_log.py``."""
+        for entry in self._log.read(self._reader):
+            if isinstance(entry, Waited):
+                self._waited(entry)
+            elif isinstance(entry, Copied):
+                self._copied(entry)
+            else:
+                self._graph_offloaded(entry)
+
+    def _copied(self, copy: Copied) -> None:
+        device, saver = copy.device, Saver(self._compute.module())
+        saver = saver if copy.key is None else self._savers.setdefault(copy.key, saver)
+        draft = Slice(SliceKind(copy.what), copy.what, str(device), copy.what, nbytes=copy.nbytes, tier=copy.tier)
+        self._timeline.copied(draft, device, copy.event, saver)
+        if copy.what != SliceKind.OFFLOAD:
             self._compute.asked(device, "")  # a graph asks, whose saves have no handle here
         self._sample()
 
-    def waits(self, offloader: OnDevice, stream: Stream | None, what: str) -> Callable[[], None]:
-        timeline, device, at = self._timeline, offloader.device, self._compute.at()
+    def _waited(self, wait: Waited) -> None:
+        device, at = wait.device, self._compute.at()
+        called = self._timeline.seconds_at(wait.called)
+        if not wait.what or called < 0:
+            return  # for no transfer of its own, or begun before the trace
         track = SliceKind.STALL.value
-        draft = Slice(SliceKind.STALL, what, str(device), track, module=at.module, operation=at.operation)
-        stream = timeline.runtime(device).current_stream(device) if stream is None else stream
-        began, thread = timeline.moment(device, stream), threading.get_ident()
-        return lambda: timeline.worked(draft, began, timeline.moment(device, stream), thread)
+        draft = Slice(SliceKind.STALL, wait.what, str(device), track, module=at.module, operation=at.operation)
+        began, ended = Noted(device, wait.before, called), Noted(device, wait.after, self._timeline.now())
+        self._timeline.worked(draft, began, ended, threading.get_ident())
 
-    def graph_offloads(self, offloader: OnDevice, host: GraphBytes, region: str | None) -> None:
-        saver, record = Saver(self._compute.module(), "compiled graph"), host.record
+    def _graph_offloaded(self, graph: GraphOffloaded) -> None:
+        saver, record = Saver(self._compute.module(), "compiled graph"), graph.record
         saves = [_Save(saver, record.logical_bytes, record=record)]
-        saves += (_Save(saver, nbytes, reason.value) for reason, nbytes in kept_by_graph(region or "").items())
+        saves += (_Save(saver, nbytes, reason.value) for reason, nbytes in kept_by_graph(graph.region).items())
         for save in saves:
             self._timeline.keep(self._saves, save)
         self._sample()
 
     def _sample(self) -> None:
-        """Looks at what is held. The lock is held."""
-        live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
-        live.poll()
-        sample = MemorySample(
-            self._timeline.now(),
-            device=live.kept + sum(one.resident_bytes for one in self._offloaders.all()),
-            host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
-            disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
-            without_offload=live.without_offload,
-        )
-        if (not memory or memory[-1][1:] != sample[1:]) and not self._timeline.keep(memory, sample):
-            memory[-1] = sample  # the last one stays, which shows what the trace leaves behind
+        """Looks at what is held."""
+        with self._accounts.lock:
+            live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
+            live.poll()
+            sample = MemorySample(
+                self._timeline.now(),
+                device=live.kept + sum(one.resident_bytes for one in self._offloaders.all()),
+                host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
+                disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
+                without_offload=live.without_offload,
+            )
+            if (not memory or memory[-1][1:] != sample[1:]) and not self._timeline.keep(memory, sample):
+                memory[-1] = sample  # the last one stays, which shows what the trace leaves behind
 
 
 def _groups_of(saves: Iterable[_Save]) -> tuple[SavedGroup, ...]:

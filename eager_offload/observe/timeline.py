@@ -95,7 +95,13 @@ class Timeline:
 
     def now(self) -> float:
         """Returns the seconds since the trace began, by the host."""
-        return self._since_begin(self._host.moment(None))
+        return self.seconds_at(self._host.moment(None))
+
+    def seconds_at(self, moment: Moment) -> float:
+        """Returns the seconds since the trace began at a ``moment`` of the host; negative before that."""
+        seconds = self._host.seconds_between(self._began, moment)
+        assert seconds is not None, "the host's moments have come"
+        return seconds
 
     def moment(self, device: torch.device, stream: Stream | None = None) -> Noted:
         """Returns the moment when ``stream`` comes to this point; by default the one that ``device`` computes on."""
@@ -166,14 +172,9 @@ class Timeline:
     def _place(self, device: torch.device, moment: Moment) -> float | None:
         """Returns the seconds since the trace began; ``None`` where ``device`` does not tell them."""
         if isinstance(moment, float):
-            return self._since_begin(moment)
+            return self.seconds_at(moment)
         end = self._ends.get(device)
         if end is None:
             return None
         before_end = self.runtime(device).seconds_between(moment, end.moment, synchronize=True)
         return None if before_end is None else end.seconds - before_end
-
-    def _since_begin(self, moment: Moment) -> float:
-        seconds = self._host.seconds_between(self._began, moment)
-        assert seconds is not None, "the host's moments have come"
-        return seconds

@@ -51,7 +51,7 @@ class Tracing:
         accounts = offload._accounts
         if offload._offloaders.is_capturing():
             raise captured("a trace was begun")
-        if accounts.observer is not None:
+        if offload._offloaders.transfer_log.on_entry is not None:
             raise OffloadError(
                 f"this Offload is being traced already, so no second trace can be written to {self.path}: leave the "
                 "first `with offload.trace(...)`, or trace another Offload"
@@ -60,7 +60,7 @@ class Tracing:
         try:
             before = offload.stats(synchronize=True)
             recorder = TraceRecorder(before, accounts, offload._offloaders, offload.config, offload._hooks.pack)
-            self._recorder = accounts.observer = recorder
+            self._recorder = recorder
             with accounts.lock:
                 recorder.start()
             offload.pack = recorder.pack
@@ -111,8 +111,6 @@ class Tracing:
         offload, recorder = self._offload, self._recorder
         if recorder is not None:
             offload.pack = offload._hooks.pack
-            if offload._accounts.observer is recorder:
-                offload._accounts.observer = None
             recorder.stop()
             self._recorder = None
 

@@ -138,18 +138,6 @@ class PlanFigures(PlanFields):
         return sum(storages[number].nbytes for number in self._recomputed)
 
     @property
-    def seen_bytes(self) -> int | None:
-        """Bytes that live at a save or an ask, at most, which is what training can look at; ``None`` where nothing was
-        rehearsed. The peak may be between two of them."""
-        return self.course.seen_bytes
-
-    @property
-    def grown_bytes(self) -> int | None:
-        """By which ``seen_bytes`` are more than what is in use when the step begins."""
-        others = self.problem.program.other_bytes
-        return None if self.seen_bytes is None or not others else self.seen_bytes - others[0]
-
-    @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
         return self._least.peak_bytes

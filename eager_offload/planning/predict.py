@@ -57,12 +57,6 @@ class Course(NamedTuple):
     """Bytes that live while each operator runs."""
     returning: tuple[int, ...]
     """The numbers of the storages that go out and come back, in order."""
-    released: tuple[int, ...] | None = None
-    """For each storage the save before which its memory had gone, -1 where that was later than the last; ``None`` where
-    this was not rehearsed (``rehearse.py``), but worked out from the order of transfers alone."""
-    seen_bytes: int | None = None
-    """That live at a save or an ask, at most: what training can look at. The peak may be between two of them. ``None``
-    where this was not rehearsed."""
 
     @property
     def peak_bytes(self) -> int:

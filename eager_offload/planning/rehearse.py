@@ -16,7 +16,7 @@ it has saved at once, in the order of saving; torch's own nodes do not.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import contexts
-from eager_offload._torch import without_torch_function
+from eager_offload._torch import weak_storage, without_torch_function
 from eager_offload.codecs import PackedLayout, TensorMeta
 from eager_offload.codecs.base import parts_of
 from eager_offload.codecs.names import LOSSLESS, CodecRules
@@ -35,7 +35,6 @@ from eager_offload.planning.program import Packing
 from eager_offload.planning.simulated import RehearsalRuntime
 from eager_offload.selection import footprint
 from eager_offload.step_table import Fate, Row, StepTable
-from eager_offload.tiers.finalizers import FinalizerRecord
 
 #: Bytes of all stand-ins together, at most.
 _STAGE_BYTES = 32 << 20
@@ -127,15 +126,10 @@ class _Stage:
         self._tensors: dict[int, Tensor] = {}
         self._handles: dict[int, contexts.Handle] = {}
         self._returned: dict[int, list[Tensor]] = defaultdict(list)
-        self._released: dict[int, int] = {}
         self._returning = set[int]()
         #: What forward has made.
-        self._originals: dict[int, FinalizerRecord[torch.UntypedStorage]] = {}
-        self._number_of: dict[FinalizerRecord[torch.UntypedStorage], int] = {}
-        #: Of that what has gone since the last save.
-        self._gone: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
+        self._originals: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
         self._living: list[int] = []
-        self._seen = 0
         #: The operator that comes next, and what has lived at most when codecs ran before it.
         self._op = self._packed = 0
         # By operator.
@@ -181,16 +175,12 @@ class _Stage:
         runtime.synchronize_all()
         if stats.plan_misses or stats.followed_forwards != 1:
             return None
-        released = tuple(self._released.get(number, -1) for number in range(len(program.storages)))
-        return Course(seconds, tuple(self._living), tuple(sorted(self._returning)), released, self._seen)
+        return Course(seconds, tuple(self._living), tuple(sorted(self._returning)))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, op: int) -> None:
         freed, saves = self._freed.get(op, ()), self._saves.get(op, ())
-        if any(self._program.saves[number].storage >= 0 for number in saves):
-            # What goes before the operator runs may go before it saves or after that.
-            self._see(self._program.other_bytes[max(op - 1, 0)])
         for number in freed:
             if self._program.saves[self._saves_of[number][-1]].op < op:
                 self._tensors.pop(number, None)
@@ -213,8 +203,7 @@ class _Stage:
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._runtime.living.add(tensor.untyped_storage())
-        self._originals[number] = record = FinalizerRecord(tensor.untyped_storage(), self._gone.append)
-        self._number_of[record] = number
+        self._originals[number] = weak_storage(tensor.untyped_storage())
         self._tensors[number] = tensor
 
     def _save(self, number: int) -> None:
@@ -227,8 +216,6 @@ class _Stage:
             self._make(save.storage)
             tensor, self._saving = self._part_of(self._tensors[save.storage], number), save.storage
         self._handles[number] = self._offload.pack(tensor)  # type: ignore[assignment]  # whatever autograd holds
-        while self._gone:
-            self._released[self._number_of[self._gone.popleft()]] = number
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -257,8 +244,6 @@ class _Stage:
             self._returned[save.storage].append(tensor)
             if tensor.untyped_storage() is not self._originals[save.storage]():
                 self._returning.add(save.storage)
-            op, other = self._program.asks[at].op, self._program.other_bytes
-            self._see(min(other[max(op - 1, 0)], other[min(op, len(other) - 1)]))
         del tensor
 
     # -- either -------------------------------------------------------------------------------------------------------
@@ -268,10 +253,6 @@ class _Stage:
         self._living.append(max(self._held(self._program.other_bytes[op]), self._packed))
         self._op, self._packed = op + 1, 0
         self._runtime.advance(self._runtime.default_stream, self._problem.op_seconds[op], self._program.ops[op].name)
-
-    def _see(self, other_bytes: int) -> None:
-        """What lives between two operators, with so many other bytes."""
-        self._seen = max(self._seen, self._held(other_bytes))
 
     def _held(self, other_bytes: int) -> int:
         """Bytes that live now, with so many others."""

@@ -73,7 +73,7 @@ class HostRuntime(Runtime):
         self._in.pauses = self.pool.rest
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
-        # [Note: copies that are held back] in engine/offloader.py: it takes the next ones.
+        # [Note: copies that are held back] in engine/transfers.py: it takes the next ones.
         self._out.runs_dry = partial(_refill, self._polled)
         self._out.pauses = partial(_poll_all, self._polled)
         self._bandwidth: float | None = None

@@ -178,9 +178,6 @@ class Tier(abc.ABC):
         """What the user is to be told of what ``reserve`` has taken, once; ``None`` for nothing."""
         return None
 
-    def note_reuse(self, nbytes: int) -> None:  # noqa: B027  # as for `release_idle`
-        """Slots of ``nbytes`` bytes that were kept ready serve again, without a call of ``reserve``."""
-
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
         """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
 

@@ -138,9 +138,6 @@ class HostTier(Tier):
     def shortage(self) -> Shortage:
         return self._quota.refusal or self._over
 
-    def note_reuse(self, nbytes: int) -> None:
-        self._pool.served_bytes += nbytes
-
     def release_idle(self) -> None:
         pool = self._pool
         if pool.served_bytes < self._next_look:

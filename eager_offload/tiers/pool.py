@@ -131,6 +131,7 @@ class Ranges(Generic[S]):
 
     def join(self, *, used: bool = False) -> None:
         """Joins what came back with its free neighbours, if its uses are over; or whether they are or not."""
+        self._last = ()  # it has an owner by now
         left: dict[int, list[Range[S]]] = {}
         found: list[tuple[int, int, int, S, tuple[Fence, ...]]] = []
         for nbytes, same in self._back.items():

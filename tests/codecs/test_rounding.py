@@ -455,7 +455,7 @@ def test_a_step_in_another_region_follows_no_plan(users_backend: Backend, before
         plan = plan or offload.step_plan()
     stats = assert_settled(offload)
     assert stats.followed_forwards > 2
-    assert stats.plan_misses == {"codec": 1}
+    assert not stats.plan_misses, "what differs in its first save is a step of another kind"
     for name in (before, after):
         given = users_backend.offload(plan=plan)
         with pytest.warns(RuntimeWarning, match=r"differs from it \(codec\)") if name == after else nullcontext():
@@ -481,4 +481,4 @@ def test_what_repeats_elements_is_not_rounded_with_what_was_not_saved(users_back
     assert_identical(step(Settled(decided), part=True), step(Settled(offload), part=True))
     stats = assert_settled(offload)
     assert stats.followed_forwards > 1
-    assert stats.plan_misses == {"codec": 1}
+    assert not stats.plan_misses, "what differs in its first save is a step of another kind"

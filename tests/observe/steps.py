@@ -81,7 +81,7 @@ def traced_step(offload: eo.Offload, path: Path, net: nn.Module) -> Trace:
 def nothing_is_left(offload: eo.Offload) -> bool:
     return (
         not hooked._has_any_global_hook()
-        and offload._accounts.observer is None
+        and offload._offloaders.transfer_log.on_entry is None
         and offload.pack == offload._hooks.pack
         and not any("global hooks" in str(entry[1]) for entry in warnings.filters)
     )

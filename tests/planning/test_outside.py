@@ -94,7 +94,6 @@ def trained(how: str, directory: Path) -> tuple[list[Tensor], int]:
         optimizer.step()
         optimizer.zero_grad()
     stats = offload.stats(synchronize=True)
-    assert plan is None or (stats.followed_forwards, stats.plan_misses) == (3, {})
     offload.close()
     return [mean, *model.state_dict().values(), *head.state_dict().values()], stats.bytes_out
 

@@ -122,7 +122,7 @@ def test_every_peak_that_is_given_out_is_a_budget_that_is_met(recompute: bool) -
 
 def test_free_moves_what_the_link_hides() -> None:
     fast, none = (planned(device=slow(out=rate, back=rate), policy="free") for rate in (1e8, 1))
-    assert fast.step_seconds == pytest.approx(fast.compute_seconds)
+    assert fast.step_seconds == pytest.approx(fast.compute_seconds, rel=0.01)
     assert fast.moved_bytes > 0
     assert none.moved_bytes == 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planning.test_follow import Other
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,6 @@ from eager_offload.planning.apply import checkpointed
 from tests.hazards.programs import assert_identical
 from tests.planning import programs
 from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, wide
-from tests.planning.test_follow import Other
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -274,8 +274,7 @@ def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
             for _ in range(5):
                 assert_identical(expected, gradients(model, x, offload))
     stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards == 5, bool(stats.plan_misses)) == (how == "", how != "")
-    assert (stats.bytes_out > 0) == how.startswith("another"), "what is followed, or is small, has nothing move"
+    assert plan.moved_bytes == stats.bytes_out == 0, "checkpoints make room enough"
     offload.close()
 
 

@@ -1,0 +1,519 @@
+"""The copies of one device on their way: started, taken up, completed, counted.
+
+[Note: keepalives]
+What a copy reads and writes must outlive it, whatever drops its references meanwhile. So from the moment that a copy is
+enqueued until its event is over, the offloader holds both ends. Where the copy itself does, which its runtime says with
+``copies_hold_their_ends``, they go when it ends and not at the next call of the library. When the offloader goes first,
+the runtime holds them.
+
+[Note: copies that are held back]
+A copy that a transfer stream has been given cannot be taken back. Given all that the window allows, a slow link would
+hold sources that backward has long done with, and the device's peak would rise above that without offload.
+So a stream has two copies at a time (``_ALWAYS``), and as many for each further disk: the one that runs, and one that
+begins when that is over, since the host turns to it only with the next save, and the link would be idle until then. It
+has more, as much as it carries in the meantime (``_AHEAD_SECONDS``), if that is little of what the device would hold
+anyway (``_AHEAD_PART``). The others wait in the offloader, ordered by an event that is recorded at once; they are
+cancelled when backward asks for their bytes, and when their graph goes. On a CPU, where a transfer stream is a thread,
+that takes the next ones by itself when it has done what it was given (``poll_from_thread``).
+
+[Note: a step that is prepared for a capture]
+A captured step does what the last step before it did, so no decision of that one may depend on how fast the host or
+the link is. While one is prepared (``Accounts.preparing``) no copy is held back, hence none is cancelled, and the host
+takes a copy out to be over when it has waited for it and not when an event says so. So a source goes when the window
+has no room for the next one, as in the graph, where no event is ever over: which bytes leave, and where each source
+goes, follow from the saves and the settings.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from eager_offload._torch import profiled, profiler_is_on
+from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.engine.transfer_log import Copied, TransferLog
+from eager_offload.errors import OffloadError, TransferError, warn
+from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
+from eager_offload.schedule import Rate, Windows
+from eager_offload.stats import Accounts
+from eager_offload.tiers.base import Fence, Slot, Tier
+
+_NO_THREAD = (
+    "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
+    "ulimit -u, the pids limit of a container or a job, or memory for stacks. Raise it, or start fewer workers"
+)
+
+
+#: How many copies a stream is given for each lane of a tier, however large they are.
+_ALWAYS = 2
+#: For how long a stream is given more; seconds.
+_AHEAD_SECONDS = 1e-3
+#: Of the bytes that autograd would hold without offload, the part up to which a stream is given more. It is by so much,
+#: or by the copies that it always has, that the device's peak may rise above that.
+_AHEAD_PART = 1 / 32
+
+#: What has travelled is of no use: its source stays, as after a failed write.
+REFUSED = OffloadError("a codec cannot hold the values of a saved tensor")
+
+
+class _HeldBack(NamedTuple):
+    """What a copy out will be made of, when its stream may have it."""
+
+    source: Tensor | torch.UntypedStorage
+    slot: Slot
+    #: Stands behind what computes ``source``.
+    computed: Event
+    key: int | None
+
+
+class Lack(NamedTuple):
+    """What a storage that has to leave waits for."""
+
+    #: Of a slot for which a tier has to grow; 0 where the window is full.
+    nbytes: int
+
+
+@dataclass(slots=True)
+class FoundSlot:
+    """What came of a search for a slot of ``nbytes`` bytes; nothing else holds the slot."""
+
+    nbytes: int
+    slot: Slot | None
+
+
+class Transfers:
+    """The transfers of one device, in both directions: what needs the lock, see ``DeviceOffloader.locked``.
+
+    Nothing here waits, and nothing takes the lock.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        runtime: Runtime,
+        tiers: Sequence[Tier],
+        accounts: Accounts,
+        transfer_log: TransferLog,
+        *,
+        windows: Windows,
+    ) -> None:
+        self.device = device
+        self.runtime = runtime
+        self.tiers = tiers
+        self.accounts = accounts
+        self.transfer_log = transfer_log
+        #: See [Note: an interrupt is a crash of the offloader] in ``offloader.py``.
+        self.is_crashed = False
+        #: Of the runtime; here, since every pack and unpack asks.
+        self.can_capture = runtime.can_capture
+        #: How much may be on its way, each way.
+        self.windows = windows
+        #: Bytes on their way out.
+        self.inflight_bytes = 0
+        #: Bytes on the device that the library holds: newest, on their way out, brought back and not asked for yet.
+        self.resident_bytes = 0
+        self.out_rate, self.in_rate = Rate(), Rate()
+        #: What is known of everything that has a living owner, and of what has died since the last poll.
+        self.records: set[Any] = set()
+        self.finalized: deque[Any] = deque()
+        #: Its ``append``, for the records: each would make another one.
+        self.on_death = self.finalized.append
+        # Ordered ones: to find the first entry of a `dict`, Python walks over all that was taken out before it.
+        self._held_back: OrderedDict[Transfer, _HeldBack] = OrderedDict()
+        self._held_back_bytes = 0
+        # What is on its way, each with its keepalive; the one that started first in front.
+        self._out: OrderedDict[Transfer, object] = OrderedDict()
+        self._in: OrderedDict[Transfer, object] = OrderedDict()
+        #: Copies out that are not over, by what counts their bytes.
+        self._leaving: dict[CountedBytes, Transfer] = {}
+        self._warns_later = False
+        self._deferred: deque[str] = deque()
+        runtime.outlive(self, self._out)
+        runtime.outlive(self, self._in)
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's work goes into a graph that is being captured."""
+        return self.can_capture and self.runtime.is_capturing(self.device)
+
+    def warn(self, message: str) -> None:
+        """A warning to the user."""
+        if self._warns_later:
+            self._deferred.append(message)
+        else:
+            warn(message)
+
+    @cached_property
+    def _stream_out(self) -> Stream:
+        return self.runtime.transfer_stream(self.device, Direction.OUT)
+
+    @cached_property
+    def _stream_in(self) -> Stream:
+        return self.runtime.transfer_stream(self.device, Direction.IN)
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
+        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.windows.inflight
+
+    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | None:
+        """Returns a slot of ``nbytes`` bytes: the one that was ``found`` if the size matches, otherwise a new one.
+
+        One that was found for others, which have died meanwhile, goes back first. None is found any more afterwards.
+
+        Returns:
+            ``None`` where no tier has room, which is counted and warned of.
+
+        Raises:
+            MustGrow: a tier has to grow for it.
+        """
+        if found is not None:
+            slot, is_for_these = found.slot, found.nbytes == nbytes
+            found.slot, found.nbytes = None, 0
+            if is_for_these:
+                return slot
+            del slot
+        for tier in self.tiers:
+            if (slot := tier.at_hand(nbytes)) is not None:
+                self._note_tier(tier)
+                return slot
+        self._note_no_room(nbytes)
+        return None
+
+    def _note_tier(self, tier: Tier) -> None:
+        """Counts, and warns once, that a slot is in a further ``tier`` since the first one is full."""
+        first = self.tiers[0]
+        if tier is not first and self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
+            reason, remedy = first.shortage
+            self.warn(
+                f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
+                f"{reason}. To change that, {remedy}"
+            )
+
+    def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
+        """Counts, and warns once, that no tier has room; ``fallback`` says what becomes of the bytes."""
+        if self.accounts.counters.demote("budget"):
+            names = " and ".join(tier.name for tier in self.tiers)
+            shortages = [(tier.name, *tier.shortage) for tier in self.tiers]
+            why = "; ".join(f"{name}: {reason}" for name, reason, _ in shortages)
+            cures = [remedy for _, _, remedy in shortages]
+            if all(tier.name != "disk" for tier in self.tiers):
+                cures.append('let saved tensors go on to disk (tier="auto" and a disk_path)')
+            cure = ", or ".join(dict.fromkeys(cures))
+            self.warn(
+                f"no room for {nbytes} bytes in the {names} tier: {fallback or f'they stay on {self.device}'}. "
+                f"The reason: {why}. To change that, {cure}"
+            )
+
+    def offload(
+        self,
+        source: Tensor | torch.UntypedStorage,
+        slot: Slot,
+        stream: Stream,
+        transfer: Transfer,
+        *,
+        at_once: bool = False,
+        keepalive: object = None,
+        key: int | None = None,
+        computed: Event = None,
+    ) -> None:
+        """Has ``source`` copied into ``slot``, as it is after what ``stream`` has to do so far.
+
+        ``transfer.nbytes`` bytes count as resident already, and do so until the copy is over.
+
+        Args:
+            source: flat ``uint8``, of the slot's size; or a storage, where the runtime ``copies_storages``.
+            stream: that which computes ``source``.
+            at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
+            keepalive: what ``source`` is computed from, which is held until ``stream`` has got so far.
+            key: of the saved storage, for traces.
+            computed: an event that stands behind what computes ``source``, where there is one already.
+        """
+        counters, record = transfer.counters, transfer.record
+        assert record is not None
+        computed = self.runtime.record(stream) if computed is None else computed
+        if keepalive is not None and not self.runtime.query(computed):
+            self.runtime.keep_until(computed, keepalive)
+        record.leave()
+        self._leaving[record] = transfer
+        counters.bytes_out += transfer.moved
+        self.inflight_bytes += transfer.moved
+        if self.inflight_bytes > counters.inflight_bytes_peak:
+            counters.inflight_bytes_peak = self.inflight_bytes
+        runtime = self.runtime
+        is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
+        if at_once or is_little or self.accounts.preparing or not runtime.holds_copies_back:
+            self._start(transfer, source, slot, computed, key)
+        else:
+            self._held_back[transfer] = _HeldBack(source, slot, computed, key)
+            self._held_back_bytes += transfer.moved
+            self._start_held_back()
+
+    def held_back(self) -> list[Transfer]:
+        """The copies out that no stream was given yet."""
+        return list(self._held_back)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that are held for copies out."""
+        return sum(transfer.nbytes for transfer in self._leaving.values() if transfer.is_held)
+
+    def cancel_copy_of(self, record: CountedBytes) -> bool:
+        """Does ``cancel`` for the copy out of what ``record`` counts; ``False`` where there is none."""
+        transfer = self._leaving.get(record)
+        return transfer is not None and self.cancel(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Keeps a copy out from starting, so that its bytes stay; ``False`` where it has started."""
+        if self._held_back.pop(transfer, None) is None:
+            return False
+        self._held_back_bytes -= transfer.moved
+        self._leaving.pop(cast(CountedBytes, transfer.record), None)
+        self.inflight_bytes -= transfer.moved
+        transfer.counters.bytes_out -= transfer.moved
+        self.release(transfer)
+        return True
+
+    def _start_held_back(self) -> None:
+        """Gives the transfer stream as many copies as it may have."""
+        if self.is_crashed:
+            self._held_back.clear()
+            self._held_back_bytes = 0
+        while self._held_back:
+            transfer = next(iter(self._held_back))
+            if len(self._out) >= _ALWAYS * max([tier.lanes for tier in self.tiers]):
+                carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
+                ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
+                most = max(ahead, self.runtime.given_bytes)
+                if self.inflight_bytes - self._held_back_bytes + transfer.moved > most:
+                    return
+            what = self._held_back.pop(transfer)
+            self._held_back_bytes -= transfer.moved
+            if (failure := replaced(transfer)) is not None:
+                self._fail(transfer, failure)
+            else:
+                self._start(transfer, *what)
+
+    def _start(self, transfer: Transfer, source: Any, slot: Slot, computed: Event, key: int | None) -> None:
+        """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
+        runtime = self.runtime
+        after: tuple[Event, ...] = (computed,)
+        for fence in slot.record.fences:
+            # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
+            # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
+            if fence.runtime is runtime and not runtime.query(fence.event):
+                after = (*after, fence.event)
+        try:
+            self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
+        except OffloadError as error:
+            self._fail(transfer, error.with_traceback(None))
+
+    def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
+        """A copy out could not be enqueued."""
+        self._out[transfer] = None
+        self.complete(transfer, failure)
+
+    # -- back -------------------------------------------------------------------------------------------------------
+
+    def reload(
+        self,
+        slot: Slot,
+        layout: Layout,
+        stream: Stream,
+        what: str,
+        *,
+        after: Sequence[Event] = (),
+        held_after: bool = True,
+        key: int | None = None,
+    ) -> tuple[Tensor, Transfer]:
+        """Starts to copy ``slot`` into new memory of the device; which may not be read before a ``wait``.
+
+        Args:
+            layout: of the new memory, which is allocated on ``stream``.
+            what: ``"reload"`` or ``"prefetch"``, for traces.
+            after: what the copy comes after.
+            held_after: whether the new memory counts as the library's until ``release``; else until the copy is over.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: the device has no memory for it.
+        """
+        runtime, counters = self.runtime, self.accounts.counters
+        target = runtime.allocate(layout, self.device, stream)
+        # [Note: the block's last owner] An allocator hands out a block whose last owner's kernels may still be queued
+        # on `stream`. The transfer stream writes to it, so it waits for an event recorded after the allocation.
+        # Where compute has one stream only, that is the host, which has done what it was asked to.
+        if not runtime.has_one_stream:
+            after = (runtime.record(stream), *after)
+        transfer = Transfer(slot, layout.nbytes, counters)
+        transfer.held_after = held_after
+        self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, after, key)
+        counters.bytes_in += slot.record.carried
+        self.hold(transfer.nbytes)
+        return target, transfer
+
+    # -- either way -------------------------------------------------------------------------------------------------
+
+    def hold(self, nbytes: int) -> None:
+        """The library holds ``nbytes`` bytes more on the device."""
+        self.resident_bytes += nbytes
+        counters = self.accounts.counters
+        if self.resident_bytes + counters.live.kept > counters.device_bytes_peak:
+            counters.note_resident(self.resident_bytes)
+        elif self.resident_bytes > counters.resident_bytes_peak:
+            counters.resident_bytes_peak = self.resident_bytes
+
+    def release(self, transfer: Transfer) -> None:
+        """The library does not hold the device's bytes for ``transfer`` any more; may be called again."""
+        if transfer.is_held:
+            transfer.is_held = False
+            self.resident_bytes -= transfer.nbytes
+
+    def shrink(self, transfer: Transfer, nbytes: int) -> None:
+        """For a transfer that is on its way the library holds ``nbytes`` bytes of the device from here on."""
+        if transfer.is_held:
+            self.resident_bytes -= transfer.nbytes - nbytes
+        transfer.nbytes = nbytes
+
+    def take_up(self, transfer: Transfer) -> bool:
+        """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
+
+        Returns:
+            Whether it was the first time.
+        """
+        if transfer not in self._in:
+            return False
+        del self._in[transfer]
+        if not transfer.held_after:
+            self.release(transfer)
+        counters, spans = transfer.counters, self.runtime.spans(transfer.event)
+        seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
+        counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
+        counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
+        return True
+
+    def poll(self) -> None:
+        """Notices owners that have died and transfers that are over; never blocks."""
+        runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
+        preparing, log = self.accounts.preparing, self.transfer_log
+        runtime.poll()
+        while finalized:
+            record = finalized.popleft()
+            self.records.discard(record)
+            if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
+                record.on_finalized()
+        while out and runtime.query((transfer := next(iter(out))).event):
+            if preparing and not transfer.is_awaited:
+                break
+            self._complete_queried(transfer)
+        if self._held_back:
+            self._start_held_back()
+        while back and runtime.query((transfer := next(iter(back))).event):
+            self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
+        if log.counted.position < log.end:
+            log.count_stalls()
+        while self._deferred and not self._warns_later:
+            self.warn(self._deferred.popleft())
+
+    def _enqueue(
+        self,
+        table: dict[Transfer, object],
+        transfer: Transfer,
+        dst: Tensor | Slot,
+        src: Tensor | Slot,
+        slot: Slot,
+        stream: Stream,
+        what: str,
+        after: Sequence[Event],
+        key: int | None,
+    ) -> None:
+        """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
+        runtime, used, is_traced = self.runtime, slot.record, self.transfer_log.on_entry is not None
+        keepalive = None if runtime.copies_hold_their_ends else (dst, src)
+        try:
+            if profiler_is_on():
+                with profiled(what):
+                    event = runtime.copy(dst, src, stream, after, timed=is_traced)
+            else:
+                event = runtime.copy(dst, src, stream, after, timed=is_traced)
+            # It stands for all earlier uses: a write waits for them, and a read for the write; reads are on one stream.
+            used.fences = (Fence(runtime, event),)
+            transfer.event = event
+            table[transfer] = keepalive
+        except BaseException:  # the copy may have been enqueued
+            event = runtime.record(stream)
+            used.fences = (*used.fences, Fence(runtime, event))
+            runtime.keep_until(event, keepalive)
+            raise
+        if is_traced:
+            self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
+        if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
+            self._deferred.append(_NO_THREAD)
+
+    def _complete_queried(self, transfer: Transfer) -> None:
+        """A copy out is over."""
+        failure: OffloadError | None = None
+        try:
+            self.runtime.synchronize(transfer.event)  # raises what made it fail; nothing is left to wait for
+        except OffloadError as error:
+            failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
+        else:
+            fences = transfer.slot.fences
+            if len(fences) == 1 and fences[0].event is transfer.event:
+                transfer.slot.fences = ()  # the host knows that it has passed, and no read has come
+        self.complete(transfer, failure)
+
+    def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
+        if self._out.pop(transfer, self) is self:
+            return
+        failure = replaced(transfer) or failure
+        counters, carried, record = transfer.counters, transfer.slot.carried, transfer.record
+        assert record is not None
+        self._leaving.pop(record, None)
+        self.inflight_bytes -= transfer.moved
+        self.release(transfer)
+        counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
+        if failure is None and transfer.holds is not None and not transfer.holds:
+            counters.refuse(transfer.codec)
+            record.on_transferred(transfer, REFUSED)
+            return
+        if failure is None:
+            if transfer.codec:
+                counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
+            spans = self.runtime.spans(transfer.event)
+            seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
+            counters.out_seconds += self.out_rate.add(carried, seconds)
+            counters.bytes_out -= transfer.moved - carried
+        else:
+            counters.bytes_out -= transfer.moved
+            if self.accounts.counters.demote("write_failed"):
+                self.warn(f"offloading failed, {record.fallback.format(device=self.device)}: {failure}")
+        record.on_transferred(transfer, failure)
+
+
+def replaced(transfer: Transfer) -> TransferError | None:
+    """The error of a copy during which its source was given other memory.
+
+    [Note: memory that is replaced]
+    A storage keeps its identity while ``share_memory_()``, a queue of ``torch.multiprocessing`` or ``resize_()`` gives
+    it other memory with the same values and frees the old one at once, even in the midst of a read. So a copy during
+    which that happened counts as a write that failed, and the storage stays with its new memory.
+    """
+    source = None if transfer.source is None else transfer.source()
+    if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
+        return None
+    nbytes = transfer.slot.nbytes
+    return TransferError(
+        f"the memory of {nbytes} bytes was replaced while it was copied to the {transfer.tier} tier: by "
+        "share_memory_(), a queue of torch.multiprocessing, or resize_() of its storage. Do that before the tensor is "
+        "saved, or mark the tensor with eager_offload.keep",
+        errno=None,
+        tier=transfer.tier,
+        nbytes=nbytes,
+    )
