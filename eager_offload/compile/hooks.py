@@ -50,6 +50,8 @@ class _Hook(EmptyGraphModule):
 class PackHook(_Hook, contexts.PackHook):
     """Packs by the configuration ``config_key``, and tells compilers of ``text``."""
 
+    text: str
+
     __call__ = contexts.PackHook.__call__
 
 
