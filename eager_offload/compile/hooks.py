@@ -51,6 +51,7 @@ class PackHook(_Hook, contexts.PackHook):
     """Packs by the configuration ``config_key``, and tells compilers of ``text``."""
 
     text: str
+
     __call__ = contexts.PackHook.__call__
 
 
