@@ -188,6 +188,7 @@ class Offloaders:
             self._tiers, self._written, self._disk = {}, {}, None
         for tier in tiers:
             tier.close()
+        self.all()  # lets go of those that no graph has outlived, and of their tiers
         for runtime in list(self._runtimes):  # graphs that were alive the last time may have used one since
             runtime.detach_user(self._accounts)
 
