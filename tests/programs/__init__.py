@@ -21,7 +21,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -166,15 +166,25 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
     ]
 
 
-@contextmanager
-def raises(said: str) -> Iterator[None]:
-    """Asserts that what is done inside raises a ``RuntimeError`` that says this, where pytest may not be installed."""
-    found = "nothing was raised"
-    try:
-        yield
-    except RuntimeError as error:
-        found = str(error)
-    assert said in found, found
+class raises:  # noqa: N801  # as pytest has it
+    """Asserts that what is done inside raises a ``RuntimeError`` that says this, where pytest may not be installed.
+
+    A class, since from Python 3.12 on a generator that has taken an error is in a cycle with it, and so are the frames
+    of that, until the garbage collector comes.
+    """
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is not None and not isinstance(error, RuntimeError):
+            return False
+        found = "nothing was raised" if error is None else str(error)
+        assert self.said in found, found
+        return True
 
 
 def sum_of(outputs: Sequence[Tensor]) -> Tensor:
