@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -166,7 +166,7 @@ def differentiated(outputs: Any, inputs: Sequence[Any]) -> list[object]:
     ]
 
 
-class raises:  # noqa: N801  # as pytest has it
+class raises:  # as pytest has it
     """Asserts that what is done inside raises a ``RuntimeError`` that says this, where pytest may not be installed.
 
     A class, since from Python 3.12 on a generator that has taken an error is in a cycle with it, and so are the frames
