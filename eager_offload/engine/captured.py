@@ -43,7 +43,7 @@ from eager_offload.tiers.base import ByteRegion, Slot, Tier
 from eager_offload.tiers.memory import view_of
 
 
-class Copied(NamedTuple):
+class CapturedCopy(NamedTuple):
     """One copy, by the key of the storage whose bytes it moves."""
 
     key: int
@@ -55,7 +55,7 @@ class Copied(NamedTuple):
 class CopyLog:
     """The copies of one step, in the order in which they were enqueued, and what was found for what was to leave."""
 
-    copies: list[Copied] = field(default_factory=list)
+    copies: list[CapturedCopy] = field(default_factory=list)
     #: Of each storage that was to leave, whether a tier had room.
     found: list[bool] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class _Hole(NamedTuple):
     behind: int
 
 
-def lay_out(copies: Sequence[Copied]) -> SlabLayout:
+def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
     """Returns a layout in which storages share a place whose copies back and out come one after the other.
 
     First fit: each storage takes the first hole that is large enough, from its copy out to its last copy back.
@@ -262,7 +262,7 @@ class CapturedTransfers(DeviceOffloader):
 
     def _place(self, slot: Slot, key: int) -> list[Event]:
         """Notes that a slot is written; returns what comes before."""
-        self._note(Copied(key, False, slot.nbytes))
+        self._note(CapturedCopy(key, False, slot.nbytes))
         if self._slab is None:
             return [fence.event for fence in slot.fences if fence.runtime is self.runtime and not fence.passed()]
         assert isinstance(slot, GraphSlot)
@@ -271,7 +271,7 @@ class CapturedTransfers(DeviceOffloader):
         slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
         return [] if behind < 0 else [self._events[behind]]
 
-    def _note(self, copied: Copied) -> None:
+    def _note(self, copied: CapturedCopy) -> None:
         """Writes a copy down.
 
         Raises:
@@ -299,7 +299,7 @@ class CapturedTransfers(DeviceOffloader):
         key: int | None = None,
     ) -> tuple[Tensor, Transfer]:
         assert key is not None
-        self._note(Copied(key, True, slot.nbytes))
+        self._note(CapturedCopy(key, True, slot.nbytes))
         # Compute has waited for the copy out; another stream has not.
         others = () if stream == self._compute else (self.runtime.record(self._compute),)
         target, transfer = super().reload(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from eager_offload import CapacityError, Offload
-from eager_offload.engine.captured import CapturedTransfers, Copied, lay_out
+from eager_offload.engine.captured import CapturedCopy, CapturedTransfers, lay_out
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.graphs import (
@@ -313,9 +313,9 @@ def test_streams_of_copies_that_do_not_join_are_an_error(
 
 def test_a_place_has_a_new_owner_once_the_bytes_of_the_last_one_are_back() -> None:
     for seed in range(200):
-        chance, copies, alive = random.Random(seed), list[Copied](), list[Copied]()
+        chance, copies, alive = random.Random(seed), list[CapturedCopy](), list[CapturedCopy]()
         for key in range(40):
-            alive.append(Copied(key, False, chance.randrange(1, 400)))
+            alive.append(CapturedCopy(key, False, chance.randrange(1, 400)))
             copies.append(alive[-1])
             while alive and chance.random() < 0.5:
                 back = chance.choice(alive)
