@@ -173,11 +173,13 @@ class StepTable:
         parts: tuple[object, ...] = (self.rows, self.order)
         if not all(isinstance(one, tuple) for one in parts):
             raise ConfigError("its rows and its order are not tuples")
-        if not self.rows or not self.order:
-            raise ConfigError(f"it has no {'order' if self.rows else 'rows'}")
+        if not self.rows:
+            raise ConfigError("it has no rows")
         for number, row in enumerate(self.rows):
             if not _is_possible(number, row, self.rows):
                 raise ConfigError(f"row {number} cannot be as it says")
+        if not self.order and self.movable_bytes:
+            raise ConfigError("it has no order")
         for number in self.order:
             if type(number) is not int or not 0 <= number < len(self.rows):
                 raise ConfigError(f"its order has {number!r}, which is not one of its {len(self.rows)} rows")
@@ -459,13 +461,14 @@ class StepTables:
         self._keep: tuple[int, int] | None = None
         #: The warning that the table of the user does not fit, until it is given.
         self._unfit = ""
-        self._is_frozen = False
+        #: Whether nothing is learnt or forgotten.
+        self.is_frozen = False
 
     def frozen(self) -> StepTables:
         """Returns the same tables, of which nothing is learnt or forgotten."""
         tables = StepTables(True, Accounts())
         tables._known = [copy.copy(one) for one in self._known]
-        tables._is_frozen = True
+        tables.is_frozen = True
         return tables
 
     def give(self, table: StepTable) -> None:
@@ -515,7 +518,7 @@ class StepTables:
                 f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
                 "is decided as any first one is; gradients are the same. Give the plan of a step like this one, or none"
             )
-        if known.misses >= _MOST_MISSES and known in self._known and not self._is_frozen:
+        if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:
             self._known.remove(known)
 
     def warning(self) -> str:
@@ -529,8 +532,12 @@ class StepTables:
         Args:
             link: as for ``StepLog.table``.
         """
-        if self._is_frozen or (not log.asks and not log.alive):
-            return  # a graph that was dropped: nothing was asked for, and nothing follows from that
+        if self.is_frozen:
+            return
+        if not log.asks:  # a graph that was dropped, from which nothing follows; or a step of which all is kept
+            if (known := log.known) is not None and not known.order and known.facts == log.facts:
+                known.times, known.misses = known.times + 1, 0
+            return
         alike = next((one for one in self._known if one.facts == log.facts), None)
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
@@ -731,4 +738,6 @@ class Step:
         self.table = None if known is None else known.table
         self.is_given = known is not None and known.is_given
         self.stays = known is not None and self._tables.leaves_all(known)
-        self._looks_again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
+        # Not in a graph, whose every replay would do so.
+        again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
+        self._looks_again = again and not self._tables.is_frozen

@@ -59,18 +59,6 @@ def own_until_taken(owner: StorageOwner, tensor: Tensor) -> None:
         _owners.setdefault(backward, []).append(weakref.ref(owner))
 
 
-def pass_on(owner: StorageOwner, heir: StorageOwner) -> None:
-    """What ``owner`` owns ``heir`` owns as well, which takes its place, until the same backwards are over."""
-    heir.given = ()
-    if not owner.given:
-        return
-    with _lock.lock:
-        heir.given = owner.given
-        for owners in _owners.values():
-            if any(ref() is owner for ref in owners):
-                owners.append(weakref.ref(heir))
-
-
 def _end(backward: int) -> None:
     dropped: list[Tensor] = []
     with _lock.lock:

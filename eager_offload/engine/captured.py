@@ -302,9 +302,13 @@ class CapturedTransfers(DeviceOffloader):
         self._note(CapturedCopy(key, True, slot.nbytes))
         # Compute has waited for the copy out; another stream has not.
         others = () if stream == self._compute else (self.runtime.record(self._compute),)
-        target, transfer = super().reload(
-            slot, layout, stream, what, after=(*others, *after), held_after=held_after, key=key
-        )
+        try:
+            target, transfer = super().reload(
+                slot, layout, stream, what, after=(*others, *after), held_after=held_after, key=key
+            )
+        except BaseException:
+            self.log.copies.pop()  # there was no memory for its target
+            raise
         self._events.append(transfer.event)
         return target, transfer
 

@@ -100,17 +100,6 @@ class Problem:
         """Of a step in which compute never waits."""
         return self.begins[-1]
 
-    def begins_packing(self, moves: Moves) -> list[float]:
-        """The same where what moves is packed and unpacked besides."""
-        if not self.packs:
-            return self.begins
-        seconds = [*self.op_seconds, 0.0]
-        for storage, one in zip(self.program.storages, moves, strict=True):
-            if one and storage.packing is not None:
-                seconds[max(storage.saved - 1, 0)] += storage.packing.pack_bytes / self.memory
-                seconds[storage.asked] += storage.packing.unpack_bytes / self.memory
-        return list(accumulate(seconds[:-1], initial=0.0))
-
     @property
     def forward_seconds(self) -> float:
         """Of its forward."""

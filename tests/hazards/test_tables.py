@@ -26,6 +26,7 @@ from tests.programs import Run, corpus, leaf
 from tests.programs.parts.functions import custom
 from tests.programs.tables import FIRST, LAYERS, branches
 from tests.sampling import search
+from tests.threads import collect
 
 SIDE = 16
 SIZE = SIDE * SIDE * 4
@@ -363,3 +364,42 @@ def test_h54_a_table_serves_another_process_and_one_of_another_model_is_told_of(
     assert_moved(assert_settled(other))
     with pytest.raises(eo.ConfigError, match="does not go with step_plans=False"):
         Offload(plan=plan, step_plans=False)
+
+
+def test_h54_a_forward_without_a_backward_teaches_nothing(backend: Backend) -> None:
+    kept: list[Tensor] = []
+
+    def forward(w: Tensor) -> Tensor:
+        h = leaf(32, 32, grad=False)
+        for number in range(4):
+            h = (h @ w).tanh()
+            if number == 1:
+                kept[:] = [h]
+        return h.sum()
+
+    offload, expected = backend.offload(step_plans=True), None
+    for goes_backward in (True, True, True, False, True, True):
+        w = leaf(32, 32, seed=2)
+        with offload:
+            loss = forward(w)
+        if goes_backward:
+            loss.backward()
+            assert expected is None or torch.equal(expected, w.grad)
+            expected = w.grad
+        del loss
+        collect()
+    kept.clear()
+    stats = offload.stats(synchronize=True)
+    assert (stats.plan_misses, stats.followed_forwards) == ({}, 5)
+    assert stats.bytes_out > 0
+    table = offload.step_plan()
+    assert table is not None
+    assert table.order
+
+
+def test_h54_a_table_of_a_step_of_which_all_is_kept_has_no_order(tmp_path: Path) -> None:
+    kept = StepTable((Row(64, 64, True, 0, "identity", Fate.KEEP, KeepReason.ALIVE),), ())
+    kept.save(tmp_path / "table")
+    assert StepTable.load(tmp_path / "table") == kept
+    with pytest.raises(eo.ConfigError, match="it has no order"):
+        StepTable((Row(64, 64, True, 0, "identity", Fate.MOVE),), ()).check()
