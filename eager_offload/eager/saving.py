@@ -45,7 +45,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Row, Step, StepRecord, StepScript, StepTable, StepTables
+from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTable, StepTables
 from eager_offload.tiers.finalizers import Living
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
@@ -430,12 +430,12 @@ class SavedTensors:
         self._note(step, tensor, nbytes, kept.number, stream, codec_here(self.rules))
         return True
 
-    def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> Row | None:
-        """The step's next save, of ``nbytes`` bytes that move with it; see ``Step.save``."""
+    def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> None:
+        """Logs a save of a known storage, with ``nbytes`` bytes; written out in ``_save``, where it would be a call."""
         runtime, ahead = self._runtime, self.offloader.inflight_bytes
         now = runtime.moment(stream if runtime.knows_moments else None)
         assert isinstance(now, float)
-        return step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
+        step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
         position = next(self._keys)

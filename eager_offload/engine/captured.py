@@ -165,6 +165,7 @@ class CapturedTransfers(DeviceOffloader):
     """
 
     is_captured = True
+    runtime: AcceleratorRuntime
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class CapturedTransfers(DeviceOffloader):
         slab: GraphSlab | None = None,
     ) -> None:
         super().__init__(stream.device, runtime, tiers, accounts, TransferLog(), windows=windows)
-        self._compute, self._runtime, self._slab = stream, runtime, slab
+        self._compute, self._slab = stream, slab
         #: What the step has copied so far.
         self.log = CopyLog()
         #: Behind each copy of a capture.
@@ -195,8 +196,8 @@ class CapturedTransfers(DeviceOffloader):
     def _stream(self, direction: Direction) -> torch.Stream:
         """A capture has streams of its own: the process's stay free for other threads meanwhile."""
         if self._slab is None:
-            return self._runtime.transfer_stream(self.device, direction)
-        streams = self._runtime.capture_streams(self.device)
+            return self.runtime.transfer_stream(self.device, direction)
+        streams = self.runtime.capture_streams(self.device)
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def refuses_saves(self) -> bool:

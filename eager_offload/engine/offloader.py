@@ -80,13 +80,8 @@ class DeviceOffloader(Transfers):
         is the library's own.
         """
         assert self.lock._is_owned()
-        try:
+        with self.crashing():
             yield self
-        except OffloadError:
-            raise
-        except BaseException:
-            self.crash()
-            raise
 
     def census(self) -> Census:
         """Returns what is known of at this moment."""
