@@ -39,6 +39,25 @@ class Stack(models.Stack):
         return super().forward(x).sum()
 
 
+class Other(nn.Module):
+    """The same operators in another order, or other ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, Stack(2 if how == "a layer less" else 3, 32, 4, 2, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "another beginning":
+            x = x.double().float().sin() * self.inner.blocks[0].attention_norm.weight
+        for block in self.inner.blocks:
+            if self.how == "another order":
+                x = x + block.feed(block.mlp_norm(x))
+            x = block(x)
+        if self.how == "another end":
+            x = x * x.exp().cos()
+        return x.sum()
+
+
 class Shared(nn.Module):
     """Saves one mask in every layer, parts of storages, what is alive, integers and what is small."""
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planning.test_follow import Other
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +20,7 @@ import eager_offload as eo
 from eager_offload.planning.apply import checkpointed
 from tests.hazards.programs import assert_identical
 from tests.planning import programs
-from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, wide
+from tests.planning.programs import CONFIG, Other, Stack, assert_trained, budget_of, planned, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import eager_offload as eo
 from eager_offload.runtime.base import DeviceMemory
-from tests.planning.programs import CONFIG, Stack, assert_trained, budget_of, planned, slow, wide
+from tests.planning.programs import CONFIG, Other, assert_trained, budget_of, planned, slow, wide
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,25 +86,6 @@ def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, m
 
 
 # -- of another model --------------------------------------------------------------------------------------------------
-
-
-class Other(nn.Module):
-    """The same operators in another order, or other ones."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.inner = how, Stack(2 if how == "a layer less" else 3, 32, 4, 2, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "another beginning":
-            x = x.double().float().sin() * self.inner.blocks[0].attention_norm.weight
-        for block in self.inner.blocks:
-            if self.how == "another order":
-                x = x + block.feed(block.mlp_norm(x))
-            x = block(x)
-        if self.how == "another end":
-            x = x * x.exp().cos()
-        return x.sum()
 
 
 @pytest.mark.parametrize("how", ["another batch", "another beginning", "another order", "another end", "a layer less"])
