@@ -292,12 +292,7 @@ autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: 
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 #: Whether the backward that this thread runs keeps its graph, which may be run again then; only within a backward.
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
-
-
-def keeps_graph() -> bool:
-    """Returns whether this thread runs a backward that keeps its graph, which may be run again then."""
-    return current_autograd_node() is not None and _keeps_graph()
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 #: Anything that hashes by its identity, or an int.
 Key: TypeAlias = Any
@@ -41,6 +41,8 @@ _TENSORS = 4
 _SMALL_PART, _LARGE_PART, _MOST_PART = 8, 64, 4
 #: The part of a device's memory that a window is at most.
 _DEVICE_PART = 16
+#: The rank of a use that is not expected at all: far from that of any other.
+_UNEXPECTED = -sys.maxsize
 
 
 def largest_of(sizes: Iterable[int]) -> int:
@@ -274,34 +276,87 @@ class Rate:
         return self._timed / self._seconds if self._seconds else None
 
 
-class _Use:
-    """One save of a storage: a link of its forward's chain, by default in the order of packing."""
+class Stored(Protocol):
+    """A storage whose bytes may come back, as the look-ahead knows it."""
 
-    __slots__ = ("after", "asked", "before", "nbytes", "sequence", "storage")
-    storage: Key
+    #: Whether no handle of it is left.
+    is_gone: bool
+
+
+class Use:
+    """One save of a storage, in the order in which its step's backward is expected to ask."""
+
+    __slots__ = ("asked_in", "following", "nbytes", "rank", "storage")
+    storage: Stored
     nbytes: int
-    sequence: int
-    before: int | None
-    after: int | None
-    #: How many times it was asked for; more than once where graphs are retained.
-    asked: int
+    #: The use that is expected after this one, and the place of this one: ranks fall along the order.
+    following: Use | None
+    rank: int
+    #: The backward that has asked for it last: another one may ask again where graphs are retained.
+    asked_in: int | None
+
+
+class StepUses:
+    """The uses of one step, by the number of the save; expected in the reverse of packing until they are arranged."""
+
+    __slots__ = ("by_number", "count", "expected", "first", "is_asked")
+
+    def __init__(self) -> None:
+        self.by_number: list[Use | None] = []
+        #: How many there are: some saves have no handle that could ask.
+        self.count = 0
+        #: The use that backward is expected to begin with, and where it has begun, to go on with.
+        self.first: Use | None = None
+        self.expected: Use | None = None
+        self.is_asked = False
+
+    def add(self, number: int, storage: Stored, nbytes: int) -> Use:
+        """Takes in save ``number``, the latest."""
+        use, uses = Use(), self.by_number
+        use.storage, use.nbytes, use.asked_in = storage, nbytes, None
+        use.following = following = self.first
+        use.rank = 1 if following is None else following.rank + 1
+        self.first = use
+        self.count += 1
+        while len(uses) < number:
+            uses.append(None)
+        uses.append(use)
+        return use
+
+    def arrange(self, numbers: Iterable[int]) -> None:
+        """Expects the saves in that order, and those that are not in it not at all."""
+        for use in self.by_number:
+            if use is not None:
+                use.following, use.rank = None, _UNEXPECTED
+        known = (self.by_number[number] for number in numbers if number < len(self.by_number))
+        arranged = [use for use in known if use is not None]
+        self.first, self.expected, self.is_asked = arranged[0] if arranged else None, None, False
+        for rank, (use, following) in enumerate(zip(reversed(arranged), [None, *reversed(arranged)], strict=False), 1):
+            use.following, use.rank = following, rank
 
 
 @dataclass(slots=True)
 class Prefetch:
-    """What an unpack sets off: storages to bring back, in the order of need, and storages to let go of."""
+    """The storages that an unpack has brought back, in the order of need, and those that it has let go of."""
 
-    bring: list[Key] = field(default_factory=list)
-    drop: list[Key] = field(default_factory=list)
+    bring: list[Any] = field(default_factory=list)
+    drop: list[Any] = field(default_factory=list)
+
+
+class Promised:
+    """A storage that is promised: its bytes when that began, since those of its uses may differ, and the uses."""
+
+    __slots__ = ("nbytes", "uses")
+    nbytes: int
+    uses: set[Use]
 
 
 class PrefetchOrder:
-    """Looks ahead along the reverse of packing, by bytes.
+    """Looks ahead along the order in which backward is expected to ask, by bytes.
 
-    Every save is a *use* of a storage, named by a position that grows with every pack. Backward is expected to ask for
-    uses in reverse, unless a caller knows better (``arrange``). The uses ahead whose storages weigh at most ``limit``
-    bytes together are *promised*: their storages are resident, or are being brought back. A storage that several uses
-    share weighs once, and stays for as long as one of its uses is promised. One that weighs more is promised alone.
+    Every save is a *use* of a storage. The uses ahead whose storages weigh at most ``limit`` bytes together are
+    *promised*: their storages are resident, or are being brought back. A storage that several uses share weighs once,
+    and stays for as long as one of its uses is promised. One that weighs more is promised alone.
 
         packed     1  2  3  4  5  6  7  8  9          asked for: 9, 8, then 7
                       ^     [promised]  ^
@@ -310,17 +365,19 @@ class PrefetchOrder:
     A use whose graph is kept may be asked for again, as by a backward in two halves. It is *held* then: it stays
     promised until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
 
-    The walk goes on from where it stopped, so its cost for each unpack is constant. The order is a hint: a use that was
-    not promised is brought at once, and the look-ahead starts anew from there. Promises that were not taken up are
-    dropped when their room is needed and they are overdue.
+    The walk goes on from where it stopped, so its cost for each unpack is constant. It passes over storages that are
+    gone, and over uses that this backward has asked for. The order is a hint: a use that was not promised is brought at
+    once, and the look-ahead starts anew from there. Promises that were not taken up are dropped when their room is
+    needed and they are overdue.
 
-    Where what is asked for follows no order, what is dropped would have to come back once more, and so would what is
-    brought in its place. So after some misses, saves asked for far from where the chain leads, nothing is dropped any
-    more: what is promised stays until it is asked for, and the room that this leaves is filled with what was not asked
-    for yet. It ends when as many were asked for in order, or when a better order is known.
+    Where backward follows no order, what is dropped would have to come back once more, and so would what is brought in
+    its place. So after some misses, saves asked for far from where the order leads, nothing is dropped any more: what
+    is promised stays until it is asked for, and the room that this leaves is filled with what was not asked for yet.
+    It ends when as many were asked for in order, or when a better order is known.
     """
 
-    #: How many unpacks late a promise may be before it is given up: one operator unpacks its saves in any order.
+    #: How many unpacks late a promise may be before it is given up: one operator unpacks its saves in any order. And
+    #: how many uses that were asked for already the walk passes over in one unpack.
     PATIENCE = 16
     #: How many more misses than saves in order it takes, and how far from the expected save is still in order.
     MISSES, NEAR = 4, 2
@@ -330,169 +387,108 @@ class PrefetchOrder:
         self.promised_bytes = 0
         #: How many times something was asked for.
         self.unpacks = 0
-        self._uses: dict[int, _Use] = {}
-        self._newest: dict[int, int] = {}  # of each sequence
-        self._promised: OrderedDict[int, int] = OrderedDict()  # position -> the unpack by which it is expected
-        # storage -> how many promised uses it has, and what it weighed when it was promised: its uses may differ
-        self._holders: dict[Key, tuple[int, int]] = {}
-        self._held: OrderedDict[int, None] = OrderedDict()  # positions of those that were asked for already
-        self._next: int | None = None  # the position that the walk comes to next
-        self._lost = False  # whether the chains have changed under the walk
-        self._expected: dict[int, int | None] = {}  # of each sequence that was asked for: what the chain leads to
+        #: The storages that some promised use needs on the device.
+        self.promised: dict[Stored, Promised] = {}
+        self._due: OrderedDict[Use, int] = OrderedDict()  # the uses: the unpack by which each is expected
+        self._held: OrderedDict[Use, None] = OrderedDict()  # those that were asked for already
+        self._next: Use | None = None  # that the walk comes to next
+        self._lost = False  # whether the order has changed under the walk
         self._misses = 0
         self._follows_no_order = False
 
-    def holds(self, storage: Key) -> bool:
-        """Whether some promised use needs ``storage`` on the device."""
-        return storage in self._holders
-
-    def add(self, position: int, storage: Key, nbytes: int, sequence: int) -> None:
-        """A save; ``sequence`` names the forward that it belongs to."""
-        before = self._newest.get(sequence)
-        self._uses[position] = use = _Use()
-        use.storage, use.nbytes, use.sequence = storage, nbytes, sequence
-        use.before, use.after, use.asked = before, None, 0
-        if before is not None:
-            self._uses[before].after = position
-        self._newest[sequence] = position
-
-    def remove(self, position: int) -> Key | None:
-        """A save's handle is gone; returns its storage if that was promised for this use alone."""
-        use = self._uses[position]
-        dropped = self._unpromise(position) if position in self._promised else None
-        newest = self._newest.get(use.sequence)
-        before = use.before
-        if self._next == position:
-            self._next = before
-        if self._expected.get(use.sequence) == position:
-            self._expected[use.sequence] = before
-        if before is not None:
-            self._uses[before].after = use.after
-        if use.after is not None:
-            self._uses[use.after].before = before
-        if newest == position:
-            if before is not None:
-                self._newest[use.sequence] = before
-            else:
-                del self._newest[use.sequence]
-                self._expected.pop(use.sequence, None)
-        del self._uses[position]
-        return dropped
+    def forget(self, storage: Stored) -> None:
+        """Ends the promises of a storage that is gone."""
+        promised = self.promised.pop(storage, None)
+        if promised is not None:
+            self.promised_bytes -= promised.nbytes
+            for use in promised.uses:
+                del self._due[use]
+                self._held.pop(use, None)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be promised. A storage larger than the limit may, alone, unless that is 0."""
         held = self.promised_bytes
         return held + nbytes <= self.limit or self.limit > 0 == held
 
-    def hold(self, position: int) -> None:
-        """The use at ``position``, which was asked for now, may be asked for again: it stays if there is room."""
-        use = self._uses[position]
-        if position not in self._promised and (use.storage in self._holders or self.has_room(use.nbytes)):
-            self._promise(position, self.unpacks)
-            self._held[position] = None
+    def hold(self, use: Use) -> None:
+        """Has ``use``, which was asked for now and may be asked for again, stay if there is room."""
+        if use not in self._due and (use.storage in self.promised or self.has_room(use.nbytes)):
+            self._promise(use, self.unpacks)
+            self._held[use] = None
 
-    def arrange(self, sequence: int, positions: Iterable[int]) -> None:
-        """From now on the saves of a forward are expected to be asked for in this order.
-
-        Args:
-            positions: in the order of need; those that are not known (any more) are passed over, and the forward's
-                others are not expected at all.
-        """
-        position = self._newest.pop(sequence, None)
+    def arrange(self, uses: StepUses, numbers: Iterable[int]) -> None:
+        """Expects the saves of a step in this order from now on; see ``StepUses.arrange``."""
+        uses.arrange(numbers)
         self._lost = True
-        self._expected.pop(sequence, None)
         self._misses, self._follows_no_order = 0, False
-        while position in self._uses:
-            use = self._uses[position]
-            position, use.before, use.after = use.before, None, None
-        previous: int | None = None
-        for position in positions:
-            following = self._uses.get(position)
-            if following is None:
-                continue
-            following.before, following.after = None, previous
-            if previous is None:
-                self._newest[sequence] = position
-            else:
-                self._uses[previous].before = position
-            previous = position
 
-    def unpacked(self, position: int) -> Prefetch:
-        """The use at ``position`` is asked for now."""
+    def ask(self, uses: StepUses, use: Use, backward: int) -> Prefetch:
+        """Looks ahead from ``use``, one of ``uses``, which the backward of that number asks for now."""
         self.unpacks += 1
-        use, found = self._uses[position], Prefetch()
-        newest = self._newest.get(use.sequence)
-        if newest is not None:  # else what is known of the order does not have it
-            expected = self._expected.get(use.sequence, newest)
-            if self._misses or position != expected:
-                self._judge(position, expected)
-            self._expected[use.sequence] = use.before
-        promised = position in self._promised
-        if promised:
-            dropped = self._unpromise(position)
+        found, following = Prefetch(), use.following
+        if following is not None and following.storage.is_gone:
+            use.following = following = _living(following)  # so that those in between are passed over once
+        if uses.first is not None:  # else the step table does not have it
+            expected = uses.expected if uses.is_asked else uses.first
+            if self._misses or use is not expected:
+                self._judge(use, _living(expected))
+            uses.expected, uses.is_asked = following, True
+        is_promised = use in self._due
+        if is_promised:
+            dropped = self._unpromise(use)
             if dropped is not None:
                 found.drop.append(dropped)
-        elif position != self._next:
+        elif use is not self._next and use is not _living(self._next):
             self._expect_all_by_now()
-        if self._lost or not promised:
-            self._next = use.before
+        if self._lost or not is_promised:
+            self._next = following
             self._lost = False
-        use.asked += 1
-        self._look_ahead(found, use.asked)
+        use.asked_in = backward
+        self._look_ahead(found, backward)
         return found
 
-    def _judge(self, position: int, expected: int | None) -> None:
+    def _judge(self, use: Use, expected: Use | None) -> None:
         """Counts whether a save is asked for in order; see the class."""
-        if position == expected or self._is_near(position, expected):
+        if expected is None or use is expected or abs(use.rank - expected.rank) <= self.NEAR:
             self._misses = max(self._misses - 1, 0)
         else:
             self._misses = min(self._misses + 1, self.MISSES)
         if self._misses in (0, self.MISSES):
             self._follows_no_order = self._misses > 0
 
-    def _is_near(self, position: int, expected: int | None) -> bool:
-        if expected not in self._uses:
-            return True
-        ahead: int | None = expected
-        behind: int | None = expected
-        for _ in range(self.NEAR):
-            ahead = self._uses[ahead].before if ahead in self._uses else None
-            behind = self._uses[behind].after if behind in self._uses else None
-            if position in (ahead, behind):
-                return True
-        return False
-
     def _expect_all_by_now(self) -> None:
-        """The order has jumped: what was promised along the old one is due at once, and late soon."""
-        for position, due in self._promised.items():
-            self._promised[position] = min(due, self.unpacks)
+        """Makes all that was promised along another order due at once, and late soon."""
+        for use, due in self._due.items():
+            self._due[use] = min(due, self.unpacks)
 
-    def _look_ahead(self, found: Prefetch, asked: int) -> None:
-        """Promises what comes next; ``asked`` is how many times the save that was asked for was."""
+    def _look_ahead(self, found: Prefetch, backward: int) -> None:
+        """Promises the uses that come next."""
         passed_over = 0
-        while (position := self._next) in self._uses:
-            assert position is not None
-            use = self._uses[position]
-            if self._follows_no_order and use.asked >= asked:  # its turn in this backward is over
+        while (use := self._next) is not None:
+            if use.storage.is_gone:
+                pass
+            elif use.asked_in == backward:
                 passed_over += 1
                 if passed_over == self.PATIENCE:
                     return
-            elif position not in self._promised:
-                brought = use.storage not in self._holders
-                if brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, found)):
+            elif use not in self._due:
+                is_brought = use.storage not in self.promised
+                if is_brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, found)):
                     return
-                self._promise(position, self.unpacks + len(self._promised) + 1)
-                if brought:
+                self._promise(use, self.unpacks + len(self._due) + 1)
+                if is_brought:
                     found.bring.append(use.storage)
-            self._next = use.before
+            self._next = use.following
 
-    def _promise(self, position: int, due: int) -> None:
-        """``due``: the unpack by which the use at ``position`` is expected."""
-        use = self._uses[position]
-        count, nbytes = self._holders.get(use.storage, (0, use.nbytes))
-        self._promised[position] = due
-        self._holders[use.storage] = count + 1, nbytes
-        self.promised_bytes += 0 if count else nbytes
+    def _promise(self, use: Use, due: int) -> None:
+        """Promises ``use``, which is expected by unpack ``due``."""
+        self._due[use] = due
+        promised = self.promised.get(use.storage)
+        if promised is None:
+            self.promised[use.storage] = promised = Promised()
+            promised.nbytes, promised.uses = use.nbytes, set()
+            self.promised_bytes += use.nbytes
+        promised.uses.add(use)
 
     def _make_room(self, nbytes: int, found: Prefetch) -> bool:
         """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not.
@@ -502,25 +498,32 @@ class PrefetchOrder:
         """
         while not self.has_room(nbytes):
             if self._held:
-                position = next(reversed(self._held))
+                use = next(reversed(self._held))
             else:
-                oldest = next(iter(self._promised.items()), None)
+                oldest = next(iter(self._due.items()), None)
                 if oldest is None or self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
                     return False
-                position = oldest[0]
-            dropped = self._unpromise(position)
+                use = oldest[0]
+            dropped = self._unpromise(use)
             if dropped is not None:
                 found.drop.append(dropped)
         return True
 
-    def _unpromise(self, position: int) -> Key | None:
+    def _unpromise(self, use: Use) -> Stored | None:
         """Ends a promise; returns the storage if no other promise needs it."""
-        use = self._uses[position]
-        del self._promised[position]
-        self._held.pop(position, None)
-        count, nbytes = self._holders.pop(use.storage)
-        if count > 1:
-            self._holders[use.storage] = count - 1, nbytes
+        del self._due[use]
+        self._held.pop(use, None)
+        promised = self.promised[use.storage]
+        promised.uses.remove(use)
+        if promised.uses:
             return None
-        self.promised_bytes -= nbytes
+        del self.promised[use.storage]
+        self.promised_bytes -= promised.nbytes
         return use.storage
+
+
+def _living(use: Use | None) -> Use | None:
+    """Returns the first use from ``use`` on whose storage is not gone."""
+    while use is not None and use.storage.is_gone:
+        use = use.following
+    return use

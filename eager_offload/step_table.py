@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
-from eager_offload.schedule import largest_of
+from eager_offload.schedule import StepUses, largest_of
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -607,12 +607,10 @@ class Step:
     Its thread holds it until the next one begins, and so do the handles of its graph.
     """
 
-    def __init__(self, sequence: int, tables: StepTables) -> None:
-        #: Names it in the prefetch order.
-        self.sequence = sequence
+    def __init__(self, tables: StepTables) -> None:
         self.log = StepLog()
-        #: What the prefetch order calls each save that has a handle.
-        self.positions: dict[int, int] = {}
+        #: The saves that have a handle, along which backward looks ahead.
+        self.uses = StepUses()
         #: Whether whatever is saved now belongs to another step: all that has a handle was asked for. So it is where
         #: one context surrounds many steps. One that is never over ends when it is very long.
         self.is_over = False
@@ -682,7 +680,11 @@ class Step:
         self.log.alive.add(number)
 
     def asked(self, number: int, seconds: float) -> Iterable[int] | None:
-        """Save ``number`` is asked for; returns the positions in the order of need, where another was expected."""
+        """Logs that save ``number`` is asked for.
+
+        Returns:
+            The numbers of the saves in the order of need, where another order was expected.
+        """
         log = self.log
         if number in log.asked_at:
             if number not in self._asked_again:
@@ -698,19 +700,19 @@ class Step:
         log.asked_at[number] = seconds
         if self.strict is not None:
             self.strict(log, True)
-        self.is_over = self.is_over or len(log.asked_at) >= len(self.positions)
+        self.is_over = self.is_over or len(log.asked_at) >= self.uses.count
         if self.table is None:
             return None
-        owner, order, positions = log.facts[number][3], self._order, self.positions
+        owner, order = log.facts[number][3], self._order
         if owner >= 0 and self.table.rows[owner].fate is _KEEP:
             return None  # it was looked at again
         rank = self._rank
         self._rank += 1
         if rank < len(order) and order[rank] == number:
-            return [positions[number] for number in order if number in positions] if rank == 0 else None
+            return order if rank == 0 else None
         is_short = rank == 0 and len(log.facts) < len(self.table.rows)
         self._differ(None, "fewer" if is_short else "order")
-        return [*reversed(positions.values())] if rank else None
+        return range(len(log.facts) - 1, -1, -1) if rank else None
 
     def _begin_backward(self) -> None:
         """Backward begins, which tells steps apart that begin alike: by how much they save."""

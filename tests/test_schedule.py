@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +14,8 @@ from eager_offload.schedule import (
     Prefetch,
     PrefetchOrder,
     ResidentQueue,
+    StepUses,
+    Use,
     auto_window,
     largest_of,
 )
@@ -141,74 +144,93 @@ TestResidentQueue.settings = STEPS
 # -- what comes back next ---------------------------------------------------------------------------------------------
 
 
-class Use(NamedTuple):
+class Stored:
+    """A storage, as the look-ahead knows it."""
+
+    def __init__(self, name: int, nbytes: int) -> None:
+        self.name, self.nbytes, self.is_gone = name, nbytes, False
+
+    def __repr__(self) -> str:
+        return f"storage {self.name}"
+
+
+class Save(NamedTuple):
     """A save, as the model knows it."""
 
-    storage: int
     sequence: int
+    number: int
+    use: Use
 
 
 class PrefetchMachine(RuleBasedStateMachine):
-    """Saves, unpacks and handles that go, in any order; ``resident`` does what the plans say."""
+    """Saves, unpacks and storages that go, in any order; ``resident`` does what the plans say."""
 
     @initialize(limit=st.integers(0, 20))
     def begin(self, limit: int) -> None:
         self.order, self.limit = PrefetchOrder(limit), limit
-        self.weights: dict[int, int] = {}
-        self.uses: dict[int, Use] = {}
-        self.resident: set[int] = set()
-        self.position = 0
+        self.steps = [StepUses() for _ in range(3)]
+        self.numbers = [0] * 3
+        self.saves: list[Save] = []
+        self.resident: set[Stored] = set()
+        self.made = 0
         self.walks: int | None = None
 
-    @rule(nbytes=SIZE, sequence=st.integers(1, 3))
-    def save_a_new_storage(self, nbytes: int, sequence: int) -> None:
-        storage = 1000 + len(self.weights)
-        self.weights[storage] = nbytes
-        self._save(storage, sequence)
+    @rule(nbytes=SIZE, sequence=st.integers(0, 2), kept=st.integers(0, 2))
+    def save_a_new_storage(self, nbytes: int, sequence: int, kept: int) -> None:
+        self.made += 1
+        self.numbers[sequence] += kept  # saves that have no handle
+        self._save(Stored(self.made, nbytes), sequence)
 
-    @precondition(lambda self: self.uses)
-    @rule(data=st.data(), sequence=st.integers(1, 3))
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data(), sequence=st.integers(0, 2))
     def save_a_storage_again(self, data: st.DataObject, sequence: int) -> None:
-        self._save(data.draw(st.sampled_from(sorted({use.storage for use in self.uses.values()}))), sequence)
+        self._save(self.saves[data.draw(st.integers(0, len(self.saves) - 1))].use.storage, sequence)
 
-    def _save(self, storage: int, sequence: int) -> None:
-        self.position += 1
-        self.uses[self.position] = Use(storage, sequence)
-        self.order.add(self.position, storage, self.weights[storage], sequence)
+    def _save(self, storage: Stored, sequence: int) -> None:
+        number = self.numbers[sequence]
+        self.numbers[sequence] += 1
+        self.saves.append(Save(sequence, number, self.steps[sequence].add(number, storage, storage.nbytes)))
 
-    @precondition(lambda self: self.uses)
-    @rule(data=st.data(), newest=st.booleans(), goes=st.booleans())
-    def ask(self, data: st.DataObject, newest: bool, goes: bool) -> None:
-        position = max(self.uses) if newest else data.draw(st.sampled_from(sorted(self.uses)))
-        if position not in self.order._promised or self.order._lost:
-            self.walks = self.uses[position].sequence
-        self._carry_out(self.order.unpacked(position))
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data(), newest=st.booleans(), goes=st.booleans(), backward=st.integers(0, 1))
+    def ask(self, data: st.DataObject, newest: bool, goes: bool, backward: int) -> None:
+        last = len(self.saves) - 1
+        sequence, _, use = self.saves[last if newest else data.draw(st.integers(0, last))]
+        if use not in self.order._due or self.order._lost:
+            self.walks = sequence
+        self._carry_out(self.order.ask(self.steps[sequence], use, backward))
         if goes:
-            self._remove(position)
+            self._let_go(use.storage)
 
-    @precondition(lambda self: self.uses)
+    @precondition(lambda self: self.saves)
     @rule(data=st.data())
-    def a_handle_goes(self, data: st.DataObject) -> None:
-        self._remove(data.draw(st.sampled_from(sorted(self.uses))))
+    def a_graph_is_kept(self, data: st.DataObject) -> None:
+        use = self.saves[data.draw(st.integers(0, len(self.saves) - 1))].use
+        if use.asked_in is not None:
+            self.order.hold(use)
+            if use in self.order._due:
+                self.resident.add(use.storage)
 
-    @precondition(lambda self: self.uses)
-    @rule(data=st.data(), sequence=st.integers(1, 3))
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data())
+    def a_storage_goes(self, data: st.DataObject) -> None:
+        self._let_go(self.saves[data.draw(st.integers(0, len(self.saves) - 1))].use.storage)
+
+    @rule(data=st.data(), sequence=st.integers(0, 2))
     def another_order_is_expected(self, data: st.DataObject, sequence: int) -> None:
-        mine = [position for position, use in self.uses.items() if use.sequence == sequence]
-        known = data.draw(st.permutations(mine))[: data.draw(st.integers(0, len(mine)))]
-        self.order.arrange(sequence, [0, *known, 10_000])
+        numbers = range(self.numbers[sequence])
+        known = data.draw(st.permutations(numbers))[: data.draw(st.integers(0, len(numbers)))]
+        self.order.arrange(self.steps[sequence], [*known, 10_000])
 
-    def _remove(self, position: int) -> None:
-        dropped = self.order.remove(position)
-        if dropped is not None:
-            assert dropped == self.uses[position].storage
-            self.resident.remove(dropped)
-        del self.uses[position]
+    def _let_go(self, storage: Stored) -> None:
+        storage.is_gone = True
+        self.order.forget(storage)
+        self.resident.discard(storage)
+        self.saves = [save for save in self.saves if save.use.storage is not storage]
 
     def _carry_out(self, plan: Prefetch) -> None:
-        for storage in plan.drop:
-            self.resident.discard(storage)
-        brought = {use.storage for use in self.uses.values() if use.sequence == self.walks}
+        self.resident.difference_update(plan.drop)
+        brought = {use.storage for sequence, _, use in self.saves if sequence == self.walks}
         assert set(plan.bring) <= brought, "the walk stays within the forward that was asked for last"
         assert len(set(plan.bring)) == len(plan.bring)
         self.resident.update(plan.bring)
@@ -218,31 +240,43 @@ class PrefetchMachine(RuleBasedStateMachine):
         if not hasattr(self, "order"):
             return
         order = self.order
-        assert order._uses.keys() == self.uses.keys()
-        promised = {self.uses[position].storage for position in order._promised}
-        assert {storage for storage in self.weights if order.holds(storage)} == promised
+        promised = {use.storage for use in order._due}
+        assert promised == order.promised.keys()
+        assert not any(storage.is_gone for storage in promised)
         assert promised == self.resident, "the plans bring and drop exactly what is promised"
-        assert order.promised_bytes == sum(self.weights[storage] for storage in promised)
+        assert order.promised_bytes == sum(storage.nbytes for storage in promised)
         assert order.promised_bytes <= self.limit or (self.limit and len(promised) == 1), "a larger one alone"
 
     def teardown(self) -> None:
-        for position in sorted(getattr(self, "uses", ()), key=lambda position: hash((position, 7))):
-            self._remove(position)
+        for save in sorted(getattr(self, "saves", ()), key=lambda save: hash((save.number, 7))):
+            if not save.use.storage.is_gone:
+                self._let_go(save.use.storage)
         if hasattr(self, "order"):
             assert not self.resident
             assert self.order.promised_bytes == 0
             assert is_empty(self.order)
-            assert self.order._next is None
 
 
 TestPrefetchOrder = PrefetchMachine.TestCase
 TestPrefetchOrder.settings = STEPS
 
 
-def packed(order: PrefetchOrder, saves: list[tuple[int, int]], sequence: int = 1, first: int = 1) -> None:
-    """Takes in one forward: (storage, bytes) by position."""
-    for position, (storage, nbytes) in enumerate(saves, first):
-        order.add(position, storage, nbytes, sequence)
+class Step:
+    """One forward whose saves are of storages, each named by a number."""
+
+    def __init__(self, order: PrefetchOrder, saves: list[tuple[int, int]]) -> None:
+        self.order, self.uses = order, StepUses()
+        self.storages = {name: Stored(name, nbytes) for name, nbytes in saves}
+        self.saves = [self.uses.add(number, self.storages[name], nbytes) for number, (name, nbytes) in enumerate(saves)]
+
+    def ask(self, number: int, backward: int = 0) -> tuple[list[int], list[int]]:
+        """Asks for a save; the names of the storages that are brought, and of those that are dropped."""
+        plan = self.order.ask(self.uses, self.saves[number], backward)
+        return [one.name for one in plan.bring], [one.name for one in plan.drop]
+
+    def let_go(self, name: int) -> None:
+        self.storages[name].is_gone = True
+        self.order.forget(self.storages[name])
 
 
 @settings(max_examples=200)
@@ -254,56 +288,77 @@ def packed(order: PrefetchOrder, saves: list[tuple[int, int]], sequence: int = 1
 def test_backward_in_reverse_finds_everything_that_fits_promised_and_nothing_further_ahead(
     weights: list[int], limit: int, picks: list[int]
 ) -> None:
-    storages = [pick % len(weights) for pick in picks]
+    names = [pick % len(weights) for pick in picks]
     order = PrefetchOrder(limit)
-    packed(order, [(storage, weights[storage]) for storage in storages])
-    for position in range(len(storages), 0, -1):
-        order.unpacked(position)
-        order.remove(position)
+    step = Step(order, [(name, weights[name]) for name in names])
+    for number in reversed(range(len(names))):
+        step.ask(number)
+        if names[number] not in names[:number]:
+            step.let_go(names[number])
         ahead: set[int] = set()
-        for storage in reversed(storages[: position - 1]):
-            alone = limit > 0 and not ahead - {storage}
-            if sum(weights[s] for s in ahead | {storage}) > limit and not alone:
+        for name in reversed(names[:number]):
+            alone = limit > 0 and not ahead - {name}
+            if sum(weights[one] for one in ahead | {name}) > limit and not alone:
                 break
-            ahead.add(storage)
-        assert {s for s in range(len(weights)) if order.holds(s)} == ahead
-    assert len(order._uses) == order.promised_bytes == 0
+            ahead.add(name)
+        assert {storage.name for storage in order.promised} == ahead
+    assert order.promised_bytes == 0
 
 
 def test_a_jump_brings_what_comes_before_the_place_it_leads_to() -> None:
-    order = PrefetchOrder(2)
-    packed(order, [(storage, 1) for storage in range(1, 10)])
-    assert order.unpacked(4) == Prefetch(bring=[3, 2])
-    assert order.unpacked(9) == Prefetch()
-    assert order.unpacked(3) == Prefetch(drop=[3], bring=[8])
-    assert order.unpacked(2) == Prefetch(drop=[2], bring=[7])
-    assert order.unpacked(8) == Prefetch(drop=[8], bring=[6])
+    step = Step(PrefetchOrder(2), [(name, 1) for name in range(9)])
+    assert step.ask(3) == ([2, 1], [])
+    assert step.ask(8) == ([], [])
+    assert step.ask(2) == ([7], [2])
+    assert step.ask(1) == ([6], [1])
+    assert step.ask(7) == ([5], [7])
+
+
+def test_the_walk_passes_over_what_this_backward_has_asked_for_and_comes_to_it_in_the_next_one() -> None:
+    step = Step(PrefetchOrder(2), [(name, 1) for name in range(6)])
+    assert step.ask(3) == ([2, 1], [])
+    assert step.ask(2) == ([0], [2])
+    assert step.ask(1) == ([], [1])
+    assert step.ask(0) == ([], [0])
+    assert step.ask(5) == ([4], []), "the others were asked for in this backward"
+    assert step.ask(4) == ([], [4])
+    assert step.ask(5, backward=1) == ([4, 3], []), "the graph was kept, and backward runs again"
+
+
+@pytest.mark.parametrize("goes", [False, True], ids=["alive", "gone"])
+def test_one_ask_passes_over_a_bounded_number_of_asked_saves_and_over_any_number_that_are_gone(goes: bool) -> None:
+    passed = 2 * PrefetchOrder.PATIENCE  # in the first ask and in the second
+    step = Step(PrefetchOrder(1), [(name, 1) for name in range(passed + 4)])
+    for number in range(passed + 1, 1, -1):
+        step.ask(number)
+        if goes:
+            step.let_go(number)
+    step.let_go(1)  # it was promised
+    assert step.ask(passed + 3) == ([passed + 2], [])
+    assert step.ask(passed + 2) == ([0] if goes else [], [passed + 2])
 
 
 def test_h19_promises_that_are_not_taken_up_are_given_up_once_they_are_overdue_and_room_is_needed() -> None:
     order, patience = PrefetchOrder(2), PrefetchOrder.PATIENCE
-    packed(order, [(1, 1), (2, 1), (3, 1)], sequence=1)
-    packed(order, [(storage, 1) for storage in range(100, 140)], sequence=2, first=10)
-    assert order.unpacked(3) == Prefetch(bring=[2, 1])
-    newest = 10 + 39
+    earlier, later = Step(order, [(1, 1), (2, 1), (3, 1)]), Step(order, [(100 + name, 1) for name in range(40)])
+    assert earlier.ask(2) == ([2, 1], [])
     for late in range(patience + 1):
-        assert order.unpacked(newest - late) == Prefetch(), "they may come yet"
-    assert order.holds(1)
-    assert order.holds(2)
-    following = newest - patience - 1
-    assert order.unpacked(following) == Prefetch(drop=[2, 1], bring=[following + 89, following + 88])
+        assert later.ask(39 - late) == ([], []), "they may come yet"
+    assert {storage.name for storage in order.promised} == {1, 2}
+    number = 39 - patience - 1
+    assert later.ask(number) == ([100 + number - 1, 100 + number - 2], [2, 1])
     assert order.promised_bytes == 2
 
 
 def test_what_is_arranged_is_brought_in_that_order_and_nothing_else() -> None:
     order = PrefetchOrder(2)
-    packed(order, [(10 * position, 1) for position in range(1, 7)])
-    order.arrange(1, [3, 1, 99, 5, 2])
-    assert order.unpacked(3) == Prefetch(bring=[10, 50])
-    assert order.unpacked(1) == Prefetch(drop=[10], bring=[20])
-    assert order.unpacked(6) == Prefetch(), "it is in no chain: nothing is known of what comes next"
-    order.arrange(1, [6, 5, 4, 2])
-    assert order.unpacked(5) == Prefetch(drop=[50], bring=[40]), "the walk goes on along the new chain"
+    step = Step(order, [(10 * number, 1) for number in range(7)])
+    order.arrange(step.uses, [3, 1, 99, 5, 2])
+    assert step.ask(3) == ([10, 50], [])
+    assert step.ask(1) == ([20], [10])
+    assert step.ask(6) == ([], []), "it is not in the order: nothing is known of what comes next"
+    order.arrange(step.uses, [6, 5, 4, 2])
+    assert step.ask(5) == ([40], [50]), "the walk goes on along the new order"
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

@@ -31,12 +31,11 @@ from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.codecs import Workspaces
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
-from eager_offload.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.schedule import PrefetchOrder, ResidentQueue, Use
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import Step
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.finalizers import FinalizerRecord
 
 
 class Keeper(Protocol):
@@ -50,9 +49,6 @@ class Keeper(Protocol):
 
     def unpack(self, view: SavedView) -> Tensor:
         """The saved tensor again, for the stream that is current now."""
-
-    def drop(self, record: StorageRecord) -> None:
-        """No use of a storage is expected soon any more."""
 
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
@@ -148,19 +144,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
                 saved.release_source()
             else:
                 saved.slot = None
-
-
-class ViewRecord(FinalizerRecord["SavedView"]):
-    """A weak reference to a saved view, and what the prefetch order calls it."""
-
-    __slots__ = ("position", "saves")
-    position: int
-    saves: weakref.ref[Any]
-
-    def on_finalized(self) -> None:
-        """The view has died."""
-        if (saves := self.saves()) is not None and (storage := saves.order.remove(self.position)) is not None:
-            saves.drop(storage)
 
 
 class SavedStorage:
@@ -294,21 +277,21 @@ class SavedView:
         "number",
         "offset",
         "original",
-        "position",
         "size",
         "step",
         "storage",
         "stride",
+        "use",
         "version",
     )
 
-    def __init__(self, storage: SavedStorage, tensor: Tensor, position: int, step: Step, number: int) -> None:
+    def __init__(self, storage: SavedStorage, tensor: Tensor, use: Use, step: Step, number: int) -> None:
         self.storage = storage
         #: The step that saved it, and the number of the save in that.
         self.step = step
         self.number = number
-        #: Names this use of the storage in the prefetch order.
-        self.position = position
+        #: This save of the storage, in the order of need.
+        self.use = use
         self.size = tensor.size()
         self.stride = tensor.stride()
         #: In elements, from the start of the storage.

@@ -98,7 +98,7 @@ class ThreadState:
             saves.begin_step(self.queue(saves))
         if step is None:
             self.queue(saves)
-            step = self._steps[saves] = saves.new_step(self.sequence)
+            step = self._steps[saves] = saves.new_step()
         return step
 
 

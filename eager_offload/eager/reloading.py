@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eager_offload._torch import keeps_graph, storage_of, weak_storage
+from eager_offload._torch import current_backward, keeps_graph, storage_of, weak_storage
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
@@ -36,7 +36,7 @@ class Reloading:
         with offloader.lock:
             offloader.poll()
             if offloader.is_captured:
-                offloader.send_one(lambda one: one is record or order.holds(one))
+                offloader.send_one(lambda one: one is record or one in order.promised)
             stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
             reload = None if tensor is not None else self._reload_for(saved, stream)
@@ -49,14 +49,15 @@ class Reloading:
                 assert isinstance(now, float)
                 expected = step.asked(view.number, now)
                 if expected is not None:  # other than before
-                    order.arrange(step.sequence, expected)
-                plan = order.unpacked(view.position)
-                if reload is not None and reload is saved.reload and keeps_graph():
-                    order.hold(view.position)
+                    order.arrange(step.uses, expected)
+                backward = current_backward()
+                plan = order.ask(step.uses, view.use, backward)
+                if reload is not None and reload is saved.reload and backward >= 0 and keeps_graph():
+                    order.hold(view.use)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
             if tensor is not None:
-                if not order.holds(record):
+                if record not in order.promised:
                     self.drop(saved)
                 return tensor
         assert reload is not None
@@ -78,7 +79,7 @@ class Reloading:
         if reload.is_packed:
             place = unpacked(self._offloader, saved, place, stream)
         storage, first_byte = place.untyped_storage(), int(place.storage_offset())
-        tensor, expected = view.over(storage, first_byte), self.order.holds(saved.record)
+        tensor, expected = view.over(storage, first_byte), saved.record in self.order.promised
         if saved.reload is reload:
             saved.returned = Returned(weak_storage(storage), first_byte)
             if expected:
@@ -105,7 +106,12 @@ class Reloading:
 
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
-        if saved.reload is None and self.order.holds(saved.record) and saved.coding is None and not saved.saved_anew:
+        if (
+            saved.reload is None
+            and saved.record in self.order.promised
+            and saved.coding is None
+            and not saved.saved_anew
+        ):
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event

@@ -29,7 +29,7 @@ from eager_offload.config import MIB, OffloadConfig
 from eager_offload.eager.coding import coding_of
 from eager_offload.eager.device_budget import DeviceBudget
 from eager_offload.eager.exposure import Exposure
-from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord, ViewRecord
+from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.measuring import StepMeasures
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.ownership import own_until_taken
@@ -120,10 +120,10 @@ class SavedTensors:
         kept = [one.keep for one in (self.budget, self.exposure) if one is not None]
         return min(kept, default=self._queue_bytes)
 
-    def new_step(self, sequence: int) -> Step:
-        """A step, for one thread; ``sequence`` names it in the prefetch order."""
+    def new_step(self) -> Step:
+        """Returns a step, for one thread."""
         with self.offloader.crashing():
-            step = Step(sequence, self.tables)
+            step = Step(self.tables)
             record = StepRecord(step, self.offloader.on_death)
             record.log, record.saves = step.log, self._weak
             self._steps.add(record)
@@ -438,16 +438,10 @@ class SavedTensors:
         step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
-        position = next(self._keys)
         coding, nbytes = saved.coding, saved.footprint.nbytes
         if coding is not None and coding.rounds:  # what may be refused comes back as it is
             nbytes = coding.nbytes
-        self.order.add(position, saved.record, nbytes, step.sequence)
-        view = SavedView(saved, tensor, position, step, number)
-        record = ViewRecord(view, self.offloader.on_death)
-        record.position, record.saves = position, self._weak
-        self.offloader.records.add(record)
-        step.positions[number] = position
+        view = SavedView(saved, tensor, step.uses.add(number, saved.record, nbytes), step, number)
         if saved.record.state is AWAY or saved.packed is not None:
             view.forget_bytes()
         else:
@@ -508,14 +502,12 @@ class SavedTensors:
             if self.script is not None:
                 self.script.note_moved(saved.step, saved.first)
 
-    def drop(self, record: StorageRecord) -> None:
-        """No use of a storage is expected soon any more."""
-        self._reloading.drop(record())
-
     def forget_storage(self, record: StorageRecord) -> None:
         """The last view of a storage has died."""
         if self._names.get(record.name) is record:
             del self._names[record.name]
+        if record in self.order.promised:
+            self.order.forget(record)
         if record.queue is not None:
             nbytes = record.queue.discard(record)
             if record.state is WAITING:

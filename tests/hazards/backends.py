@@ -277,7 +277,7 @@ class Tracked(NamedTuple):
 
     storages: int
     names: int
-    uses: int
+    promised: int
     promised_bytes: int
 
 
@@ -286,7 +286,7 @@ def tracked(saves: SavedTensors) -> Tracked:
     with saves.offloader.lock:
         saves.offloader.poll()
         storages, order = saves.storages(), saves.order
-        return Tracked(len(storages), len(saves._names), len(order._uses), order.promised_bytes)
+        return Tracked(len(storages), len(saves._names), len(order.promised), order.promised_bytes)
 
 
 def queued_bytes(offload: Offload) -> int:
