@@ -286,13 +286,15 @@ class Stored(Protocol):
 class Use:
     """One save of a storage, in the order in which its step's backward is expected to ask."""
 
-    __slots__ = ("asked_in", "following", "nbytes", "rank", "storage")
+    __slots__ = ("asked", "asked_in", "following", "nbytes", "rank", "storage")
     storage: Stored
     nbytes: int
     #: The use that is expected after this one, and the place of this one: ranks fall along the order.
     following: Use | None
     rank: int
-    #: The backward that has asked for it last: another one may ask again where graphs are retained.
+    #: How many times it was asked for, and by which backward the last time: another one may ask again where graphs are
+    #: retained.
+    asked: int
     asked_in: int | None
 
 
@@ -313,7 +315,7 @@ class StepUses:
     def add(self, number: int, storage: Stored, nbytes: int) -> Use:
         """Takes in save ``number``, the latest."""
         use, uses = Use(), self.by_number
-        use.storage, use.nbytes, use.asked_in = storage, nbytes, None
+        use.storage, use.nbytes, use.asked, use.asked_in = storage, nbytes, 0, None
         use.following = following = self.first
         use.rank = 1 if following is None else following.rank + 1
         self.first = use
@@ -366,9 +368,9 @@ class PrefetchOrder:
     promised until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
 
     The walk goes on from where it stopped, so its cost for each unpack is constant. It passes over storages that are
-    gone, and over uses that this backward has asked for. The order is a hint: a use that was not promised is brought at
-    once, and the look-ahead starts anew from there. Promises that were not taken up are dropped when their room is
-    needed and they are overdue.
+    gone, and over uses that this backward has asked for; where that follows no order, over uses that were asked for as
+    often. The order is a hint: a use that was not promised is brought at once, and the look-ahead starts anew from
+    there. Promises that were not taken up are dropped when their room is needed and they are overdue.
 
     Where backward follows no order, what is dropped would have to come back once more, and so would what is brought in
     its place. So after some misses, saves asked for far from where the order leads, nothing is dropped any more: what
@@ -443,8 +445,9 @@ class PrefetchOrder:
         if self._lost or not is_promised:
             self._next = following
             self._lost = False
+        use.asked += 1
         use.asked_in = backward
-        self._look_ahead(found, backward)
+        self._look_ahead(found, use)
         return found
 
     def _judge(self, use: Use, expected: Use | None) -> None:
@@ -461,13 +464,13 @@ class PrefetchOrder:
         for use, due in self._due.items():
             self._due[use] = min(due, self.unpacks)
 
-    def _look_ahead(self, found: Prefetch, backward: int) -> None:
-        """Promises the uses that come next."""
+    def _look_ahead(self, found: Prefetch, asked: Use) -> None:
+        """Promises the uses that come next; ``asked`` is asked for now."""
         passed_over = 0
         while (use := self._next) is not None:
             if use.storage.is_gone:
                 pass
-            elif use.asked_in == backward:
+            elif use.asked_in == asked.asked_in or (self._follows_no_order and use.asked >= asked.asked):
                 passed_over += 1
                 if passed_over == self.PATIENCE:
                     return

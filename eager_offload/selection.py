@@ -7,6 +7,7 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -186,8 +187,9 @@ def own_bytes(tensor: Tensor) -> int:
     return min(count, _span(tensor)) * tensor.itemsize
 
 
+@lru_cache(maxsize=256)
 def whole(nbytes: int) -> Footprint:
-    """That of a storage of ``nbytes`` bytes, all of which travel."""
+    """Returns the footprint of a storage of ``nbytes`` bytes, all of which travel."""
     return Footprint(True, 0, nbytes, nbytes, False)
 
 
@@ -198,7 +200,7 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
     if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
-        return Footprint(True, 0, storage_nbytes, storage_nbytes, False)  # the common case, told by a cheap question
+        return whole(storage_nbytes)  # the common case, told by a cheap question
     itemsize = tensor.itemsize
     own = own_bytes(tensor)
     if own * _GATHER_BELOW >= storage_nbytes:

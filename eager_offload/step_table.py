@@ -260,28 +260,36 @@ class StepLog:
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
 
-    def table(self, link: Link | None) -> StepTable:
-        """Returns what follows for a step like this one.
+    def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
+        """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
+            before: the table of an earlier step with the same saves; rows that stay as they are come from it.
         """
+        known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
         last_saves = {owner: number for number, owner in enumerate(owners[: self.before_backward])}
         first_asked = {owners[number]: seconds for number, seconds in reversed(self.asked_at.items())}
         rows = []
         for number, facts in enumerate(self.facts):
+            reason, last = None, last_saves.get(number, number)
             if owners[number] != number:
-                rows.append(Row(*facts, _SHARE))
-                continue
-            last = last_saves.get(number, number)
-            if number in self.alive:
+                fate, last = _SHARE, number
+            elif number in self.alive:
                 fate, reason = _KEEP, KeepReason.ALIVE
+            elif link is None:
+                fate = _STAY
             else:
-                resting, reason = first_asked.get(number, math.inf) - self.packed_at[number], None
-                is_in_time = link is not None and resting >= link.round_trip(facts[1], self.ahead[number])
-                fate = _MOVE if is_in_time else _STAY
-            rows.append(Row(*facts, fate, reason, last if last > number else -1))
+                # Until it could be away and back, behind those that were on their way out.
+                travels = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
+                rested = first_asked.get(number, math.inf) - self.packed_at[number]
+                fate = _MOVE if rested >= travels else _STAY
+            last_save = last if last > number else -1
+            row = known[number] if known else None
+            if row is None or row.fate is not fate or row.reason is not reason or row.last_save != last_save:
+                row = Row(*facts, fate, reason, last_save)
+            rows.append(row)
         order = tuple([number for number in self.asks if owners[number] not in self.alive])
         return StepTable(tuple(rows), order)
 
@@ -292,10 +300,6 @@ class Link:
 
     out: float
     back: float
-
-    def round_trip(self, nbytes: int, ahead: int) -> float:
-        """Returns the seconds until ``nbytes`` could be away and back, behind ``ahead`` others on their way out."""
-        return (ahead + nbytes) / self.out + nbytes / self.back
 
 
 class KnownTable:
@@ -541,7 +545,7 @@ class StepTables:
         alike = next((one for one in self._known if one.facts == log.facts), None)
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
-        table = log.table(link)
+        table = log.table(link, None if alike is None else alike.table)
         if self._keep is not None:
             table = _spread(table, *self._keep)
         if alike is None:

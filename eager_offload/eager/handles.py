@@ -135,15 +135,17 @@ class StorageRecord(BytesRecord["SavedStorage"]):
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         saved = self()
-        if saved is not None and failure is None:
-            saved.saves.on_arrival(saved, transfer)
-        super().on_transferred(transfer, failure)
-        if saved is not None:
-            if failure is None:
-                saved.packed = None
-                saved.release_source()
-            else:
+        if failure is not None:
+            self.stay(KeepReason.FAILED)
+            if saved is not None:
                 saved.slot = None
+            return
+        if saved is not None:
+            saved.saves.on_arrival(saved, transfer)
+        self.arrive()
+        if saved is not None:
+            saved.packed = None
+            saved.release_source()
 
 
 class SavedStorage:

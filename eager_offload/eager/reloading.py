@@ -102,16 +102,11 @@ class Reloading:
                 self.drop(saved)
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """The bytes of a storage rest in a tier. What backward expects next stays, as if it had come back.
+        """Keeps the source of a storage that is promised, as if its bytes, which rest in a tier, had come back.
 
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
-        if (
-            saved.reload is None
-            and saved.record in self.order.promised
-            and saved.coding is None
-            and not saved.saved_anew
-        ):
+        if saved.reload is None and saved.coding is None and not saved.saved_anew:
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event

@@ -498,7 +498,8 @@ class SavedTensors:
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
         """The bytes of a storage rest in a tier, and its source is about to go."""
         if not self.offloader.is_crashed:
-            self._reloading.on_arrival(saved, transfer)
+            if saved.record in self.order.promised:
+                self._reloading.on_arrival(saved, transfer)
             if self.script is not None:
                 self.script.note_moved(saved.step, saved.first)
 
