@@ -389,7 +389,7 @@ class Offload:
     def keep_of(self, device: torch.device) -> int | None:
         """Returns how many of the newest bytes stay on ``device``; ``None`` where nothing was saved there."""
         saves = self._hooks.saved_tensors(device)
-        return None if isinstance(saves, KeepReason) else saves.keep
+        return None if isinstance(saves, KeepReason) else saves.keeping.keep
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.

@@ -26,12 +26,12 @@ from torch.nn import Parameter
 from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, unseen_version, version_of, weak_storage
 from eager_offload.eager.coding import Coding
 from eager_offload.eager.originals import original_of
-from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import BytesRecord, Transfer
+from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.codecs import Workspaces
 from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
-from eager_offload.schedule import PrefetchOrder, ResidentQueue, Use
+from eager_offload.schedule import ResidentQueue, Use
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import Step
@@ -39,25 +39,20 @@ from eager_offload.tiers.base import Slot
 
 
 class Keeper(Protocol):
-    """What handles need of the saved tensors that they belong to, those of one device."""
+    """The saved tensors of one device, as their handles know them."""
 
-    offloader: DeviceOffloader
-    #: What codecs compute in.
+    transfers: Transfers
+    #: Codecs compute in it.
     scratch: Workspaces
-    #: What comes back next, and how much of it there may be.
-    order: PrefetchOrder
 
     def unpack(self, view: SavedView) -> Tensor:
-        """The saved tensor again, for the stream that is current now."""
+        """Returns the saved tensor again, for the stream that is current now."""
 
     def forget_storage(self, record: StorageRecord) -> None:
-        """The last view of a storage has died."""
+        """Forgets a storage whose last view has died."""
 
     def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """The bytes of a storage rest in a tier, and its source is about to go."""
-
-    def release_scratch(self) -> None:
-        """Lets go of what codecs compute in, unless some graph is alive. The lock is held."""
+        """Takes note that the bytes of a storage rest in a tier; its source is about to go."""
 
 
 class KeptTensor:
@@ -188,7 +183,7 @@ class SavedStorage:
         step: Step,
         number: int,
     ) -> None:
-        self.record = record = StorageRecord(self, saves.offloader.on_death)
+        self.record = record = StorageRecord(self, saves.transfers.on_death)
         record.key, record.name, record.queue, record.reload = key, name, None, None
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
@@ -327,7 +322,7 @@ class SavedView:
         """This view over ``storage``, in which the footprint begins at ``first_byte``.
 
         It shares the version counter of what was saved, as the tensor that autograd itself would unpack does: should
-        backward change it in place, the next unpack finds out. The lock is held.
+        backward change it in place, the next unpack finds out.
         """
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize

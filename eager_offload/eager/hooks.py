@@ -31,7 +31,7 @@ from eager_offload._torch import (
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
-from eager_offload.eager.saving import SavedTensors
+from eager_offload.eager.saved_tensors import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered, warn
@@ -95,7 +95,7 @@ class ThreadState:
         step = self._steps.get(saves)
         if step is not None and step.is_over:
             self.sequence, step = next(_sequences), None
-            saves.begin_step(self.queue(saves))
+            saves.begin_further_step(self.queue(saves))
         if step is None:
             self.queue(saves)
             step = self._steps[saves] = saves.new_step()

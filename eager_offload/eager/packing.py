@@ -97,14 +97,14 @@ def unpack_into(
 
 def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Tensor:
     """``view``, of what was packed and has not arrived, for ``stream``."""
-    offloader, packed, is_shared = saved.saves.offloader, saved.packed, stream == saved.stream
+    transfers, packed, is_shared = saved.saves.transfers, saved.packed, stream == saved.stream
     assert packed is not None
     if not is_shared:
-        offloader.runtime.wait(stream, offloader.runtime.record(saved.stream))
-    place = unpacked(offloader, saved, packed, stream)
+        transfers.runtime.wait(stream, transfers.runtime.record(saved.stream))
+    place = unpacked(transfers, saved, packed, stream)
     storage, first_byte = place.untyped_storage(), int(place.storage_offset())
     if is_shared:
         saved.returned = Returned(weak_storage(storage), first_byte)
     else:
-        offloader.runtime.keep_until(offloader.runtime.record(stream), packed)
+        transfers.runtime.keep_until(transfers.runtime.record(stream), packed)
     return view.over(storage, first_byte)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from eager_offload._torch import current_backward, keeps_graph, storage_of, weak_storage
+from eager_offload._torch import storage_of, weak_storage
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
-from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
+from eager_offload.engine.transfer import AWAY, LEAVING, WAITING, Transfer
+from eager_offload.engine.transfers import Transfers
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
@@ -21,63 +19,15 @@ from eager_offload.stats import KeepReason
 class Reloading:
     """The saved storages of one device, on their way back."""
 
-    def __init__(self, offloader: DeviceOffloader, offloading: Offloading) -> None:
-        self._offloader, self._offloading = offloader, offloading
-        self.order = PrefetchOrder(self._offloader.windows.prefetch)
+    def __init__(self, transfers: Transfers, offloading: Offloading) -> None:
+        self._transfers, self._offloading = transfers, offloading
+        self.order = PrefetchOrder(self._transfers.windows.prefetch)
 
-    def make_room(self, view: SavedView) -> None:
-        """Drops what was brought back early, where there is no memory for ``view``."""
-        self._offloader.make_room(partial(self._drop_all_but, view.storage))
-
-    def unpack(self, view: SavedView) -> Tensor:
-        """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
-        offloader, order, saved, step = self._offloader, self.order, view.storage, view.step
-        runtime, record = offloader.runtime, saved.record
-        with offloader.lock:
-            offloader.poll()
-            if offloader.is_captured:
-                offloader.send_one(lambda one: one is record or one in order.promised)
-            stream = runtime.current_stream(offloader.device)
-            tensor = self._resident(view, stream)
-            reload = None if tensor is not None else self._reload_for(saved, stream)
-            if not offloader.is_crashed:
-                if record.state is not AWAY:
-                    self._stay_if_it_can(saved)
-                if record.state is not KEPT:
-                    record.ask(resident=reload is None)
-                now = runtime.moment(stream if runtime.knows_moments else None)
-                assert isinstance(now, float)
-                expected = step.asked(view.number, now)
-                if expected is not None:  # other than before
-                    order.arrange(step.uses, expected)
-                backward = current_backward()
-                plan = order.ask(step.uses, view.use, backward)
-                if reload is not None and reload is saved.reload and backward >= 0 and keeps_graph():
-                    order.hold(view.use)
-                if plan.drop or plan.bring:
-                    self._follow(plan, record)
-            if tensor is not None:
-                if record not in order.promised:
-                    self.drop(saved)
-                return tensor
-        assert reload is not None
-        try:
-            offloader.wait(reload.transfer, stream, "reload")
-            with offloader.lock:
-                offloader.take_up(reload.transfer)
-                return self._hand_over(view, reload, stream)
-        except BaseException:
-            with offloader.lock:
-                if saved.reload is reload:
-                    saved.reload = saved.record.reload = None
-                offloader.release(reload.transfer)
-            raise
-
-    def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
+    def hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
         """What was reloaded belongs to autograd from here on, unless more of it is expected to be asked for."""
         saved, place = view.storage, reload.target
         if reload.is_packed:
-            place = unpacked(self._offloader, saved, place, stream)
+            place = unpacked(self._transfers, saved, place, stream)
         storage, first_byte = place.untyped_storage(), int(place.storage_offset())
         tensor, expected = view.over(storage, first_byte), saved.record in self.order.promised
         if saved.reload is reload:
@@ -87,16 +37,16 @@ class Reloading:
             saved.reload = saved.record.reload = None
         elif not expected:
             self.drop(saved)  # the one on the stream of the pack, which this stream could not use
-        self._offloader.release(reload.transfer)
+        self._transfers.release(reload.transfer)
         return tensor
 
     def drop(self, saved: SavedStorage | None) -> None:
         """A storage that was brought back early is not expected soon any more; a copy on its way holds its target."""
         if saved is not None and saved.reload is not None:
-            self._offloader.release(saved.reload.transfer)
+            self._transfers.release(saved.reload.transfer)
             saved.reload = saved.record.reload = None
 
-    def _drop_all_but(self, needed: SavedStorage) -> None:
+    def drop_all_but(self, needed: SavedStorage) -> None:
         for saved in self._offloading.storages():
             if saved is not needed:
                 self.drop(saved)
@@ -110,26 +60,26 @@ class Reloading:
             assert saved.slot is not None
             back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
             back.event = transfer.event
-            self._offloader.hold(back.nbytes)
+            self._transfers.hold(back.nbytes)
             saved.reload, saved.record.reload = Reload(saved.source_bytes(), back), back
 
-    def _stay_if_it_can(self, saved: SavedStorage) -> None:
+    def stay_if_it_can(self, saved: SavedStorage) -> None:
         """Backward has come to a storage, so that to move it from now on would be in vain."""
         record = saved.record
-        if record.state is LEAVING and self._offloader.cancel_copy_of(record):
+        if record.state is LEAVING and self._transfers.cancel_copy_of(record):
             self._offloading.stay_after_all(saved)
         elif record.state is WAITING:
             self.stay(saved)
 
     def stay(self, saved: SavedStorage) -> None:
-        """A storage whose copy has not started stays where it is. The lock is held."""
+        """A storage whose copy has not started stays where it is."""
         self._offloading.stay(saved, KeepReason.NEWEST)
         record = saved.record
         if record.queue is not None:
             record.queue.discard(record)
             record.queue = None
 
-    def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
+    def resident(self, view: SavedView, stream: Stream) -> Tensor | None:
         """The tensor, if its bytes are on the device: not gone yet, kept alive by another owner, or back already."""
         saved = view.storage
         original = None if view.original is None else view.original()
@@ -152,7 +102,7 @@ class Reloading:
                 return view.over(storage, first_byte)
         return None if saved.packed is None else unpacked_at_once(view, saved, stream)
 
-    def _follow(self, plan: Prefetch, current: StorageRecord) -> None:
+    def follow(self, plan: Prefetch, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
         for record in plan.drop:
             if record is not current:
@@ -169,7 +119,7 @@ class Reloading:
             except (torch.OutOfMemoryError, MemoryError):
                 return  # prefetch is a hint: what is needed now may still fit
 
-    def _reload_for(self, saved: SavedStorage, stream: Stream) -> Reload:
+    def reload_for(self, saved: SavedStorage, stream: Stream) -> Reload:
         """The reload that ``stream`` can wait for: the shared one on the stream of the pack, else one of its own."""
         shared = stream == saved.stream
         if shared and saved.reload is not None:
@@ -189,5 +139,5 @@ class Reloading:
         coding, key = saved.coding, saved.record.key
         # What was packed is unpacked later, into other memory.
         layout = Layout(saved.footprint.nbytes, saved.alignment_offset) if coding is None else Layout(coding.nbytes)
-        target, transfer = self._offloader.reload(saved.slot, layout, stream, what, key=key)
+        target, transfer = self._transfers.reload(saved.slot, layout, stream, what, key=key)
         return Reload(target, transfer, coding is not None)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Hooks
-from eager_offload.eager.saving import SavedTensors
+from eager_offload.eager.saved_tensors import SavedTensors
 from eager_offload.engine.captured import CapturedTransfers, GraphSlab, lay_out
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.offload import Offload
@@ -161,7 +161,7 @@ class CapturedSaves:
             "max_slowdown": None,
             "policy": "max",
             "device_budget": None,
-            "keep_last_bytes": learnt.saved_tensors.keep,
+            "keep_last_bytes": learnt.saved_tensors.keeping.keep,
             "max_inflight_bytes": windows.inflight,
             "prefetch_bytes": windows.prefetch,
         }

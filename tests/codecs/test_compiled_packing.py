@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import eager_offload.eager.packing
-import eager_offload.eager.saving
+import eager_offload.eager.saved_tensors
 import eager_offload.kernels.codecs as module
 import eager_offload.offload
 from eager_offload import OffloadStats
@@ -40,7 +40,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> CodecKernels:
     found = CodecKernels()
     monkeypatch.setattr(eager_offload.offload, "CODECS", found)
     monkeypatch.setattr(eager_offload.eager.packing, "CODECS", found)
-    monkeypatch.setattr(eager_offload.eager.saving, "CODECS", found)
+    monkeypatch.setattr(eager_offload.eager.saved_tensors, "CODECS", found)
     monkeypatch.setattr(module, "_WORTH", 1)
     return found
 

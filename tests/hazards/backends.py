@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.eager.saving import SavedTensors
+from eager_offload.eager.saved_tensors import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.runtime.host import TransferThread, host_runtime

@@ -29,6 +29,8 @@ _FIRST = {
     "eager/coding": "codecs/saved_tensors codecs/rounding",
     "eager/packing": "codecs/saved_tensors codecs/rounding hazards/copies hazards/interrupts",
     "eager/handles": "hazards/versions hazards/lifetime",
+    "eager/keeping": "how_much_moves",
+    "eager/saved_tensors": "hazards/versions hazards/copies hazards/in_between hazards/interrupts",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
     "eager/device_budget": "how_much_moves",
     "eager/exposure": "how_much_moves",
@@ -67,7 +69,7 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "engine/captured eager/offloading eager/packing eager/reloading eager/saving graphs observe/doctor "
+    "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs observe/doctor "
     "runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )

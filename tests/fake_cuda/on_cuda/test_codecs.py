@@ -29,7 +29,7 @@ def test_what_rounds_is_compiled_and_training_goes_on_whatever_comes_of_it(
         return kernels
 
     monkeypatch.setattr(module, "_compile", compiled)
-    for name in ("offload", "eager.packing", "eager.saving"):
+    for name in ("offload", "eager.packing", "eager.saved_tensors"):
         monkeypatch.setattr(f"eager_offload.{name}.CODECS", fresh)
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)]).cuda()
     offload = Offload(codec=codec, min_bytes=0, keep_last_bytes=0)
