@@ -24,6 +24,7 @@ from eager_offload._torch import (
     on_first_compile,
     without_caller_modes,
 )
+from eager_offload.budget import Controller
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
@@ -386,10 +387,10 @@ class Offload:
         offloader = self._offloaders.of(device)
         return () if isinstance(offloader, KeepReason) else offloader.tiers
 
-    def keep_of(self, device: torch.device) -> int | None:
-        """Returns how many of the newest bytes stay on ``device``; ``None`` where nothing was saved there."""
+    def controller_of(self, device: torch.device) -> Controller | None:
+        """Returns what says how much of a step moves on ``device``; ``None`` where no setting asks for that."""
         saves = self._hooks.saved_tensors(device)
-        return None if isinstance(saves, KeepReason) else saves.keeping.keep
+        return None if isinstance(saves, KeepReason) else saves.tables.controller
 
     def refuse_reentry(self) -> None:
         """See [Note: reentry] in ``tiers/forking.py``.

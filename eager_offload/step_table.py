@@ -21,7 +21,7 @@ So a table that does not fit costs time and changes no bit.
              hardly more than what may stay in any case
     KEEP     its original was still alive when it was asked for, so that to move it frees nothing
     SHARE    its bytes are an earlier save's, which waits for the last save of its storage
-Where a limit of the slowdown says how many bytes are to stay, these are spread over the forward instead.
+Where there is a budget or a limit of the slowdown, ``budget.py`` says how many bytes move: see ``KnownTable.share``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+from eager_offload.budget import Controller, Kind
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
 from eager_offload.schedule import StepUses, largest_of
@@ -243,7 +244,19 @@ def _is_possible(number: int, row: object, rows: Sequence[Row]) -> bool:
 class StepLog:
     """What one step has saved and asked for; lists are by number of save."""
 
-    __slots__ = ("ahead", "alive", "asked_at", "asks", "before_backward", "facts", "known", "packed_at")
+    __slots__ = (
+        "ahead",
+        "alive",
+        "asked_at",
+        "asks",
+        "before_backward",
+        "facts",
+        "fraction",
+        "kept",
+        "known",
+        "packed_at",
+        "taught",
+    )
 
     def __init__(self) -> None:
         self.facts: list[_Facts] = []
@@ -259,6 +272,17 @@ class StepLog:
         self.alive: set[int] = set()
         #: The table that it was like, from its first save to its last ask; ``None`` where it was like none.
         self.known: KnownTable | None = None
+        #: The table that it has taught, once its graph is gone.
+        self.taught: KnownTable | None = None
+        #: The fraction that a controller has set for it, if one has, and the movable bytes that stayed by that; ``None``
+        #: where it turned out to be like no table, or like another one.
+        self.fraction: float | None = None
+        self.kept: int | None = 0
+
+    @property
+    def kind(self) -> KnownTable | None:
+        """The table of its kind, if that is one from the first save to the last."""
+        return self.known if self.taught is None or self.known is not None else self.taught
 
     def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
         """Returns the table for a step like this one.
@@ -305,7 +329,7 @@ class Link:
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("facts", "is_given", "is_proven", "misses", "order", "table", "times")
+    __slots__ = ("_shared", "facts", "is_given", "is_proven", "kind", "misses", "order", "table", "times")
 
     def __init__(self, table: StepTable, *, is_given: bool = False) -> None:
         self.facts = [row.facts for row in table.rows]
@@ -315,13 +339,26 @@ class KnownTable:
         self.is_proven = not is_given
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
+        #: The state of its kind for a controller, where there is one.
+        self.kind: Kind | None = None
         self.take(table)
 
     def take(self, table: StepTable) -> None:
         """``table`` comes in place of its own, for the same saves."""
         self.table = table
+        self._shared: tuple[float, StepTable, int] | None = None
         #: The saves in the order in which they are asked for the first time.
         self.order = tuple(dict.fromkeys(table.order))
+
+    def share(self, fraction: float) -> tuple[StepTable, int]:
+        """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it.
+
+        Of the storages that are in time the same part moves all along forward, so that the link is as busy at its
+        beginning as at its end. Those that are asked for too soon stay first, the newest before the others.
+        """
+        if self._shared is None or self._shared[0] != fraction:
+            self._shared = (fraction, *_shared(self.table, fraction))
+        return self._shared[1:]
 
     def has(self, facts: Sequence[_Facts]) -> bool:
         """Whether it begins with those saves."""
@@ -461,8 +498,8 @@ class StepTables:
         #: The table of the last step that was looked up.
         self.last: StepTable | None = None
         self._known: list[KnownTable] = []
-        #: What ``keep`` was told: the bytes that stay, and how many of them are the newest.
-        self._keep: tuple[int, int] | None = None
+        #: Says how much of a step moves, where there is a budget or a limit of the slowdown.
+        self.controller: Controller | None = None
         #: The warning that the table of the user does not fit, until it is given.
         self._unfit = ""
         #: Whether nothing is learnt or forgotten.
@@ -471,7 +508,7 @@ class StepTables:
     def frozen(self) -> StepTables:
         """Returns the same tables, of which nothing is learnt or forgotten."""
         tables = StepTables(True, Accounts())
-        tables._known = [copy.copy(one) for one in self._known]
+        tables._known, tables.controller = [copy.copy(one) for one in self._known], self.controller
         tables.is_frozen = True
         return tables
 
@@ -479,37 +516,42 @@ class StepTables:
         """Takes in a table of the user's, in which the first step is looked up."""
         self._known.append(KnownTable(table, is_given=True))
 
-    def keep(self, nbytes: int, newest: int) -> None:
-        """Has so many bytes stay of each step that is looked up, whatever the link may be.
+    def control(self, controller: Controller) -> None:
+        """Has ``controller`` say how much of a step moves, from the second step of a kind on."""
+        self.controller, self._after = controller, 1
 
-        Args:
-            newest: bytes that stay of the newest, before any other does.
-        """
-        if self._keep != (nbytes, newest):
-            self._keep = (nbytes, newest)
-            for known in self._known:
-                known.table = _spread(known.table, nbytes, newest)
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the storages that may leave, of the step that has most of them."""
-        return max((known.table.movable_bytes for known in self._known), default=0)
+    def kind_of(self, known: KnownTable) -> Kind:
+        """Returns the state of that kind of steps, for the controller."""
+        assert self.controller is not None
+        if known.kind is None:
+            known.kind = self.controller.new_kind()
+        return known.kind
 
     def look_up(self, facts: _Facts) -> list[KnownTable]:
         """Returns the tables that begin with that save, the latest first, and counts a step where there are any."""
         found = [one for one in reversed(self._known) if one.is_given or one.times >= self._after]
         fitting = [one for one in found if one.facts[0] == facts]
         if fitting:
-            self.last = fitting[0].table
+            self.last = self.table_of(fitting[0])
             self._accounts.counters.followed_forwards += 1
         for one in found:
             if not (one.is_proven or fitting):
                 self.missed(one, one.difference(0, facts))
         return fitting
 
+    def table_of(self, known: KnownTable) -> StepTable:
+        """Returns the table that a step like ``known`` goes by."""
+        return known.table if self.controller is None else known.share(self.controller.fraction(self.kind_of(known)))[0]
+
     def leaves_all(self, known: KnownTable) -> bool:
         """Whether a step like that stays where it is, as long as there is room."""
-        return not known.is_given and self._keep is None and known.table.movable_bytes <= self.room
+        return not known.is_given and self.controller is None and known.table.movable_bytes <= self.room
+
+    def note_share(self, log: StepLog) -> None:
+        """Writes down how much of a step that begins moves, and stays."""
+        if self.controller is not None and (known := log.known) is not None:
+            log.fraction = self.controller.fraction(self.kind_of(known))
+            log.kept = self._accounts.counters.keep_last_bytes = known.share(log.fraction)[1]
 
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
@@ -546,42 +588,40 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
         table = log.table(link, None if alike is None else alike.table)
-        if self._keep is not None:
-            table = _spread(table, *self._keep)
         if alike is None:
             alike = KnownTable(table)
         else:
             self._known.remove(alike)
             alike.take(table)
         alike.times, alike.misses, alike.is_given, alike.is_proven = alike.times + 1, 0, False, True
+        log.taught = alike
         if log.known is alike:
-            self.last = table
+            self.last = self.table_of(alike)
         self._known = [*self._known, alike][-_MOST_TABLES:]
 
 
-def _spread(table: StepTable, keep: int, newest: int) -> StepTable:
-    """Returns ``table`` with ``keep`` bytes that stay: the newest, and of the others each stretch its part.
-
-    Args:
-        newest: bytes that stay of the newest, before any other does.
-    """
-    storages = [(number, row.storage_nbytes) for number, row in enumerate(table.rows) if row.fate in (_MOVE, _STAY)]
-    found, at, kept = set[int](), len(storages), 0
-    while at and kept + storages[at - 1][1] <= min(keep, newest):
-        at -= 1
-        kept += storages[at][1]
-        found.add(storages[at][0])
-    earlier, due = sum(nbytes for _, nbytes in storages[:at]), 0
-    room = min(keep - kept, earlier)
-    for number, nbytes in reversed(storages[:at]):
-        due += nbytes * room  # in parts of a byte, as many as there are earlier bytes
-        if nbytes * earlier <= due:
-            due -= nbytes * earlier
-            found.add(number)
-    rows = list(table.rows)
-    for number, _ in storages:
-        rows[number] = replace(rows[number], fate=_STAY if number in found else _MOVE)
-    return dataclasses.replace(table, rows=tuple(rows))
+def _shared(table: StepTable, fraction: float) -> tuple[StepTable, int]:
+    """See ``KnownTable.share``."""
+    room = int((1 - fraction) * table.movable_bytes)
+    fates = [row.fate for row in table.rows]
+    for number in range(len(fates) - 1, -1, -1):
+        if fates[number] is _STAY:
+            nbytes = table.rows[number].storage_nbytes
+            if nbytes <= room:
+                room -= nbytes
+            else:
+                room, fates[number] = 0, _MOVE  # it and all before it
+    in_time, due = [number for number, row in enumerate(table.rows) if row.fate is _MOVE], 0
+    nbytes_in_time = table.moved_bytes
+    left = min(room, nbytes_in_time)
+    for number in reversed(in_time):
+        due += table.rows[number].storage_nbytes * left  # in parts of a byte, as many as there are bytes in time
+        if table.rows[number].storage_nbytes * nbytes_in_time <= due:
+            due -= table.rows[number].storage_nbytes * nbytes_in_time
+            fates[number] = _STAY
+    rows = [row if row.fate is fate else replace(row, fate=fate) for row, fate in zip(table.rows, fates, strict=True)]
+    kept = sum(row.storage_nbytes for row in rows if row.fate is _STAY)
+    return replace(table, rows=tuple(rows)), kept
 
 
 class Kept(NamedTuple):
@@ -658,6 +698,7 @@ class Step:
         facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner, codec)
         if number == 0:
             self._use(self._tables.look_up(facts))
+            self._tables.note_share(log)
         elif (known := log.known) is not None and (number == len(known.facts) or known.facts[number] != facts):
             self._differ([*log.facts, facts], known.difference(number, facts))
         log.facts.append(facts)
@@ -722,6 +763,8 @@ class Step:
         """Backward begins, which tells steps apart that begin alike: by how much they save."""
         facts = self.log.facts
         if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
+            if whole[0] is not self.log.known:
+                self.log.fraction = self.log.kept = None
             self._use(whole)
         self._order = () if self.log.known is None else self.log.known.order
 
@@ -734,6 +777,7 @@ class Step:
         known = self.log.known
         assert known is not None
         self._use([] if facts is None else [one for one in self._fitting if one.has(facts)])
+        self.log.fraction = self.log.kept = None
         if self.log.known is None:
             self._tables.missed(known, what)
 
@@ -741,7 +785,7 @@ class Step:
         """Looks the rest of the step up in the first of ``fitting``."""
         self._fitting = fitting
         self.log.known = known = fitting[0] if fitting else None
-        self.table = None if known is None else known.table
+        self.table = None if known is None else self._tables.table_of(known)
         self.is_given = known is not None and known.is_given
         self.stays = known is not None and self._tables.leaves_all(known)
         # Not in a graph, whose every replay would do so.

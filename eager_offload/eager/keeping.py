@@ -1,59 +1,53 @@
-"""How many of the newest saved bytes of one device stay, and how many may be on their way.
+"""How many saved bytes of one device stay, and how many may be on their way.
 
-The windows say both, unless a budget of the device or a limit of the slowdown does. What is here needs the lock of the
-transfers, see ``DeviceOffloader.locked``.
+The windows say both, unless there is a budget of the device or a limit of the slowdown: then a controller says which
+part of a known step's bytes moves. What is here needs the lock of the transfers, see ``DeviceOffloader.locked``.
 """
 
 from __future__ import annotations
 
-from eager_offload.config import OffloadConfig
-from eager_offload.eager.device_budget import DeviceBudget
-from eager_offload.eager.exposure import Exposure
+from eager_offload.budget import Controller
+from eager_offload.config import OffloadConfig, size_literal, size_text
+from eager_offload.eager.readings import Reading, Readings
 from eager_offload.engine.transfers import Transfers
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.step_table import StepTables
+from eager_offload.step_table import Step, StepTables
 from eager_offload.tiers.finalizers import Living
 
 
 class Keeping:
-    """Sets the limits of the threads' queues, of the look-ahead and of the step tables, at the begin of each forward.
+    """Sets the limits of the threads' queues, of the look-ahead and of the step tables, where each forward begins.
 
     Raises:
-        ConfigError: the device cannot tell how much of it is used, or the time, where the config needs that.
+        ConfigError: the config has a budget, and the device does not tell how much of its memory is used.
     """
 
     def __init__(self, transfers: Transfers, config: OffloadConfig, tables: StepTables, order: PrefetchOrder) -> None:
         self._transfers, self._config, self._tables, self._order = transfers, config, tables, order
         self._windows = transfers.windows
-        #: The most of the newest bytes that stay where neither a budget nor a limit of the slowdown says it.
-        self._queue_bytes = keep = config.newest_bytes(self._windows.prefetch)
-        budget, limit = config.device_budget, config.slowdown
-        #: Bounds the device; ``None`` where nothing does.
-        self.budget = None if budget is None else DeviceBudget(transfers, budget, keep, config.written("device_budget"))
-        #: Keeps as much as it takes for steps to wait no longer than a limit; ``None`` where there is no limit.
-        self.exposure = None if limit is None else Exposure(transfers, limit, keep, config.says_slowdown)
+        #: Reads what steps take; ``None`` where nothing depends on that.
+        self.readings: Readings | None = None
+        if config.device_budget is not None or config.slowdown is not None:
+            self.readings = Readings(transfers, config)
+            if tables.controller is None:
+                tables.control(Controller(self.readings.budget, config.slowdown))
+            else:
+                tables.controller.budget = self.readings.budget
         self._queues: Living[ResidentQueue] = Living()
         # Not by the time that steps took, where a graph is captured of one.
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
         #: Whether storages that a step table has leave do so as soon as they are final.
-        self.leaves_early = self.exposure is not None or self._learns_what_stays
+        self.leaves_early = tables.controller is not None or self._learns_what_stays
+        #: The warning that the budget is not kept, until it is given; ``None`` once it was.
+        self._unkept: str | None = ""
+        #: The most bytes of the newest that stay, for each thread, in a step that is not known.
+        self.keep = 0
         self._use_windows()
 
     @property
     def adapts(self) -> bool:
         """Whether anything may change when a forward begins."""
-        return self.budget is not None or self.exposure is not None or self._windows.is_auto
-
-    @property
-    def keep(self) -> int:
-        """The most bytes of the newest that stay, for each thread."""
-        kept = [one.keep for one in (self.budget, self.exposure) if one is not None]
-        return min(kept, default=self._queue_bytes)
-
-    @property
-    def kept_newest(self) -> int:
-        """Bytes of the newest that stay now, of all threads."""
-        return sum(queue.nbytes for queue in self._queues)
+        return self.readings is not None or self._windows.is_auto
 
     def new_queue(self) -> ResidentQueue:
         """Returns a queue of the newest bytes, for one thread."""
@@ -63,27 +57,27 @@ class Keeping:
 
     def begin(self, queue: ResidentQueue) -> str:
         """Begins a forward on the thread of ``queue``; returns a warning to the user, empty where there is none."""
-        counters, budget, exposure, message = self._transfers.accounts.counters, self.budget, self.exposure, ""
         if self._windows.begin(queue.movable, queue.largest):
             self._use_windows()
         queue.begin_step()
         self._tell_windows()
-        if budget is None and exposure is None:
-            return message
-        self._transfers.poll()
-        if budget is not None:
-            budget.begin()
-            message = budget.warning()
-        if exposure is not None:
-            most = self._tables.most_bytes
-            exposure.begin(queue, most if budget is None else min(most, budget.keep))
-        keep = queue.limit = counters.keep_last_bytes = self.keep
-        if exposure is not None:
-            self._tables.keep(keep, self._queue_bytes)
-        return message
+        if self.readings is None:
+            return ""
+        self._transfers.poll()  # which learns the tables of steps that are over
+        if (over := self.readings.begin(queue)) is not None:
+            self._observe_memory(over)
+        for one in self.readings.timed():
+            self._observe_time(one)
+        warning, self._unkept = self._unkept, None if self._unkept else self._unkept
+        return warning or ""
+
+    def begin_step(self, step: Step) -> None:
+        """A step begins, in which something is saved that may leave."""
+        if self.readings is not None:
+            self.readings.note_step(step.log)
 
     def grow(self, queue: ResidentQueue) -> None:
-        """Has the windows follow what ``queue`` has taken in, in a first step, which nothing is known before."""
+        """Has the windows follow what ``queue`` has taken in, in a first step, before which nothing is known."""
         if not self._windows.is_known and self._windows.grow(queue.largest):
             self._use_windows()
 
@@ -92,9 +86,34 @@ class Keeping:
         if self._windows.begin(movable, largest):
             self._use_windows()
 
+    def _observe_memory(self, one: Reading) -> None:
+        """Has the controller learn from the memory of a step that is over."""
+        controller, counters = self._tables.controller, self._transfers.accounts.counters
+        budget = None if controller is None else controller.budget
+        if controller is None or budget is None or one.log is None or not one.peak:
+            return
+        kept = one.log.kept
+        if one.peak > budget:
+            counters.demote("over_budget")
+            if kept == 0 and self._unkept == "":
+                self._unkept = self._why(one.peak, budget)
+        if (known := one.log.kind) is not None and kept is not None:
+            movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
+            controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
+
+    def _observe_time(self, one: Reading) -> None:
+        """Has the controller learn from the time of a step that is over."""
+        controller = self._tables.controller
+        assert controller is not None
+        if one.log is not None and (known := one.log.kind) is not None and one.log.fraction is not None:
+            kind, compute = self._tables.kind_of(known), max(one.seconds - one.exposed, 0.0)
+            controller.observe_time(kind, one.log.fraction, one.exposed, compute)
+            self._transfers.accounts.counters.slowdown = controller.slowdown
+
     def _use_windows(self) -> None:
         prefetch = self._order.limit = self._windows.prefetch
-        self._queue_bytes = self._config.newest_bytes(prefetch)
+        has_budget = self.readings is not None and self.readings.budget is not None
+        self.keep = 0 if has_budget else self._config.newest_bytes(prefetch)
         self._tables.room = self._config.small_step_bytes(prefetch) if self._learns_what_stays else 0
         for queue in self._queues:
             queue.limit = self.keep
@@ -103,3 +122,17 @@ class Keeping:
     def _tell_windows(self) -> None:
         counters, windows = self._transfers.accounts.counters, self._windows
         counters.max_inflight_bytes, counters.prefetch_bytes = windows.inflight, windows.prefetch
+        if self.readings is not None and self.readings.budget is not None:
+            counters.device_budget = self.readings.budget
+
+    def _why(self, peak: int, budget: int) -> str:
+        device, moved = self._transfers.device, self._transfers.out_rate.nbytes > 0
+        smaller = "max_inflight_bytes, prefetch_bytes, " if moved else ""
+        freed = ", or freed memory that stays with the process (see eo.release_freed_memory)"
+        given = self._config.written("device_budget") or size_literal(budget)
+        return (
+            f"device_budget={given} is not kept: the peak on {device} was {size_text(peak)}, with nothing kept that "
+            "may leave. The rest is the model's own, smaller than "
+            f"min_bytes, on its way{freed if device.type == 'cpu' else ''}. To need less, take a smaller {smaller}"
+            "min_bytes or batch, or checkpointing; else raise device_budget"
+        )

@@ -140,8 +140,8 @@ class SavedTensors(Saving):
             with offloader.lock:
                 offloader.poll()
                 lack = self.start_due(queue, None)
-                if self.keeping.budget is not None:
-                    self.keeping.budget.note_kept(self.keeping.kept_newest)
+                if self.keeping.readings is not None:
+                    self.keeping.readings.note_exit()
             if lack is not None:
                 offloader.go_on(lack, partial(self.start_due, queue, None), waits=waits)
 
@@ -161,9 +161,9 @@ class SavedTensors(Saving):
         if version_of(view.alias) != view.version:  # `check_version`, which would be a call
             view.check_version()
         try:
-            if self.keeping.budget is not None:
+            if self.keeping.readings is not None:
                 with offloader.lock:
-                    self.keeping.budget.note_ask()
+                    self.keeping.readings.note_ask()
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._unpack(view)

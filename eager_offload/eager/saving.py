@@ -88,8 +88,7 @@ class Saving(abc.ABC):
         self._steps.add(record)
         if self.script is not None:
             self.script.begin(step)
-        if self.keeping.exposure is not None:
-            self.keeping.exposure.note_forward()
+        self.keeping.begin_step(step)
         return step
 
     def give(self, table: StepTable) -> None:
@@ -201,8 +200,8 @@ class Saving(abc.ABC):
         moves = row is not None and row.fate is Fate.MOVE and not step.stays
         if row is not None and step.stays and transfers.resident_bytes + area.nbytes <= self.tables.room:
             weight = 0
-        elif moves and self.keeping.exposure is not None:
-            weight = 0  # it pushes nothing out of what is to stay
+        elif row is not None and self.tables.controller is not None:
+            weight = 0  # it stays if its row says so, and pushes nothing out that is to stay
         queue.push(
             record,
             area.nbytes,
@@ -295,8 +294,8 @@ class Saving(abc.ABC):
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
-        if self.keeping.budget is not None:
-            self.keeping.budget.note_save()
+        if self.keeping.readings is not None:
+            self.keeping.readings.note_save()
         return view
 
     @abc.abstractmethod

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,13 +145,12 @@ class CapturedSaves:
         self.kept = {reason: nbytes for reason, nbytes in counters.kept_bytes.items() if nbytes}
 
     def _learner(self) -> _Saves:
-        config, fields = self._offload.config, dict[str, Any]()
+        config, tables = self._offload.config, StepTables(True, self._offload._accounts)
         if config.slowdown is not None:  # steps before have learnt what stays: a graph has no time of its own
-            fields = {"max_slowdown": None, "policy": "max"}
-            if (keep := self._offload.keep_of(self._stream.device)) is not None:
-                fields["keep_last_bytes"] = keep
-        config = OffloadConfig.from_fields(fields, config)
-        return self._new(config, self._offload._accounts, StepTables(True, self._offload._accounts))
+            config = OffloadConfig.from_fields({"max_slowdown": None, "policy": "max"}, config)
+            if (controller := self._offload.controller_of(self._stream.device)) is not None:
+                tables.control(controller.without_time())
+        return self._new(config, self._offload._accounts, tables)
 
     def _fix(self, learnt: _Saves) -> _Saves:
         """The saved tensors of the last warm-up, by what those before have learnt."""

@@ -1,0 +1,237 @@
+"""The memory and the time that each step takes, for ``budget.py``.
+
+[Note: the peak of a step]
+    an accelerator   remembers its highest peak, which is the user's to start anew. Where that has grown in a step, it
+                     is the step's peak; else the step's peak was at most that. Where it is so high that this leaves
+                     open whether the budget holds, the device is read as well, which takes up to a millisecond: where
+                     backward ends, and once in between, in each step one ask later than in the one before
+    a CPU            is read at each save and ask of the first steps, at some of the later ones, when the context is
+                     left, and where backward ends
+What is used between steps, by an optimizer or an evaluation, is not seen: whatever of the saved tensors had stayed
+would not change it.
+
+[Note: exposed time]
+A transfer is exposed for as long as compute waits for it. Each wait is timed on the stream that computes, by a moment
+before and one after it: on an accelerator by events of that stream, so that the host's clock, which runs ahead, has no
+part in it; on a CPU by the host's, where compute is the host. The rest of a step is its time without offload: an
+estimate, since it has in it what the library's calls take, and what transfers take of compute's memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from eager_offload.config import OffloadConfig
+from eager_offload.engine.transfer_log import Reader, Waited
+from eager_offload.engine.transfers import Transfers
+from eager_offload.errors import ConfigError
+from eager_offload.runtime.base import DeviceMemory, Moment
+from eager_offload.schedule import ResidentQueue
+from eager_offload.step_table import StepLog
+
+#: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
+_AUTO_PART = 0.9
+#: A peak that is remembered hides those of steps from so much of the budget on.
+_HIDING_PART = 0.96
+#: In how many steps every save and ask is read, and of the later ones one in so many. That is odd, so that it is not
+#: always the same ones.
+_FIRST, _NOW_AND_THEN = 8, 7
+#: In so many steps the ask that is read in between moves on.
+_ROUND = 64
+
+
+@dataclass(slots=True)
+class Reading:
+    """From where a thread begins a forward to where it begins its next one."""
+
+    #: The thread, by its queue, and the others that have begun a forward since, with how many.
+    thread: weakref.ref[ResidentQueue]
+    #: As it began: the device's memory, and the moment.
+    memory: DeviceMemory | None
+    began: Moment
+    #: Of the waits from there on.
+    waits: Reader
+    others: dict[int, int] = field(default_factory=dict)
+    #: The first step that was begun in it; ``None`` where nothing was saved that may leave.
+    log: StepLog | None = None
+    #: The most bytes that were seen to be used; once it is over, the peak, which is 0 where nothing was seen.
+    peak: int = 0
+    is_exact: bool = True
+    #: Saves in it that may be asked for, and asks; whether the end of its backward was seen.
+    saves: int = 0
+    asks: int = 0
+    is_over: bool = False
+    #: Once it is over: bytes that are used beyond those at its beginning, where it ended, and where in the log.
+    growth: int = 0
+    stopped: Moment = None
+    end: int = 0
+    #: Seconds for which compute has waited, as far as the waits were read, and all seconds.
+    exposed: float = 0.0
+    seconds: float = 0.0
+
+
+class Readings:
+    """Reads the steps of one device.
+
+    Raises:
+        ConfigError: the config has a budget, and the device does not tell how much of its memory is used.
+    """
+
+    def __init__(self, transfers: Transfers, config: OffloadConfig) -> None:
+        self._transfers, self._runtime, self._device = transfers, transfers.runtime, transfers.device
+        #: The setting for which time is read; ``None`` where it is not.
+        self._timed_for = None if config.slowdown is None else config.says_slowdown
+        self._tells_time: bool | None = None
+        self._given = config.written("device_budget")
+        #: Bytes; ``None`` where memory is not read.
+        self.budget = None if config.device_budget is None else self._budget_of(config.device_budget)
+        #: Whether the device remembers its peak, so that it need not be watched.
+        self._remembers = False if (memory := self._memory()) is None else memory.peak is not None
+        #: How many saves and asks there were, and how many steps were read.
+        self._calls = self._steps = 0
+        #: How many asks the last step had.
+        self._asks = 1
+        #: Whether the step that goes on is looked at once before it ends.
+        self._watches = False
+        self._open: Reading | None = None
+        #: Those that are over to the host; a device may be in the midst of them.
+        self._over: deque[Reading] = deque()
+
+    def note_step(self, log: StepLog) -> None:
+        """A step begins, in which something is saved that may leave."""
+        if self._open is not None and self._open.log is None:
+            self._open.log = log
+
+    def note_save(self) -> None:
+        """Something is saved that may be asked for."""
+        if (one := self._open) is not None:
+            one.saves += 1
+            if self._is_sampled():
+                self._look(one)
+
+    def note_ask(self) -> None:
+        """Something is asked for."""
+        if (one := self._open) is not None:
+            is_last = one.asks + 1 == one.saves
+            is_due = is_last or (self._watches and one.asks == self._steps % self._asks)
+            one.asks += 1
+            if self._is_sampled() or is_due:
+                self._look(one)
+            one.is_over |= is_last
+
+    def note_exit(self) -> None:
+        """The context is left."""
+        if self._open is not None and self.budget is not None and not self._remembers:
+            self._look(self._open)
+
+    def begin(self, queue: ResidentQueue) -> Reading | None:
+        """Begins to read a forward on the thread of ``queue``.
+
+        Returns:
+            The reading that ends with it, of which the memory is known; see ``timed`` for the time.
+
+        Raises:
+            ConfigError: the config has a limit of the slowdown, and the device's events do not tell the time.
+        """
+        self._check_clock()
+        one, closed = self._open, None
+        memory = self._memory()
+        now = None if self._timed_for is None else self._runtime.moment(self._runtime.current_stream(self._device))
+        if one is not None:
+            thread = one.thread()
+            if thread is not None and thread is not queue:
+                one.others[id(queue)] = begun = one.others.get(id(queue), 0) + 1
+                if begun == 1:
+                    return None  # else the other thread has ended, or does something else
+            elif one.log is not None:
+                closed = one
+                self._close(one, memory, now)
+        if self._remembers and memory is not None:
+            # The peak may start anew before the next forward: without a look at the end that would be missed.
+            self._watches = self._hides(memory) or not (closed is None or closed.is_over)
+        self._open = Reading(weakref.ref(queue), memory, now, self._transfers.transfer_log.reader())
+        return closed
+
+    def timed(self) -> Iterator[Reading]:
+        """Yields the readings that are over and whose end the device has come to, in order."""
+        log = self._transfers.transfer_log
+        while self._over:
+            one = self._over[0]
+            for entry in log.read(one.waits, one.end):
+                if isinstance(entry, Waited) and entry.what and entry.device == self._device:
+                    if (waited := entry.seconds()) is None:
+                        return
+                    one.exposed += waited
+            if (seconds := self._runtime.seconds_between(one.began, one.stopped)) is None:
+                return
+            one.exposed /= 1 + len(one.others)
+            one.seconds = seconds
+            yield self._over.popleft()
+
+    def _close(self, one: Reading, memory: DeviceMemory | None, now: Moment) -> None:
+        """``one`` is over."""
+        self._asks = min(max(one.asks, 1), _ROUND)
+        if memory is not None and one.memory is not None:
+            # Later it may be what another thread has going.
+            one.growth = memory.used - one.memory.used if self._steps < _FIRST else 0
+            remembered, grown = one.memory.peak, memory.peak
+            if remembered is not None and grown is not None and grown > remembered and not one.is_over:
+                one.peak = max(grown, one.peak)  # of what came after, it may be: then less stays than could
+            if remembered is not None and one.peak <= remembered and one.is_over and not self._hides(one.memory):
+                one.peak, one.is_exact = remembered, False
+        self._steps += 1
+        if self._timed_for is not None:
+            one.stopped, one.end = now, self._transfers.transfer_log.end
+            self._over.append(one)
+
+    def _is_sampled(self) -> bool:
+        """Counts a call; whether it is one at which a CPU is read."""
+        self._calls += 1
+        if self.budget is None or self._remembers:
+            return False
+        return self._steps < _FIRST or self._calls % _NOW_AND_THEN == 0
+
+    def _hides(self, memory: DeviceMemory) -> bool:
+        """Whether so high a peak is remembered that one that does not grow says nothing."""
+        return self.budget is not None and (memory.peak or 0) > self.budget * _HIDING_PART
+
+    def _look(self, one: Reading) -> None:
+        """Reads how much is used now, and was since the step began."""
+        if (memory := self._memory()) is None:
+            return
+        assert one.memory is not None
+        grown = memory.peak if memory.peak is not None and memory.peak > (one.memory.peak or 0) else 0
+        one.peak = max(one.peak, memory.used, grown)
+        counters = self._transfers.accounts.counters
+        counters.device_memory_peak = max(counters.device_memory_peak, memory.used, grown)
+
+    def _memory(self) -> DeviceMemory | None:
+        return None if self.budget is None else self._runtime.memory(self._device)
+
+    def _budget_of(self, given: int | str) -> int:
+        """Returns the budget in bytes; of ``"auto"``, most of what is free."""
+        memory = self._runtime.memory(self._device)
+        if memory is None:
+            raise ConfigError(
+                f"device_budget={self._given or repr(given)} is not accepted for {self._device}, which does not tell "
+                "how much of its memory is used: leave it out, and bound what is on the device with keep_last_bytes, "
+                "max_inflight_bytes and prefetch_bytes"
+            )
+        if isinstance(given, int):
+            return given
+        return memory.used + int(self._runtime.free_memory(self._device) * _AUTO_PART)
+
+    def _check_clock(self) -> None:
+        if self._timed_for is None:
+            return
+        if self._tells_time is None:
+            self._tells_time = self._runtime.tells_time(self._device)
+        if not self._tells_time:
+            raise ConfigError(
+                f"{self._timed_for} is not accepted for {self._device}, whose events do not tell the time, so that how "
+                "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or device_budget "
+                "what stays"
+            )
