@@ -124,12 +124,12 @@ class Controller:
         """
         if self.budget is None or not movable:
             return
-        fraction, rest = 1 - kept / movable, peak - kept + max(growth, 0)
+        fraction, rest, growth = 1 - kept / movable, peak - kept, max(growth, 0)
         if is_exact:
             kind.rests.append((fraction, rest))
             rest = max(one for then, one in kind.rests if abs(then - fraction) <= _LIKE)
         small = self.budget * _MARGIN
-        least = min(max(1 - (self.budget - small - rest) / movable, 0.0), 1.0)
+        least = min(max(1 - (self.budget - small - rest - growth) / movable, 0.0), 1.0)
         if not is_exact:
             least = min(least, kind.memory + growth / movable)
         if least > kind.memory or kind.memory - least > min(small / movable, _LESS):
@@ -160,7 +160,7 @@ class Controller:
             kind.exceeded = kind.exceeded + 1 if tried.waited > limit * _SLACK else 0
             kind.rested += kind.steps
             if kind.exceeded == 2:
-                kind.within, kind.beyond = None, tried
+                kind.within, kind.beyond, kind.pause = None, tried, _PAUSE
             elif kind.rested >= kind.pause:
                 kind.within, kind.beyond, kind.stride, kind.pause = tried, None, _NEAR, 2 * kind.pause
         elif tried.waited <= limit:

@@ -246,7 +246,7 @@ def _clause(
             return f"{stays} a step were asked for, or closed upon, before they left"
         if 0 < stats.device_memory_peak <= stats.device_budget:
             return f"the {saved} that a step saves fit into device_budget beside all else"
-        if is_bounded and not (stats.device_budget or stats.keep_last_bytes):
+        if is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
             return (
                 f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
                 "since the link hides no more, or since less than a window frees nothing"

@@ -274,8 +274,8 @@ class StepLog:
         self.known: KnownTable | None = None
         #: The table that it has taught, once its graph is gone.
         self.taught: KnownTable | None = None
-        #: The fraction that a controller has set for it, if one has, and the movable bytes that stayed by that; ``None``
-        #: where it turned out to be like no table, or like another one.
+        #: The fraction that a controller has set for it, if one has, and the movable bytes that stayed by that;
+        #: ``None`` where it turned out to be like no table, or like another one.
         self.fraction: float | None = None
         self.kept: int | None = 0
 

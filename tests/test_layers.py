@@ -42,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "names": {"errors"},
     "pydantic_schema": set(),
     "schedule": set(),
+    "budget": set(),
     "version": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
@@ -60,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     "matched_modules": {"codecs", "config", "errors", "marks", "module_calls"},
     "contexts": {"_torch", "config", "errors", "tiers"},
     "in_vain": {"config", "contexts", "errors", "matched_modules", "stats", "step_memory"},
-    "step_table": {"config", "errors", "schedule", "stats", "tiers"},
+    "step_table": {"budget", "config", "errors", "schedule", "stats", "tiers"},
     "plan_settings": {"config", "errors", "machine", "stats"},
     "kernels": {"_torch", "codecs", "config", "errors"},
     "solver": {"machine", "stats", "tiers"},
@@ -68,7 +69,7 @@ ROOMS: dict[str, set[str]] = {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
     },
     "eager": {
-        *("_torch", "codecs", "config", "contexts", "engine", "errors", "kernels"),
+        *("_torch", "budget", "codecs", "config", "contexts", "engine", "errors", "kernels"),
         *("marks", "runtime", "schedule", "selection", "stats", "step_table", "tiers"),
     },
     "compile": {
@@ -90,7 +91,7 @@ ROOMS: dict[str, set[str]] = {
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
-        *("_torch", "codecs", "compile", "config", "contexts", "eager", "engine", "errors"),
+        *("_torch", "budget", "codecs", "compile", "config", "contexts", "eager", "engine", "errors"),
         *("in_vain", "kernels", "matched_modules", "observe", "out_of_memory", "plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },

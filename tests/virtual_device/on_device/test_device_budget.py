@@ -33,14 +33,16 @@ class Training:
         self.batches = torch.Generator().manual_seed(1)
         self.peaks: list[int] = []
 
-    def step(self, around: AbstractContextManager[object]) -> None:
-        batch = torch.randn(ROWS, WIDTH, generator=self.batches).to(NAME)
+    def step(self, around: AbstractContextManager[object], rows: int = ROWS, times: int = 1) -> None:
+        """Trains on so many rows, so many times before the optimizer's step."""
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        with around:
-            loss = self.model(batch).square().mean()
-        loss.backward()
-        del loss, batch
+        for _ in range(times):
+            batch = torch.randn(rows, WIDTH, generator=self.batches).to(NAME)
+            with around:
+                loss = self.model(batch).square().mean()
+            loss.backward()
+            del loss, batch
         self.optimizer.step()
         self.optimizer.zero_grad()
         torch.accelerator.synchronize()
@@ -89,6 +91,30 @@ def test_h55_the_peak_is_below_the_budget_and_the_least_moves(
     assert max(training.peaks[8:]) <= budget + WINDOW
     assert max(training.peaks[8:]) >= budget * 0.85, "room is left that nothing uses"
     assert stats.device_budget == budget
+
+
+@pytest.mark.parametrize("kind", ["alike", "three lengths", "two models", "accumulated"])
+def test_h55_a_budget_is_used_and_not_exceeded_from_the_fifth_step_of_a_kind_on(
+    kind: str, without: tuple[list[Tensor], int], budgeted: Callable[..., eo.Offload]
+) -> None:
+    budget = int(without[1] * 0.65)
+    offload, model, other = budgeted(device_budget=budget), Training(), Training()
+    kinds: list[Callable[[], None]] = [partial(model.step, offload)]
+    if kind == "three lengths":
+        kinds += [partial(model.step, offload, rows) for rows in (ROWS * 3 // 4, ROWS * 5 // 8)]
+    elif kind == "two models":
+        kinds += [partial(other.step, offload)]
+    elif kind == "accumulated":
+        kinds = [partial(model.step, offload, times=4)]
+    for number in range(12):
+        for step in kinds:
+            model.peaks.clear(), other.peaks.clear()
+            step()
+            (peak,) = model.peaks + other.peaks
+            assert number < 4 or peak <= budget + WINDOW, (number, peak / budget)
+        assert number < 4 or len(kinds) == 3 or peak >= 0.85 * budget, (number, peak / budget)
+    stats = offload.stats(synchronize=True)
+    assert 0 < stats.bytes_out < stats.saved_bytes
 
 
 def test_h55_memory_that_the_program_takes_meanwhile_makes_less_stay(
