@@ -44,10 +44,9 @@ from eager_offload.tiers.memory import (
     touched_spans,
     view_of,
 )
-from eager_offload.tiers.pool import Ranges
+from eager_offload.tiers.ranges import Range, Ranges, Slab, pending
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.slabs import Range, Slab
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes; a file grows by this much, or by the request where that is more.
@@ -118,7 +117,7 @@ class _Disk:
 
     def add(self, nbytes: int) -> None:
         """What ``grow`` has made room for may be taken from now on."""
-        self.ranges.give(Range(self.slab, self.slab.nbytes, nbytes, ()))
+        self.ranges.back[nbytes].append(Range(self.slab, self.slab.nbytes, nbytes))
         self.slab.nbytes += nbytes
         self.is_full = False
 
@@ -132,7 +131,8 @@ class _Disk:
             record: Any = self.returned[0]
             if record in self.records:
                 self.used -= record.nbytes
-                self.ranges.give(record.range._replace(fences=record.fences))
+                record.range.fences = record.fences
+                self.ranges.back[record.range.nbytes].append(record.range)
                 self.records.discard(record)
             self.returned.popleft()
         written = 0
@@ -175,7 +175,7 @@ class DiskSlot(Slot):
     def __init__(self, disk: _Disk, found: Range[Slab], nbytes: int, verify: bool) -> None:
         record = DiskSlotRecord(self, disk.returned.append)
         record.range = found
-        super().__init__(nbytes, found.fences, record)
+        super().__init__(nbytes, pending(found.fences), record)
         self._disk = disk
         self._start = found.start
         self.lane = disk.lane
@@ -332,11 +332,12 @@ class DiskTier(Tier):
             size, lacking = round_up(nbytes, PAGE), None
             first = self._turn % len(disks)
             for disk in (*disks[first:], *disks[:first]):
-                found = disk.ranges.take(size)
-                if found is not None:
+                same = disk.ranges.back.get(size) or disk.ranges.fit(size)
+                if same:
                     self._turn += 1
-                    slot = DiskSlot(disk, found, nbytes, self._verify)
+                    slot = DiskSlot(disk, same[-1], nbytes, self._verify)
                     disk.records.add(slot.record)
+                    same.pop()
                     disk.used += nbytes
                     self._peak = max(self._peak, self._used())
                     return slot

@@ -107,7 +107,7 @@ class HostTier(Tier):
         budget = int(share(limit) * HOST_FRACTION)
         if budget < self.budget:
             return
-        self._pool.raise_budget(self._quota, budget)
+        self._quota.budget = max(self._quota.budget, budget)  # another thread may have looked meanwhile
         self._over = Shortage(
             f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
             f"process could take when it last looked ({limit.reason})",

@@ -1,183 +1,36 @@
-"""The pool of bytes: ranges of slabs, handed out in exact sizes and used again.
+"""The pool of host memory: slabs that are cut into slots and leases of exact sizes, and used again.
 
 The allocators of torch round a pinned block up to a power of two and keep it, and allocating each block from the
 system costs milliseconds when it has to be pinned. So memory is taken in slabs, cut to size here, and given back a slab
-at a time. ``Ranges`` says which bytes are free, for host memory and for spill files alike; ``Pool`` is that with the
-slabs of host memory, what bounds them, and the slots and leases that own ranges.
+at a time. ``ranges.py`` says which bytes are free.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from eager_offload.errors import reentered
+from eager_offload.errors import OffloadError, reentered
 from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, Quota, Range, Slab, SlabSizes
+from eager_offload.tiers.ranges import Range, Ranges, pending
+from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, Quota, SlabSizes
 
-S = TypeVar("S", bound=Slab)
 T = TypeVar("T")
 
 #: Bytes; requests below a page share slabs of their own, cut to multiples of this.
 _LINE = 64
-#: What a slab is for: one slot; slots from a page on, or below; what is reserved.
-_WHOLE, _PAGES, _LINES, _RESERVED = "whole", "pages", "lines", "reserved"
-#: An idle slab serves a request that is smaller by at most this part, while all such slack is below that part of what
-#: is used.
-_SLACK, _TOTAL_SLACK = 8, 32
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
-
-
-#: Of what has the serial number of a slab and a start.
-_PLACE = itemgetter(0, 1)
-
-
-# -- which bytes are free -------------------------------------------------------------------------------------------
-
-
-class Ranges(Generic[S]):
-    """The free ranges of slabs that are cut in one way. Not thread-safe: the owner has a lock anyway.
-
-    [Note: which bytes a request gets]
-    A training step asks for the sizes of the step before. So a range that comes back is kept as it is, by size, with
-    the uses of it that may not be over. A request takes
-
-    1. the range of exactly its size that came back last: a dict lookup and a pop;
-    2. else a part of the smallest free range that holds it and that nothing uses (the first of several);
-    3. else the same, once ranges that came back and whose uses are over have been joined with their neighbours;
-    4. else a part of the smallest range that is still in use: it waits for the uses of that range alone. If all were
-       joined first, one reload at the end of a long free range would hold up every offload into it;
-    5. else the same, once all that is free has been joined, whether it is in use or not.
-    """
-
-    __slots__ = ("_back", "_free", "_last")
-
-    def __init__(self) -> None:
-        #: What nothing uses, in order: size, serial number of the slab, start. Records would be a call each.
-        self._free: list[tuple[int, int, int, S]] = []
-        #: What came back and was not joined yet, by size.
-        self._back: dict[int, list[Range[S]]] = {}
-        #: The uses of what was taken last: after an interrupt, nothing else may know of them.
-        self._last: tuple[Fence, ...] = ()
-
-    @property
-    def fences(self) -> tuple[Fence, ...]:
-        """The uses that are not over of what is free or was taken last."""
-        ranges = [one for same in self._back.values() for one in same]
-        return pending([*self._last, *[fence for one in ranges for fence in one.fences]])
-
-    def give(self, one: Range[S]) -> None:
-        """Takes back a range with its uses, or takes up a new one."""
-        self._back.setdefault(one.nbytes, []).append(one)
-
-    def take(self, nbytes: int) -> Range[S] | None:
-        """``nbytes`` bytes, with the fences to wait for before writing them, of which one may have passed.
-
-        Returns:
-            ``None`` if no range is large enough.
-        """
-        same = self._back.get(nbytes)
-        if same:
-            found = same[-1]
-            self._last = found.fences
-            same.pop()
-            # Those that have passed do not add up.
-            return found if len(found.fences) < 2 else found._replace(fences=pending(found.fences))
-        for joined in ("nothing", "what is at rest", "all"):
-            if joined != "nothing":
-                self.join(used=joined == "all")
-            at = bisect_left(self._free, (nbytes,))
-            if at < len(self._free):
-                size, serial, start, slab = self._free.pop(at)
-                if size > nbytes:
-                    insort(self._free, (size - nbytes, serial, start + nbytes, slab))
-                return Range(slab, start, nbytes, ())
-            if joined != "nothing" and (used := self._cut_used(nbytes)) is not None:
-                return used
-        return None
-
-    def smallest(self, nbytes: int) -> int | None:
-        """The size of the smallest range that holds ``nbytes``, as they are."""
-        at = bisect_left(self._free, (nbytes,))
-        sizes = [size for size, same in self._back.items() if size >= nbytes and same]
-        return min([*sizes, *[one[0] for one in self._free[at : at + 1]]], default=None)
-
-    def free_before(self, stop: int) -> int:
-        """The bytes that are free right before ``stop``, of the only slab; where ``take`` has found no range."""
-        free = [(start, nbytes) for nbytes, _, start, _ in self._free]
-        back = [(one.start, one.nbytes) for same in self._back.values() for one in same]
-        return max([nbytes for start, nbytes in free + back if start + nbytes == stop], default=0)
-
-    def withdraw(self, slab: S) -> bool:
-        """Takes out a slab that is free as a whole, if nothing uses it; after a ``join``."""
-        at = bisect_left(self._free, (slab.nbytes, slab.serial))
-        if at == len(self._free) or self._free[at][:2] != (slab.nbytes, slab.serial):
-            return False
-        del self._free[at]
-        return True
-
-    def join(self, *, used: bool = False) -> None:
-        """Joins what came back with its free neighbours, if its uses are over; or whether they are or not."""
-        self._last = ()  # it has an owner by now
-        left: dict[int, list[Range[S]]] = {}
-        found: list[tuple[int, int, int, S, tuple[Fence, ...]]] = []
-        for nbytes, same in self._back.items():
-            for at, one in enumerate(same):
-                fences = pending(one.fences) if one.fences else ()
-                if fences and not used:  # later ones are in use for longer, and each question is a call of the driver
-                    left[nbytes] = same[at:]
-                    break
-                found.append((one.slab.serial, one.start, nbytes, one.slab, fences))
-        if not found:
-            return
-        found += [(serial, start, nbytes, slab, ()) for nbytes, serial, start, slab in self._free]
-        found.sort(key=_PLACE)
-        joined: list[Range[S]] = []
-        for _, start, nbytes, slab, fences in found:
-            before = joined[-1] if joined else None
-            if before is not None and before.slab is slab and before.start + before.nbytes == start:
-                fences = pending(before.fences + fences) if before.fences else fences
-                joined[-1] = Range(slab, before.start, before.nbytes + nbytes, fences)
-            else:
-                assert before is None or before.slab is not slab or before.start + before.nbytes < start, "given twice"
-                joined.append(Range(slab, start, nbytes, fences))
-        for one in joined:
-            if one.fences:
-                left.setdefault(one.nbytes, []).append(one)
-        self._free = sorted([(one.nbytes, one.slab.serial, one.start, one.slab) for one in joined if not one.fences])
-        self._back = left
-
-    def _cut_used(self, nbytes: int) -> Range[S] | None:
-        size = min([size for size, same in self._back.items() if size >= nbytes and same], default=0)
-        if not size:
-            return None
-        slab, start, _, fences = self._back[size][-1]
-        self._last = fences
-        self._back[size].pop()
-        if size > nbytes:
-            self.give(Range(slab, start + nbytes, size - nbytes, fences))
-        return Range(slab, start, nbytes, pending(fences))
-
-
-def pending(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """The fences that have not passed, each once."""
-    return tuple([fence for fence in dict.fromkeys(fences) if not fence.passed()])
-
-
-# -- host memory ----------------------------------------------------------------------------------------------------
 
 
 class OverBudgetError(MemoryError):
@@ -196,21 +49,17 @@ class Pool:
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
     [Note: how slabs are cut]
-    A request of half of ``slab_bytes`` or more gets a slab of its own, of exactly its size. Smaller ones share: best
-    fit over the holes of all shared slabs, and if there is none, a new slab whose size is a whole multiple of the
-    request that called for it (a step's tensors are mostly alike, so nothing is left over at its end) and at most a
-    32nd of what is held already (so that the last, half-empty slab weighs little). Requests below a page are cut to 64
-    bytes in slabs of their own, where they cannot spoil the others' alignment.
+    A request takes a free range of its size, else a part of the smallest that holds it: see ``ranges.py``. If there is
+    none, a new slab is taken for as many such requests as go into a 32nd of what is held already and into
+    ``slab_bytes``, or for one: a step's tensors are mostly alike, so nothing is left over at its end, and the last,
+    half-empty slab weighs little. Requests below a page are cut to 64 bytes in slabs of their own, where they cannot
+    spoil the others' alignment. Slots do not reach from one slab into the next.
 
     A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
     again; beyond that the oldest go back to the system, none before its fences have passed. All that is idle goes
-    back before a request fails. Where the system rounds sizes up, ``sizes`` says so, and all slabs are shared.
+    back before a request fails.
 
     Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
-
-    [Note: what is reserved]
-    Slabs that are taken before it is known what for are cut for requests of any size from a page on, where the slabs of
-    a request's own have no room. Slots do not reach from one into the next, so there are few, and large.
 
     [Note: slabs that are left]
     Nothing more is cut from a slab that is *left*. It goes back to the system with the last slot in it, once the uses
@@ -238,7 +87,7 @@ class Pool:
     Args:
         allocate_slab: takes bytes and returns a flat ``uint8`` CPU tensor of that size, page-aligned, whose memory goes
             back with its storage. Raises ``MemoryError`` or ``RuntimeError`` where there is none.
-        slab_bytes: the largest slab that is shared.
+        slab_bytes: the largest slab that is taken for several requests.
         idle_bytes: how much idle memory is kept for reuse.
         sizes: how large slabs are, in place of ``slab_bytes``.
         admit: is asked before so many bytes are taken from the system, and raises ``NoHeadroomError`` where too little
@@ -285,8 +134,8 @@ class Pool:
         #: See [Note: slabs that are left]; and the uses of what was in them.
         self._left: dict[HostSlab, None] = {}
         self._left_fences: tuple[Fence, ...] = ()
-        #: Bytes of all slabs; of what is alive, as it was asked for; by which slabs of one slot are larger than that.
-        self._held = self._used = self._slack = 0
+        #: Bytes of all slabs; of what is alive, as it was asked for.
+        self._held = self._used = 0
         self._is_crashed = False
         self._rests = True
         #: Bytes of all requests so far.
@@ -295,7 +144,7 @@ class Pool:
 
     def _begin(self) -> None:
         """With no slabs to cut from."""
-        self._ranges = {kind: Ranges[HostSlab]() for kind in (_WHOLE, _PAGES, _LINES, _RESERVED)}
+        self._ranges = {unit: Ranges[HostSlab]() for unit in (PAGE, _LINE)}
         self._slabs: dict[HostSlab, None] = {}
         #: Slabs without slots, the one that has been idle for longest first, and their bytes.
         self._idle: dict[HostSlab, None] = {}
@@ -334,9 +183,11 @@ class Pool:
         try:
             return self.at_hand(nbytes, limit=limit, quota=quota)
         except MustGrow:
-            self._refuse_growth_in_growth()
+            take = partial(self.at_hand, nbytes, limit=limit, quota=quota)
         try:
-            return self._grown(partial(self.at_hand, nbytes, limit=limit, quota=quota), quota)
+            return self._grown(take, quota)
+        except OffloadError:
+            raise
         except (MemoryError, RuntimeError) as error:
             note_refusal(error, quota)
             return None
@@ -354,9 +205,10 @@ class Pool:
             raise reentered()
         with lock:
             try:
-                found = self._take(nbytes, limit, quota, memory)
-                slot = HostSlot(found, nbytes, self._on_return, quota)
+                same = self._find(nbytes, limit, quota, memory)
+                slot = HostSlot(same[-1], nbytes, self._on_return, quota)
                 self._records.add(slot.record)
+                same.pop()
             except MustGrow:
                 raise
             except (MemoryError, RuntimeError) as error:
@@ -368,24 +220,21 @@ class Pool:
                 raise
             return slot
 
-    def lease(self, nbytes: int) -> Tensor:
+    def lease(self, nbytes: int, *, memory: Tensor | None = None, grows: bool = True) -> Tensor:
         """A flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
 
         Views of it, and what autograd saves of it, keep the storage and so the bytes. The content is undefined.
 
+        Args:
+            memory: what the system has given for it.
+            grows: whether the system is asked for what there is not.
+
         Raises:
             MemoryError, RuntimeError: the system has no room.
+            MustGrow: it would have to give a slab, and is not asked.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        try:
-            return self._lease(nbytes)
-        except MustGrow:
-            self._refuse_growth_in_growth()
-        return self._grown(partial(self._lease, nbytes))
-
-    def _lease(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """The same; arguments and errors as for ``at_hand``."""
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
@@ -394,23 +243,27 @@ class Pool:
                 if self._rests:
                     self._wakes()
                     self._rests = False
-                found = self._take(nbytes, None, None, memory)
+                same = self._find(nbytes, None, None, memory)
+                found = same[-1]
                 assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
                 view: Any = found.slab.buffer[found.start : found.start + nbytes]
                 # The storage holds this very view until it is freed, so the view's death is the storage's.
                 record = HostSlotRecord(view, self._on_return)
                 record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, None
                 self._records.add(record)
-            except (MustGrow, OverBudgetError):
+                same.pop()
+            except MustGrow:
+                if not grows:
+                    raise
+                view = None
+            except OverBudgetError:
                 raise
             except BaseException:
                 self._is_crashed = True
                 raise
+        if view is None:
+            return self._grown(partial(self.lease, nbytes, grows=False))
         return torch.frombuffer(view, dtype=torch.uint8)
-
-    def _refuse_growth_in_growth(self) -> None:
-        if self._growth.is_held():  # see [Note: reentry] in forking.py
-            raise reentered()
 
     def _grown(self, take: Callable[..., T], quota: Quota | None = None) -> T:
         """What ``take`` makes of a new slab for ``quota``: see [Note: growth]. Without the lock.
@@ -418,6 +271,8 @@ class Pool:
         Raises:
             MemoryError, RuntimeError: the system has no room.
         """
+        if self._growth.is_held():  # see [Note: reentry] in forking.py
+            raise reentered()
         with self._growth.lock:
             try:
                 return take()
@@ -448,11 +303,6 @@ class Pool:
         """Whether users gave some of its budgets in bytes: what they hold stays, however short the machine is."""
         return any(not quota.pooled for quota in self._quotas)
 
-    def raise_budget(self, quota: Quota, budget: int) -> None:
-        """From now on ``quota`` may hold ``budget`` bytes, if that is more than before."""
-        with self._lock.lock:
-            quota.budget = max(quota.budget, budget)
-
     def reserve(self, nbytes: int, quota: Quota) -> None:
         """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free; see the note.
 
@@ -467,7 +317,7 @@ class Pool:
                 memory = self._admitted(size, quota)
                 with self._lock.lock, self._crashing():
                     self._idle_bytes = max(self._idle_bytes, nbytes)
-                    self._add(memory, _RESERVED)
+                    self._add(memory, PAGE)
 
     def _unreserved(self, nbytes: int, quota: Quota) -> int:
         """The size of the next slab to be reserved; 0 for none. Without the lock."""
@@ -537,7 +387,7 @@ class Pool:
             self.is_closed = True
             self._poll()
 
-    # -- with the lock held ---------------------------------------------------------------------------------------
+    # -- inside the lock ------------------------------------------------------------------------------------------
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
@@ -550,11 +400,16 @@ class Pool:
             self._is_crashed = True
             raise
 
-    def _take(self, nbytes: int, limit: int | None, quota: Quota | None, memory: Tensor | None) -> Range[HostSlab]:
-        """Takes a range for ``nbytes`` and counts it; the caller registers its record.
+    def _find(
+        self, nbytes: int, limit: int | None, quota: Quota | None, memory: Tensor | None
+    ) -> list[Range[HostSlab]]:
+        """Finds a range for ``nbytes`` and counts it.
 
         Args:
             memory: a slab that the system has given for it.
+
+        Returns:
+            What has the range as its last; the caller registers a record of it, and pops it then.
 
         Raises:
             OverBudgetError: there is no room.
@@ -562,51 +417,35 @@ class Pool:
         """
         if self.returned or self._left or self._is_crashed:
             self._poll()
-        kind = _PAGES if nbytes >= PAGE else _LINES
-        if nbytes >= self._sizes.alone_from:
-            kind = _WHOLE
-        size = nbytes + -nbytes % (PAGE if kind != _LINES else _LINE)
+        unit = PAGE if nbytes >= PAGE else _LINE
+        size = nbytes + -nbytes % unit
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
         if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
-            self._add(memory, kind)
-        ranges = self._ranges[kind]
-        fitting = self._fitting(size, nbytes) if kind == _WHOLE else size
-        found = None if fitting is None else ranges.take(fitting)
-        if found is None and kind != _LINES:
-            found = self._ranges[_RESERVED].take(size)
-        if found is None:
+            self._add(memory, unit)
+        ranges = self._ranges[unit]
+        same = ranges.back.get(size) or ranges.fit(size)
+        if not same:
             raise self._new_slab(size, limit)
-        slab = found.slab
+        slab = same[-1].slab
         if slab.slots == 0:
             del self._idle[slab]
             self._idle_now -= slab.nbytes
         slab.slots += 1
         self.served_bytes += nbytes
         self._used += nbytes
-        if slab.kind == _WHOLE:
-            self._slack += slab.nbytes - nbytes
         if quota is not None:
-            quota.held_bytes += found.nbytes
+            quota.held_bytes += size
             used = quota.used_bytes = quota.used_bytes + nbytes
             if used > quota.peak_bytes:
                 quota.peak_bytes = used
-        return found
+        return same
 
-    def _fitting(self, size: int, nbytes: int) -> int | None:
-        """The size of the idle slab that serves a request which gets one of its own; ``None`` for a new one."""
-        found = self._ranges[_WHOLE].smallest(size)
-        if found is None or found == size:
-            return found
-        slack = found - nbytes
-        affordable = self._slack + slack <= (self._used + nbytes) // _TOTAL_SLACK
-        return found if slack <= size // _SLACK and affordable else None
-
-    def _add(self, memory: Tensor, kind: str) -> None:
+    def _add(self, memory: Tensor, unit: int) -> None:
         """Takes up what the system has given."""
-        slab = HostSlab(memory, kind)
+        slab = HostSlab(memory, unit)
         self._slabs[slab] = self._idle[slab] = None
-        self._ranges[kind].give(Range(slab, 0, slab.nbytes, ()))
+        self._ranges[unit].back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
         self._held += slab.nbytes
         self._idle_now += slab.nbytes
 
@@ -653,17 +492,14 @@ class Pool:
                 slab = found.slab
                 slab.slots -= 1
                 self._used -= record.nbytes
-                if slab.kind == _WHOLE:
-                    self._slack -= slab.nbytes - record.nbytes
                 if (quota := record.quota) is not None:
                     quota.used_bytes -= record.nbytes
                     quota.held_bytes -= found.nbytes
                 if slab in self._left:
                     self._left_fences += record.fences
                 else:
-                    if record.fences is not found.fences:
-                        found = Range(slab, found.start, found.nbytes, record.fences)
-                    self._ranges[slab.kind].give(found)
+                    found.fences = record.fences
+                    self._ranges[slab.unit].back[found.nbytes].append(found)
                     if slab.slots == 0:
                         self._idle[slab] = None
                         self._idle_now += slab.nbytes
@@ -678,12 +514,12 @@ class Pool:
     def _let_idle_go(self, keep: int) -> bool:
         """Drops idle slabs that no transfer can touch any more; whether any. No reference to them is left then."""
         excess, found = self._idle_now - keep, False
-        for kind in {slab.kind for slab in self._idle} if excess > 0 else ():
-            self._ranges[kind].join()
+        for unit in {slab.unit for slab in self._idle} if excess > 0 else ():
+            self._ranges[unit].join()
         for slab in list(self._idle):
             if excess <= 0:
                 break
-            if self._ranges[slab.kind].withdraw(slab):
+            if self._ranges[slab.unit].withdraw(slab):
                 del self._slabs[slab], self._idle[slab]
                 self._idle_now -= slab.nbytes
                 self._held -= slab.nbytes
@@ -709,7 +545,7 @@ class Pool:
         self._records.difference_update(dead)
         records = [cast(HostSlotRecord, record) for record in self._records]
         self._left |= self._slabs | dict.fromkeys([record.range.slab for record in records])
-        self._held, self._used, self._slack = sum(slab.nbytes for slab in self._left), 0, 0
+        self._held, self._used = sum(slab.nbytes for slab in self._left), 0
         for slab in self._left:
             slab.slots = 0
         for quota in {*self._quotas, *[record.quota for record in records if record.quota is not None]}:
@@ -718,8 +554,6 @@ class Pool:
             slab, quota = record.range.slab, record.quota
             slab.slots += 1
             self._used += record.nbytes
-            if slab.kind == _WHOLE:
-                self._slack += slab.nbytes - record.nbytes
             if quota is not None:
                 quota.used_bytes += record.nbytes
                 quota.held_bytes += record.range.nbytes

@@ -1,21 +1,18 @@
-"""Slabs: how large those of host memory are, ranges of them, and the slots there."""
+"""Slabs of host memory: how large they are, and the slots in them."""
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import ByteRegion, Fence, Shortage, Slot, SlotRecord
+from eager_offload.tiers.base import ByteRegion, Shortage, Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
-
-_serial = itertools.count()
+from eager_offload.tiers.ranges import Range, Slab, pending
 
 #: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
 _SHARE = 32
@@ -28,9 +25,6 @@ _LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
 
 class SlabSizes(Protocol):
     """How large the slabs are that a pool asks the system for; all sizes in bytes."""
-
-    alone_from: int
-    """Requests of so many bytes or more get a slab of their own."""
 
     def wanted(self, need: int, held: int) -> int:
         """The size of the slab that ``need``, a whole number of grains, calls for while the pool holds ``held``."""
@@ -46,16 +40,13 @@ class ExactSizes:
     """For a system that gives what is asked for, to the page.
 
     Args:
-        most: bytes; the largest slab that is shared. Half of it or more gets a slab of its own.
+        most: bytes; the largest slab that is taken for several requests.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.alone_from = most // 2
 
     def wanted(self, need: int, held: int) -> int:
-        if need >= self.alone_from:
-            return round_up(need, PAGE)
         least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
         most = min(max(held // _SHARE, least), self._most)
         return round_up(max(most // need, 1) * need, PAGE)
@@ -71,15 +62,13 @@ class ExactSizes:
 class PowersOfTwo:
     """For a system that rounds everything up to a power of two, as torch's allocator of pinned memory does.
 
-    Nothing is rounded if a power of two is asked for, so every slab is one and all requests share them. What is left
-    over behind the last whole multiple of a request serves smaller ones at best, so a slab is so large that this is at
-    most a 20th of it, as long as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last
-    slab is empty too.
+    Nothing is rounded if a power of two is asked for, so every slab is one. What is left over behind the last whole
+    multiple of a request serves smaller ones at best, so a slab is so large that this is at most a 20th of it, as long
+    as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last slab is empty too.
     """
 
     _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
     _LEFT_OVER = 20
-    alone_from = sys.maxsize
 
     def wanted(self, need: int, held: int) -> int:
         most = max(self._FREELY, _power_of_two(held + 1) // 2)
@@ -108,32 +97,22 @@ def _power_of_two(nbytes: int) -> int:
 # -- slabs ----------------------------------------------------------------------------------------------------------
 
 
-class Slab:
-    """Bytes from the system, of which ranges are cut."""
-
-    __slots__ = ("nbytes", "serial")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.serial = next(_serial)
-
-
 class HostSlab(Slab):
-    """Host memory, for one slot or cut up for many.
+    """Host memory.
 
     Args:
-        kind: what it is for; it does not refer to what is free in it, so that neither is in a cycle of garbage.
+        unit: bytes; what is cut from it begins and ends at multiples of this.
     """
 
-    __slots__ = ("address", "buffer", "kind", "slots", "tensor")
+    __slots__ = ("address", "buffer", "slots", "tensor", "unit")
 
-    def __init__(self, tensor: Tensor, kind: str) -> None:
+    def __init__(self, tensor: Tensor, unit: int) -> None:
         super().__init__(tensor.numel())
         self.tensor = tensor
         self.address = tensor.data_ptr()
         #: The bytes as a buffer; slices of it keep the memory.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        self.kind = kind
+        self.unit = unit
         #: How many slots are alive in it.
         self.slots = 0
 
@@ -141,18 +120,6 @@ class HostSlab(Slab):
         """Lets go of the memory, which the slices of the buffer alone have from now on. Idempotent."""
         with suppress(AttributeError):
             del self.tensor, self.buffer
-
-
-S = TypeVar("S", bound=Slab, covariant=True)
-
-
-class Range(NamedTuple, Generic[S]):
-    """Bytes of a slab, with the earlier uses of them that may not be over yet."""
-
-    slab: S
-    start: int
-    nbytes: int
-    fences: tuple[Fence, ...]
 
 
 # -- slots ----------------------------------------------------------------------------------------------------------
@@ -209,7 +176,7 @@ class HostSlot(Slot):
     ) -> None:
         record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
         self.nbytes = record.nbytes = record.carried = nbytes
-        record.fences = found.fences
+        record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
         record.range, record.quota = found, quota
         self._slab, self._start = found.slab, found.start
 

@@ -211,18 +211,14 @@ def test_small_requests_take_little_more_than_they_ask_for() -> None:
     assert {slot.address % 64 for slot in slots if slot} == {0}
 
 
-def test_an_idle_slab_serves_a_smaller_request_only_while_little_is_wasted(pool: Pool, system: System) -> None:
-    rest = pool.allocate(60 * MIB)
+def test_what_an_idle_slab_has_left_of_a_smaller_request_serves_others(pool: Pool, system: System) -> None:
     pool.allocate(10 * MIB)
-    pool.allocate(9 * MIB)
-    assert system.sizes == [60 * MIB, 10 * MIB]
-    too_small = pool.allocate(8 * MIB)
-    assert system.sizes[2:] == [8 * MIB], "a fifth would be wasted"
-    del rest, too_small
-    pool.poll()
-    alone = pool.allocate(9 * MIB)
-    assert system.sizes[3:] == [9 * MIB], "a tenth of all that is used would be wasted"
-    del alone
+    slots = [pool.allocate(9 * MIB), pool.allocate(MIB - PAGE), pool.allocate(PAGE)]
+    assert system.sizes == [10 * MIB]
+    assert pool.used_bytes == pool.held_bytes == sum(slot.nbytes for slot in slots if slot)
+    slots.clear()
+    pool.allocate(10 * MIB)
+    assert system.sizes == [10 * MIB], "it is whole again"
 
 
 def test_h25_a_thousand_steps_leave_everything_as_it_was(made: Made) -> None:

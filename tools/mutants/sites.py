@@ -87,12 +87,12 @@ EQUIVALENT = {
     (
         "eager_offload/tiers/disk.py",
         "fence",
-        "super().__init__(nbytes, found.fences, record)",
+        "super().__init__(nbytes, pending(found.fences), record)",
     ): _HELD,
     (
         "eager_offload/tiers/disk.py",
         "fence",
-        "record.range._replace(fences=record.fences)",
+        "record.range.fences = record.fences",
     ): _HELD,
 }
 

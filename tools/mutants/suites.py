@@ -62,6 +62,7 @@ _FIRST = {
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/pool tiers/disk",
     "tiers/disk": "=disk",
+    "tiers/ranges": "tiers/pool tiers/interrupts hazards/copies",
     "tiers/slabs": "tiers/pool",
     "tiers/spill": "=disk",
 }
