@@ -75,7 +75,7 @@ class DiskSlotRecord(SlotRecord):
 class _Disk:
     """A spill file, which is new and empty, and what is free in it. It closes with the last reference.
 
-    Growing needs no lock of its own, since one thread at a time has files grow; the tier's lock guards the rest.
+    The tier calls all but ``grow`` and ``transfer`` inside its lock; one thread at a time has files grow.
 
     Args:
         lane: what tells the disks of a tier apart.
@@ -101,9 +101,9 @@ class _Disk:
         return nbytes - self.ranges.free_before(self.slab.nbytes)
 
     def grow(self, need: int, limit: int) -> int:
-        """Makes the file longer, which takes the disk a while: without the lock. Returns by how much; bytes.
+        """Makes the file longer, which takes the disk a while. Returns by how much; bytes.
 
-        The new room is there for all once it is added.
+        Slots have the new room once it is added.
 
         Args:
             limit: by how much it may grow, in bytes.
@@ -122,7 +122,7 @@ class _Disk:
         self.is_full = False
 
     def poll(self) -> int:
-        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
+        """Takes up the slots that have died; with the last one, gives the buffers of transfers back to the system.
 
         Returns:
             How many bytes were written since the last time.
@@ -135,15 +135,15 @@ class _Disk:
                 self.ranges.back[record.range.nbytes].append(record.range)
                 self.records.discard(record)
             self.returned.popleft()
+            if self.used == 0:
+                self.file.bounce.release_idle()
         written = 0
         while self.file.written:
             written += self.file.written.popleft()
-        if self.used == 0:
-            self.file.bounce.release_idle()
         return written
 
     def transfer(self, what: str, start: int, tensor: Tensor, spans: Sequence[Span]) -> None:
-        """Moves parts of ``tensor`` to or from the same of the range that begins at ``start``. Needs no lock.
+        """Moves parts of ``tensor`` to or from the same of the range that begins at ``start``.
 
         Args:
             what: ``"write"`` or ``"read"``.
@@ -286,69 +286,56 @@ class DiskTier(Tier):
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
-            disks, refusing = self._reopened(), list[_Disk]()
-            disk, grown = None, 0
-            while disks:
+            self._reopen()
+            refusing = list[_Disk]()
+            while True:
                 try:
-                    return self._take(nbytes, disks, disk, grown, refusing)
-                except _Missing as missing:  # threads that need no growth may have taken what there was meanwhile
+                    with self._lock.lock, self._crashing():
+                        return self._take(nbytes, refusing)
+                except _Missing as missing:
                     disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
-                    if not grown:
-                        disk.is_full = True
-                        refusing.append(disk)
-        return None
+                if not grown:
+                    disk.is_full = True
+                    refusing.append(disk)
+                    continue
+                with self._lock.lock, self._crashing():
+                    disk.add(grown)
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
         if self._lock.is_held():
             raise reentered()
-        while not self._closed:
-            disks = self._disks
+        with self._lock.lock, self._crashing():
             if self._needs_files():
                 raise MustGrow
-            slot = self._take(nbytes, disks)
-            if slot is not None or disks is self._disks:
-                return slot
-        return None
+            return self._take(nbytes)
 
-    def _take(
-        self,
-        nbytes: int,
-        disks: tuple[_Disk, ...],
-        grown_disk: _Disk | None = None,
-        grown: int = 0,
-        refusing: Collection[_Disk] = (),
-    ) -> DiskSlot | None:
-        """A slot on one of ``disks``, of which one has ``grown``; ``None`` where budget or disks have no room for it.
+    def _take(self, nbytes: int, refusing: Collection[_Disk] = ()) -> DiskSlot | None:
+        """A slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
 
         Raises:
             _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
         """
-        with self._lock.lock, self._crashing():
-            self._poll()
-            if disks is not self._disks:
-                return None  # the tier was closed meanwhile, or has other files
-            if grown_disk is not None and grown:
-                grown_disk.add(grown)
-            size, lacking = round_up(nbytes, PAGE), None
-            first = self._turn % len(disks)
-            for disk in (*disks[first:], *disks[:first]):
-                same = disk.ranges.back.get(size) or disk.ranges.fit(size)
-                if same:
-                    self._turn += 1
-                    slot = DiskSlot(disk, same[-1], nbytes, self._verify)
-                    disk.records.add(slot.record)
-                    same.pop()
-                    disk.used += nbytes
-                    self._peak = max(self._peak, self._used())
-                    return slot
-                missing, limit = disk.missing(size), self._budget - self._length()
-                if missing <= limit and disk not in refusing:
-                    lacking = disk, missing, limit
-                    if not disk.is_full:
-                        break
-            if lacking is None:
-                return None
-            raise _Missing(*lacking)
+        self._poll()
+        size, lacking = round_up(nbytes, PAGE), None
+        first = self._turn % max(len(self._disks), 1)
+        for disk in (*self._disks[first:], *self._disks[:first]):
+            same = disk.ranges.back.get(size) or disk.ranges.fit(size)
+            if same:
+                self._turn += 1
+                slot = DiskSlot(disk, same[-1], nbytes, self._verify)
+                disk.records.add(slot.record)
+                same.pop()
+                disk.used += nbytes
+                self._peak = max(self._peak, self._used())
+                return slot
+            missing, limit = disk.missing(size), self._budget - self._length()
+            if missing <= limit and disk not in refusing:
+                lacking = disk, missing, limit
+                if not disk.is_full:
+                    break
+        if lacking is None:
+            return None
+        raise _Missing(*lacking)
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
@@ -473,17 +460,17 @@ class DiskTier(Tier):
 
     def _needs_files(self) -> bool:
         """See [Note: files that are left]."""
-        disks = self._disks
-        return not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks))
+        disks = () if self._is_crashed else self._disks
+        return not self._closed and (not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks)))
 
-    def _reopened(self) -> tuple[_Disk, ...]:
-        """Where room is to be found now, in new files if need be; empty where there is none at all."""
+    def _reopen(self) -> None:
+        """Has new files where they are needed and can be had."""
         self.poll()
-        disks, files = self._disks, list[SpillFile]()
-        if self._closed or not self._needs_files():
-            return disks
-        if disks:
-            files = open_some([disk.file.directory for disk in disks if not disk.file.failing], self._file_type)
+        if not self._needs_files():
+            return
+        directories, files = [disk.file.directory for disk in self._disks if not disk.file.failing], list[SpillFile]()
+        if self._disks:
+            files = open_some(directories, self._file_type)
         else:
             with suppress(ConfigError):  # what served before is gone: a tier without room, not one that fails
                 files = open_spill_files(self._paths, self._budget, self._file_type)
@@ -491,9 +478,8 @@ class DiskTier(Tier):
             if files and not self._closed:
                 self._leave()
                 self._disks = _disks_of(files)
-            return self._disks
 
-    # -- with the lock held ---------------------------------------------------------------------------------------
+    # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Lets go of the files, each of which closes when the last slot that refers to it goes."""
