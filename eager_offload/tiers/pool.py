@@ -56,7 +56,7 @@ class Pool:
     spoil the others' alignment. Slots do not reach from one slab into the next.
 
     A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
-    again; beyond that the oldest go back to the system, none before its fences have passed. All that is idle goes
+    again; beyond that the oldest slabs go back to the system, none before its fences have passed. All that is idle goes
     back before a request fails.
 
     Slots that die are taken up at the next call of any method; ``poll()`` is the call that does nothing else.
@@ -131,7 +131,7 @@ class Pool:
         self._records: set[FinalizerRecord[Slot]] = set()
         #: Its ``append``, for the records: each would make another one.
         self._on_return = self.returned.append
-        #: See [Note: slabs that are left]; and the uses of what was in them.
+        #: See [Note: slabs that are left], and the uses of what was in them.
         self._left: dict[HostSlab, None] = {}
         self._left_fences: tuple[Fence, ...] = ()
         #: Bytes of all slabs; of what is alive, as it was asked for.
@@ -146,8 +146,7 @@ class Pool:
         """With no slabs to cut from."""
         self._ranges = {unit: Ranges[HostSlab]() for unit in (PAGE, _LINE)}
         self._slabs: dict[HostSlab, None] = {}
-        #: Slabs without slots, the one that has been idle for longest first, and their bytes.
-        self._idle: dict[HostSlab, None] = {}
+        #: Bytes of those without slots.
         self._idle_now = 0
 
     def after_fork(self) -> None:
@@ -171,7 +170,7 @@ class Pool:
             self._poll()
             limit = self._limit(None)
             if limit is not None and self._held > limit:
-                self._release_idle(max(self._idle_now - (self._held - limit), 0))
+                self._poll(max(self._idle_now - (self._held - limit), 0))
 
     def allocate(self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None) -> HostSlot | None:
         """A slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``quota`` or the system has no room.
@@ -345,8 +344,7 @@ class Pool:
     def rest(self) -> None:
         """Keeps nothing until the next lease; see [Note: slabs that are left]. Only for a pool of leases alone."""
         with self._lock.lock, self._crashing():
-            self._poll()
-            self._release_idle(0)
+            self._poll(0)
             self._left |= self._slabs
             for slab in self._left:
                 slab.leave()
@@ -356,8 +354,7 @@ class Pool:
     def release_idle(self, keep: int = 0) -> None:
         """Gives what is idle back to the system, but for ``keep`` bytes."""
         with self._lock.lock, self._crashing():
-            self._poll()
-            self._release_idle(keep)
+            self._poll(keep)
 
     @property
     def used_bytes(self) -> int:
@@ -429,7 +426,6 @@ class Pool:
             raise self._new_slab(size, limit)
         slab = same[-1].slab
         if slab.slots == 0:
-            del self._idle[slab]
             self._idle_now -= slab.nbytes
         slab.slots += 1
         self.served_bytes += nbytes
@@ -444,7 +440,7 @@ class Pool:
     def _add(self, memory: Tensor, unit: int) -> None:
         """Takes up what the system has given."""
         slab = HostSlab(memory, unit)
-        self._slabs[slab] = self._idle[slab] = None
+        self._slabs[slab] = None
         self._ranges[unit].back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
         self._held += slab.nbytes
         self._idle_now += slab.nbytes
@@ -457,7 +453,7 @@ class Pool:
         """
         wanted, limit = self._sizes.wanted(need, self._held), self._limit(limit)
         if limit is not None and self._held + wanted > limit:
-            self._release_idle(0)
+            self._poll(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
                 raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
@@ -472,16 +468,24 @@ class Pool:
         bound = pooled + sum(quota.budget for quota in quotas if not quota.pooled)
         return bound if limit is None else min(bound, limit)
 
-    def _poll(self) -> None:
+    def _poll(self, keep: int | None = None) -> None:
+        """Takes up what has died, and gives slabs back to the system: see the notes.
+
+        Args:
+            keep: how many idle bytes are kept, if fewer than usual.
+        """
         if self._is_crashed:
             self._begin_after_a_crash()
         if self.returned:
             self._take_back()
-        if self._left and self._let_left_go():
-            self._given_back()
-        keep = 0 if self.is_closed else self._idle_bytes
+        most, held = 0 if self.is_closed else self._idle_bytes, self._held
+        keep = most if keep is None else min(keep, most)
+        if self._left:
+            self._let_left_go()
         if self._idle_now > keep:
-            self._release_idle(keep)
+            self._let_idle_go(keep)
+        if self._held < held:
+            self._given_back()
 
     def _take_back(self) -> None:
         """Takes up what has died."""
@@ -501,40 +505,28 @@ class Pool:
                     found.fences = record.fences
                     self._ranges[slab.unit].back[found.nbytes].append(found)
                     if slab.slots == 0:
-                        self._idle[slab] = None
                         self._idle_now += slab.nbytes
                 self._records.discard(record)
             self.returned.popleft()
 
-    def _release_idle(self, keep: int) -> None:
-        """Returns idle slabs to the system, the oldest first, until ``keep`` idle bytes are left."""
-        if self._let_idle_go(keep):
-            self._given_back()
-
-    def _let_idle_go(self, keep: int) -> bool:
-        """Drops idle slabs that no transfer can touch any more; whether any. No reference to them is left then."""
-        excess, found = self._idle_now - keep, False
-        for unit in {slab.unit for slab in self._idle} if excess > 0 else ():
-            self._ranges[unit].join()
-        for slab in list(self._idle):
-            if excess <= 0:
+    def _let_idle_go(self, keep: int) -> None:
+        """Drops idle slabs that no transfer can touch any more until ``keep`` idle bytes are left."""
+        for ranges in self._ranges.values():
+            ranges.join()
+        for slab in [slab for slab in self._slabs if slab.slots == 0]:
+            if self._idle_now <= keep:
                 break
             if self._ranges[slab.unit].withdraw(slab):
-                del self._slabs[slab], self._idle[slab]
+                del self._slabs[slab]
                 self._idle_now -= slab.nbytes
                 self._held -= slab.nbytes
-                excess -= slab.nbytes
-                found = True
-        return found
 
-    def _let_left_go(self) -> bool:
+    def _let_left_go(self) -> None:
         """The same for slabs that are left; see the note."""
         self._left_fences = pending(self._left_fences)
-        empty = [] if self._left_fences else [slab for slab in self._left if slab.slots == 0]
-        for slab in empty:
+        for slab in [] if self._left_fences else [slab for slab in self._left if slab.slots == 0]:
             del self._left[slab]
             self._held -= slab.nbytes
-        return bool(empty)
 
     def _begin_after_a_crash(self) -> None:
         """See [Note: slabs that are left]."""
