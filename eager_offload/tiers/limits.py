@@ -22,8 +22,7 @@ import psutil
 
 from eager_offload.config import size_text
 from eager_offload.tiers.cgroups import group_limits, read
-from eager_offload.tiers.nodes import Ranks
-from eager_offload.tiers.ranks import ranks_here
+from eager_offload.tiers.ranks import Ranks, ranks_here
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
