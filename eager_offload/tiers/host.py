@@ -11,7 +11,7 @@ from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
-from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
+from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
 from eager_offload.tiers.pool import Pool, note_refusal
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.slabs import HostSlot, Quota
@@ -97,14 +97,8 @@ class HostTier(Tier):
     def _look(self) -> None:
         """Works the budget out anew, which follows the machine; see the note."""
         held = self._pool.held_bytes
-
-        def share(limit: Limit) -> int:
-            # Of what the pool holds too, as if no other process of the run held anything: the budgets of all of them
-            # together do not grow by what one has taken before the others.
-            return (limit.room + held) // limit.sharers
-
-        limit = min(host_headroom().limits, key=share)
-        budget = int(share(limit) * HOST_FRACTION)
+        limit = min(host_headroom().limits, key=lambda limit: limit.budget(held))
+        budget = limit.budget(held)
         if budget < self.budget:
             return
         self._quota.budget = max(self._quota.budget, budget)  # another thread may have looked meanwhile

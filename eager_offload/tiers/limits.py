@@ -27,6 +27,8 @@ from eager_offload.tiers.ranks import Ranks, ranks_here
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
 HOST_FRACTION = 0.5
+#: The part of each limit on memory that is left for others while training goes on: see ``guard.py``.
+RESERVED_PART = 1 / 16
 #: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
 DISK_FRACTION = 0.75
 
@@ -74,8 +76,20 @@ class Limit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this process may take of the room."""
+        """Bytes that this process can take of the room."""
         return self.room // self.sharers
+
+    @property
+    def spare(self) -> int:
+        """Bytes that it may take so that something is left for others; below 0 where too little is."""
+        return self.nbytes - int(self.capacity * RESERVED_PART) // self.sharers
+
+    def budget(self, held: int = 0) -> int:
+        """Bytes for its saved tensors, which have ``held`` of them already.
+
+        The budgets of all processes of a run together do not grow by what one has taken before the others.
+        """
+        return int((self.room + held) // self.sharers * HOST_FRACTION)
 
 
 class Headroom(NamedTuple):
@@ -145,7 +159,7 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
 
 def host_budget(system: System | None = None) -> int:
     """Bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
-    return int(host_headroom(system).nbytes * HOST_FRACTION)
+    return min(limit.budget() for limit in host_headroom(system).limits)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
