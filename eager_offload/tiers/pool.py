@@ -92,8 +92,8 @@ class Pool:
         sizes: how large slabs are, in place of ``slab_bytes``.
         admit: is asked before so many bytes are taken from the system, and raises ``NoHeadroomError`` where too little
             would be left. A quota that a user gave in bytes is given them all the same, and has the reason.
-        given_back: is called when slabs have gone back to the system, with the pool's lock held.
-        wakes: is called with the first lease and with the first one after a rest, with the pool's lock held.
+        given_back: is called when slabs have gone back to the system, inside the pool's lock.
+        wakes: is called with the first lease and with the first one after a rest, inside the pool's lock.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Pool:
         return any(not quota.pooled for quota in self._quotas)
 
     def reserve(self, nbytes: int, quota: Quota) -> None:
-        """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free; see the note.
+        """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free.
 
         Raises:
             MemoryError, RuntimeError: its budget, the limit of all, or the system has no room for so much. What was

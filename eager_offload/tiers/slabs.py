@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,21 +23,8 @@ _LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
 # -- how large a slab is --------------------------------------------------------------------------------------------
 
 
-class SlabSizes(Protocol):
-    """How large the slabs are that a pool asks the system for; all sizes in bytes."""
-
-    def wanted(self, need: int, held: int) -> int:
-        """The size of the slab that ``need``, a whole number of grains, calls for while the pool holds ``held``."""
-
-    def within(self, need: int, room: int) -> int:
-        """The largest size up to ``room``, or 0 where none holds ``need``."""
-
-    def least(self, need: int) -> int:
-        """The smallest size that holds ``need``."""
-
-
 class ExactSizes:
-    """For a system that gives what is asked for, to the page.
+    """How large slabs are, in bytes, where the system gives what is asked for, to the page.
 
     Args:
         most: bytes; the largest slab that is taken for several requests.
@@ -47,20 +34,23 @@ class ExactSizes:
         self._most = most
 
     def wanted(self, need: int, held: int) -> int:
+        """Returns the size of the slab that ``need``, of a whole number of units, calls for while ``held`` are held."""
         least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
         most = min(max(held // _SHARE, least), self._most)
         return round_up(max(most // need, 1) * need, PAGE)
 
     def within(self, need: int, room: int) -> int:
+        """Returns the largest size up to ``room``, or 0 where none holds ``need``."""
         room = room // PAGE * PAGE
         return round_up(room // need * need, PAGE) if room >= need else 0
 
     def least(self, need: int) -> int:
+        """Returns the smallest size that holds ``need``."""
         return round_up(need, PAGE)
 
 
 class PowersOfTwo:
-    """For a system that rounds everything up to a power of two, as torch's allocator of pinned memory does.
+    """The same where it rounds everything up to a power of two, as torch's allocator of pinned memory does.
 
     Nothing is rounded if a power of two is asked for, so every slab is one. What is left over behind the last whole
     multiple of a request serves smaller ones at best, so a slab is so large that this is at most a 20th of it, as long
@@ -87,6 +77,10 @@ class PowersOfTwo:
 
     def least(self, need: int) -> int:
         return _power_of_two(need)
+
+
+#: What a pool asks the system for.
+SlabSizes: TypeAlias = ExactSizes | PowersOfTwo
 
 
 def _power_of_two(nbytes: int) -> int:
