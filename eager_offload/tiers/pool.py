@@ -27,8 +27,6 @@ from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRe
 
 T = TypeVar("T")
 
-#: Bytes; requests below a page share slabs of their own, cut to multiples of this.
-_LINE = 64
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
 
@@ -49,11 +47,10 @@ class Pool:
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
     [Note: how slabs are cut]
-    A request takes a free range of its size, else a part of the smallest that holds it: see ``ranges.py``. If there is
-    none, a new slab is taken for as many such requests as go into a 32nd of what is held already and into
-    ``slab_bytes``, or for one: a step's tensors are mostly alike, so nothing is left over at its end, and the last,
-    half-empty slab weighs little. Requests below a page are cut to 64 bytes in slabs of their own, where they cannot
-    spoil the others' alignment. Slots do not reach from one slab into the next.
+    A request, rounded up to whole pages, takes a free range of its size, else a part of the smallest that holds it: see
+    ``ranges.py``. If there is none, a new slab is taken for as many such requests as go into a 32nd of what is held
+    already and into ``slab_bytes``, or for one: a step's tensors are mostly alike, so nothing is left over at its end,
+    and the last, half-empty slab weighs little. Slots do not reach from one slab into the next.
 
     A slab without slots is idle. Idle slabs are kept up to ``idle_bytes``, since the next step asks for the same sizes
     again; beyond that the oldest slabs go back to the system, none before its fences have passed. All that is idle goes
@@ -144,7 +141,7 @@ class Pool:
 
     def _begin(self) -> None:
         """With no slabs to cut from."""
-        self._ranges = {unit: Ranges[HostSlab]() for unit in (PAGE, _LINE)}
+        self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
         #: Bytes of those without slots.
         self._idle_now = 0
@@ -316,7 +313,7 @@ class Pool:
                 memory = self._admitted(size, quota)
                 with self._lock.lock, self._crashing():
                     self._idle_bytes = max(self._idle_bytes, nbytes)
-                    self._add(memory, PAGE)
+                    self._add(memory)
 
     def _unreserved(self, nbytes: int, quota: Quota) -> int:
         """The size of the next slab to be reserved; 0 for none. Without the lock."""
@@ -414,14 +411,12 @@ class Pool:
         """
         if self.returned or self._left or self._is_crashed:
             self._poll()
-        unit = PAGE if nbytes >= PAGE else _LINE
-        size = nbytes + -nbytes % unit
+        size = nbytes + -nbytes % PAGE
         if quota is not None and quota.held_bytes + size > quota.budget:
             raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
         if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
-            self._add(memory, unit)
-        ranges = self._ranges[unit]
-        same = ranges.back.get(size) or ranges.fit(size)
+            self._add(memory)
+        same = self._ranges.back.get(size) or self._ranges.fit(size)
         if not same:
             raise self._new_slab(size, limit)
         slab = same[-1].slab
@@ -437,11 +432,11 @@ class Pool:
                 quota.peak_bytes = used
         return same
 
-    def _add(self, memory: Tensor, unit: int) -> None:
+    def _add(self, memory: Tensor) -> None:
         """Takes up what the system has given."""
-        slab = HostSlab(memory, unit)
+        slab = HostSlab(memory)
         self._slabs[slab] = None
-        self._ranges[unit].back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
+        self._ranges.back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
         self._held += slab.nbytes
         self._idle_now += slab.nbytes
 
@@ -503,7 +498,7 @@ class Pool:
                     self._left_fences += record.fences
                 else:
                     found.fences = record.fences
-                    self._ranges[slab.unit].back[found.nbytes].append(found)
+                    self._ranges.back[found.nbytes].append(found)
                     if slab.slots == 0:
                         self._idle_now += slab.nbytes
                 self._records.discard(record)
@@ -511,12 +506,11 @@ class Pool:
 
     def _let_idle_go(self, keep: int) -> None:
         """Drops idle slabs that no transfer can touch any more until ``keep`` idle bytes are left."""
-        for ranges in self._ranges.values():
-            ranges.join()
+        self._ranges.join()
         for slab in [slab for slab in self._slabs if slab.slots == 0]:
             if self._idle_now <= keep:
                 break
-            if self._ranges[slab.unit].withdraw(slab):
+            if self._ranges.withdraw(slab):
                 del self._slabs[slab]
                 self._idle_now -= slab.nbytes
                 self._held -= slab.nbytes
@@ -532,7 +526,7 @@ class Pool:
         """See [Note: slabs that are left]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
-        fences += [fence for ranges in self._ranges.values() for fence in ranges.fences]
+        fences += self._ranges.fences
         self._left_fences = pending([*self._left_fences, *fences])
         self._records.difference_update(dead)
         records = [cast(HostSlotRecord, record) for record in self._records]

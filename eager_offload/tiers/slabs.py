@@ -16,8 +16,8 @@ from eager_offload.tiers.ranges import Range, Slab, pending
 
 #: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
 _SHARE = 32
-#: Bytes; shared slabs are no smaller: they would cost more in calls than they save in room.
-_LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
+#: Bytes up to which a slab is taken for several requests: smaller ones would cost more in calls than they save in room.
+_LEAST = 1 << 20
 
 
 # -- how large a slab is --------------------------------------------------------------------------------------------
@@ -34,9 +34,8 @@ class ExactSizes:
         self._most = most
 
     def wanted(self, need: int, held: int) -> int:
-        """Returns the size of the slab that ``need``, of a whole number of units, calls for while ``held`` are held."""
-        least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
-        most = min(max(held // _SHARE, least), self._most)
+        """Returns the size of the slab that ``need``, in whole pages, calls for while ``held`` are held."""
+        most = min(max(held // _SHARE, _LEAST), self._most)
         return round_up(max(most // need, 1) * need, PAGE)
 
     def within(self, need: int, room: int) -> int:
@@ -92,21 +91,16 @@ def _power_of_two(nbytes: int) -> int:
 
 
 class HostSlab(Slab):
-    """Host memory.
+    """Host memory."""
 
-    Args:
-        unit: bytes; what is cut from it begins and ends at multiples of this.
-    """
+    __slots__ = ("address", "buffer", "slots", "tensor")
 
-    __slots__ = ("address", "buffer", "slots", "tensor", "unit")
-
-    def __init__(self, tensor: Tensor, unit: int) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel())
         self.tensor = tensor
         self.address = tensor.data_ptr()
         #: The bytes as a buffer; slices of it keep the memory.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        self.unit = unit
         #: How many slots are alive in it.
         self.slots = 0
 
@@ -155,7 +149,7 @@ class HostSlotRecord(SlotRecord):
 
 
 class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
+    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``."""
 
     tier: ClassVar[str] = "host"
     writes_storages = True
