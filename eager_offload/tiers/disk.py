@@ -34,7 +34,6 @@ from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom
 from eager_offload.tiers.memory import (
     PAGE,
-    FilePart,
     Span,
     anonymous_slab,
     clear,
@@ -219,7 +218,7 @@ class DiskSlot(Slot):
     def memory(self) -> memoryview:
         assert self.record.carried == self.nbytes, "mapped too late: what was left out shows what the file had there"
         self._is_mapped = True
-        return mapped_file(FilePart(self._disk.file.descriptor, self._start, self.nbytes), self)
+        return mapped_file(self._disk.file.descriptor, self._start, self.nbytes, self)
 
 
 class _Missing(MustGrow):

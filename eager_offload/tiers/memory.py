@@ -91,32 +91,24 @@ def _reader() -> Callable[..., int] | None:
     return read if moved == target.value == 1 else None
 
 
-class FilePart(NamedTuple):
-    """A range of an open file."""
-
-    descriptor: int
-    #: Bytes; a multiple of ``PAGE``.
-    offset: int
-    nbytes: int
-
-
-def mapped_file(part: FilePart, owner: object) -> memoryview:
+def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> memoryview:
     """A range of a file as memory, shared with all other uses of the file, page by page.
 
     ``mmap.mmap`` of a file would keep a descriptor open for each mapping, and a step has more tensors than a process
     may have descriptors. So it takes addresses without a file, and gives them back; the file is mapped in their place.
 
     Args:
-        part: of an open file; the mapping outlives its descriptor.
+        descriptor: of an open file; the mapping outlives it.
+        offset: where the range begins, in bytes; a multiple of ``PAGE``.
         owner: stays alive for as long as the memory does.
 
     Raises:
         MemoryError: the system refused.
     """
-    addresses = _anonymous(part.nbytes)
+    addresses = _anonymous(nbytes)
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(addresses))
-    _map(start, part, mmap.MAP_SHARED | _MAP_FIXED)
-    return view_of(start, part.nbytes, (owner, addresses))
+    _map(start, nbytes, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset)
+    return view_of(start, nbytes, (owner, addresses))
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:
@@ -126,7 +118,7 @@ def is_in_page_cache(descriptor: int, offset: int) -> bool:
     there before the answer is given.
     """
     try:
-        address = _map(None, FilePart(descriptor, offset, PAGE), mmap.MAP_SHARED)
+        address = _map(None, PAGE, mmap.MAP_SHARED, descriptor, offset)
     except MemoryError:  # some filesystems map no files
         return False
     try:
@@ -235,12 +227,11 @@ def _is_zero(address: int, nbytes: int) -> bool:
     )
 
 
-def _map(address: int | None, part: FilePart, flags: int) -> int:
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = _system_calls().mmap(address, part.nbytes, protection, flags, part.descriptor, part.offset)
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    mapped = _system_calls().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if mapped in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
-        raise MemoryError(f"the system refused to map {part.nbytes} bytes of a file: {os.strerror(number)}")
+        raise MemoryError(f"the system refused to map {nbytes} bytes of a file: {os.strerror(number)}")
     return cast(int, mapped)
 
 

@@ -66,7 +66,7 @@ class _Bounce:
 
 
 class SpillFile:
-    """One file, which closes with the last reference. Reading and writing need no lock, growing does.
+    """One file, which closes with the last reference. Threads may read and write it at once; one may have it grow.
 
     [Note: direct I/O]
     A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
@@ -121,15 +121,11 @@ class SpillFile:
             if error.errno not in _FULL:
                 self.refusal = error.strerror or str(error)
                 self._judge(error)
-            self.cut_off(length)
+            with suppress(OSError):
+                self._raw.truncate(length)
             return False
         self.refusal = None
         return True
-
-    def cut_off(self, length: int) -> None:
-        """Gives back what lies behind ``length``, if the system lets it."""
-        with suppress(OSError):
-            self._raw.truncate(length)
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
         """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
