@@ -12,9 +12,10 @@ from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
-from eager_offload.tiers.pool import Pool, note_refusal
+from eager_offload.tiers.pool import Pool
+from eager_offload.tiers.quotas import Quota
 from eager_offload.tiers.ranks import warning_of_guess
-from eager_offload.tiers.slabs import HostSlot, Quota
+from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
 _LOOK_BYTES = 1 << 30
@@ -90,7 +91,7 @@ class HostTier(Tier):
         except OffloadError:
             raise
         except (MemoryError, RuntimeError) as error:
-            note_refusal(error, self._quota)
+            self._quota.refuse(error)
             return self.shortage
         return None
 

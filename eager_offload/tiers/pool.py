@@ -17,22 +17,19 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, reentered
-from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
+from eager_offload.tiers.base import Fence, MustGrow, Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.quotas import OverBudgetError, Quota, bound_of
 from eager_offload.tiers.ranges import Range, Ranges, pending
-from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, Quota, SlabSizes
+from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, SlabSizes
 
 T = TypeVar("T")
 
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
-
-
-class OverBudgetError(MemoryError):
-    """What was asked for would go beyond what may be held."""
 
 
 class _NewSlab(MustGrow):
@@ -68,11 +65,6 @@ class Pool:
     A pool *crashes*: an exception that is not the library's own, a KeyboardInterrupt say, comes in the midst of a
     change. What is free is not known then, but what is alive is, by its records, and which uses go on. So the next
     call counts what is alive and begins with new slabs.
-
-    [Note: quotas]
-    Several tiers may share a pool, and what is idle in it serves all of them. Each has a budget for the slots that
-    it has alive. The budgets bound all that the pool holds too: those that are pooled, since each is the same part of
-    the same machine, as if they were one; those in bytes that a user gave, added up.
 
     [Note: growth]
     The system takes long to give a slab: its pages have to be there, and pinned. So the lock is not held meanwhile, and
@@ -154,7 +146,7 @@ class Pool:
             quota.reset()
 
     def join(self, quota: Quota) -> None:
-        """From now on ``quota`` bounds what is held for it, and all that is held; see [Note: quotas]."""
+        """From now on ``quota`` bounds what is held for it, and all that is held: see ``quotas.py``."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
@@ -165,7 +157,7 @@ class Pool:
             self._quotas.discard(quota)
             self.is_closed = not self._quotas
             self._poll()
-            limit = self._limit(None)
+            limit = bound_of(self._quotas)
             if limit is not None and self._held > limit:
                 self._poll(max(self._idle_now - (self._held - limit), 0))
 
@@ -185,7 +177,8 @@ class Pool:
         except OffloadError:
             raise
         except (MemoryError, RuntimeError) as error:
-            note_refusal(error, quota)
+            if quota is not None:
+                quota.refuse(error)
             return None
 
     def at_hand(
@@ -209,7 +202,8 @@ class Pool:
                 raise
             except (MemoryError, RuntimeError) as error:
                 self._is_crashed |= not isinstance(error, OverBudgetError)
-                note_refusal(error, quota)
+                if quota is not None:
+                    quota.refuse(error)
                 return None
             except BaseException:
                 self._is_crashed = True
@@ -319,7 +313,7 @@ class Pool:
         """The size of the next slab to be reserved; 0 for none. Without the lock."""
         with self._lock.lock, self._crashing():
             self._poll()
-            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit(None)
+            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), bound_of(self._quotas)
             if missing <= 0:
                 return 0
             if nbytes > quota.budget or (limit is not None and self._held + missing > limit):
@@ -446,22 +440,13 @@ class Pool:
         Raises:
             OverBudgetError: there is none.
         """
-        wanted, limit = self._sizes.wanted(need, self._held), self._limit(limit)
+        wanted, limit = self._sizes.wanted(need, self._held), bound_of(self._quotas, limit)
         if limit is not None and self._held + wanted > limit:
             self._poll(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
                 raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
         return _NewSlab(wanted, self._sizes.least(need))
-
-    def _limit(self, limit: int | None) -> int | None:
-        """The least of ``limit`` and of what the quotas come to; ``None`` where nothing bounds it."""
-        quotas = list(self._quotas)
-        if not quotas:
-            return limit
-        pooled = max((quota.budget for quota in quotas if quota.pooled), default=0)
-        bound = pooled + sum(quota.budget for quota in quotas if not quota.pooled)
-        return bound if limit is None else min(bound, limit)
 
     def _poll(self, keep: int | None = None) -> None:
         """Takes up what has died, and gives slabs back to the system: see the notes.
@@ -545,17 +530,3 @@ class Pool:
                 quota.held_bytes += record.range.nbytes
         self._begin()
         self._is_crashed = False
-
-
-def note_refusal(error: Exception, quota: Quota | None) -> None:
-    """Tells ``quota`` why it is given nothing; its budget is the reason where no more is said."""
-    if quota is None:
-        return
-    if isinstance(error, OverBudgetError):
-        quota.refusal = None
-    elif isinstance(error, NoHeadroomError):
-        quota.refusal = error.shortage
-    else:
-        text = str(error).partition("\n")[0]
-        remedy = "end other programs that take memory, or set a lower host_budget"
-        quota.refusal = Shortage(f"the system refused it ({text})", remedy)

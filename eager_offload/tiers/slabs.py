@@ -9,9 +9,10 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import ByteRegion, Shortage, Slot, SlotRecord
+from eager_offload.tiers.base import ByteRegion, Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
+from eager_offload.tiers.quotas import Quota
 from eager_offload.tiers.ranges import Range, Slab, pending
 
 #: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
@@ -111,33 +112,6 @@ class HostSlab(Slab):
 
 
 # -- slots ----------------------------------------------------------------------------------------------------------
-
-
-class Quota:
-    """What one tier holds of a pool, and the most that it may hold; the pool's lock guards it. All in bytes.
-
-    Args:
-        budget: the most.
-        pooled: quotas that are pooled may come to the largest of their budgets together. Those that are not add up.
-    """
-
-    __slots__ = ("__weakref__", "budget", "held_bytes", "overdraft", "peak_bytes", "pooled", "refusal", "used_bytes")
-
-    def __init__(self, budget: int, *, pooled: bool) -> None:
-        self.budget = budget
-        self.pooled = pooled
-        #: The most that ``used_bytes`` has been.
-        self.peak_bytes = 0
-        #: Why the machine should not give all of the budget, once it has given more than it should.
-        self.overdraft: Shortage | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the slots that there are."""
-        #: In slots that are alive, as they were asked for; and with rounding.
-        self.used_bytes = self.held_bytes = 0
-        #: Why it was last given nothing, if it was not for its budget.
-        self.refusal: Shortage | None = None
 
 
 class HostSlotRecord(SlotRecord):

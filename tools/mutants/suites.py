@@ -61,6 +61,7 @@ _FIRST = {
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/pool tiers/disk",
     "tiers/disk": "=disk",
+    "tiers/quotas": "tiers/shares tiers/pool",
     "tiers/ranges": "tiers/pool tiers/interrupts hazards/copies",
     "tiers/slabs": "tiers/pool",
     "tiers/spill": "=disk",
