@@ -87,12 +87,12 @@ EQUIVALENT = {
     (
         "eager_offload/tiers/disk_slots.py",
         "fence",
-        "super().__init__(nbytes, pending(found.fences), record)",
+        "pending(found.fences)",
     ): _HELD,
     (
         "eager_offload/tiers/disk_slots.py",
         "fence",
-        "record.range.fences = record.fences",
+        "record.range.fences = record.fences  without  record.fences",
     ): _HELD,
 }
 
