@@ -32,7 +32,7 @@ class Fence:
     event: Hashable
 
     def passed(self) -> bool:
-        """Whether the event has completed; never blocks."""
+        """Returns whether the event has completed; never blocks."""
         return self.runtime.query(self.event)
 
 
@@ -116,7 +116,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> memoryview:
-        """The slot's bytes as host memory, which keeps the slot. It takes no memory of its own until it is read.
+        """Returns the slot's bytes as memory that keeps the slot. It takes none of its own until it is read.
 
         Raises:
             MemoryError: the system has no room for it among the process's addresses.
@@ -143,13 +143,13 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
-        """Room for ``nbytes`` bytes, or ``None`` where the budget or the machine has none.
+        """Returns room for ``nbytes`` bytes, or ``None`` where the budget or the machine has none.
 
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
 
     def at_hand(self, nbytes: int) -> Slot | None:
-        """The same for a caller with a lock that others wait for: it takes nothing from the system, which takes long.
+        """Does the same for a caller with a lock that others wait for: it takes nothing from the system.
 
         Raises:
             MustGrow: that is what ``reserve`` would do.
@@ -175,11 +175,11 @@ class Tier(abc.ABC):
         return Shortage(f"the {self.name} tier takes nothing before it is needed", f"leave it to the {self.name} tier")
 
     def warning(self) -> str | None:
-        """What the user is to be told of what ``reserve`` has taken, once; ``None`` for nothing."""
+        """Returns what to tell the user of what ``reserve`` has taken, once; ``None`` for nothing."""
         return None
 
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
-        """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
+        """Gives idle memory back if the machine is short of it, as a forward begins. Cheap where nothing is to do."""
 
     @property
     @abc.abstractmethod

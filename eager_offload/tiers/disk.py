@@ -135,7 +135,7 @@ class DiskTier(Tier):
             return self._take(nbytes)
 
     def _take(self, nbytes: int, refusing: Collection[Disk] = ()) -> DiskSlot | None:
-        """A slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
+        """Returns a slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
 
         Raises:
             _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
@@ -164,7 +164,7 @@ class DiskTier(Tier):
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Around a change: an exception that is not the tier's own leaves files of which not all is known."""
+        """Marks the tier as crashed by an exception that is not its own: not all of its files is known then."""
         try:
             yield
         except MustGrow:
@@ -256,7 +256,7 @@ class DiskTier(Tier):
                 self._poll()
 
     def measure(self) -> Bandwidth:
-        """What this disk does, through the tier itself.
+        """Measures what this disk does, through the tier itself.
 
         Raises:
             CapacityError: there is no room to try it.
@@ -284,7 +284,7 @@ class DiskTier(Tier):
         self._left, self._disks = Living(), ()
 
     def _needs_files(self) -> bool:
-        """See [Note: files that are left]."""
+        """Returns whether there are none to cut slots from, or one that fails: see [Note: files that are left]."""
         disks = () if self._is_crashed else self._disks
         return not self._closed and (not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks)))
 
@@ -336,7 +336,7 @@ def _disks_of(files: Sequence[SpillFile]) -> tuple[Disk, ...]:
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
-    """How many of the calls were made until the time for it was over, and how long that took; seconds."""
+    """Makes calls until the time for it is over. Returns how many, and how long that took in seconds."""
     started = time.perf_counter()
     for done, call in enumerate(calls, 1):
         call()

@@ -63,7 +63,7 @@ class Disk:
         self.is_full = False
 
     def missing(self, nbytes: int) -> int:
-        """By how much the file would have to grow for ``nbytes``, for which nothing was found in it."""
+        """Returns by how much the file would have to grow for ``nbytes``, for which nothing was found in it."""
         return nbytes - self.ranges.free_before(self.slab.nbytes)
 
     def grow(self, need: int, limit: int) -> int:
@@ -82,7 +82,7 @@ class Disk:
         return 0
 
     def add(self, nbytes: int) -> None:
-        """What ``grow`` has made room for may be taken from now on."""
+        """Has slots take what ``grow`` has made room for."""
         self.ranges.back[nbytes].append(Range(self.slab, self.slab.nbytes, nbytes))
         self.slab.nbytes += nbytes
         self.is_full = False
@@ -193,7 +193,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _private_copy(source: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The bytes of ``spans``, in memory that is zero elsewhere; their owner may give theirs back meanwhile."""
+    """Copies the bytes of ``spans``, which their owner may give back meanwhile; the rest is zero."""
     copy = anonymous_slab(source.numel())
     for at, nbytes in spans:
         move_if_there(copy.data_ptr() + at, source.data_ptr() + at, nbytes)

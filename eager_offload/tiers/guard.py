@@ -51,10 +51,10 @@ class Guard:
         self._refused_bytes = 0
 
     def admit(self, nbytes: int) -> None:
-        """Whether ``nbytes`` more may be taken from the system.
+        """Counts ``nbytes`` more that are taken from the system.
 
         Raises:
-            NoHeadroomError: no.
+            NoHeadroomError: they may not be.
         """
         with self._lock.lock:
             if nbytes <= self._admitted:
@@ -77,7 +77,7 @@ class Guard:
             raise NoHeadroomError(shortage)
 
     def missing_bytes(self) -> int:
-        """How many bytes should go back to the system so that enough is left for others; 0 where enough is. Looks."""
+        """Looks, and returns how many bytes should go back to the system so that enough is left for others."""
         return max(-_tightest().spare, 0)
 
     def forget(self) -> None:
@@ -94,5 +94,5 @@ _guard = Guard()
 
 
 def process_guard() -> Guard:
-    """The one of this process, since all memory comes from the same machine."""
+    """Returns the one of this process, since all memory comes from the same machine."""
     return _guard

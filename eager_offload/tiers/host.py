@@ -177,7 +177,7 @@ _pools_lock = ForkSafeLock()
 
 
 def shared_pool(runtime: Hashable, kind: Hashable, make: Callable[[], Pool]) -> Pool:
-    """The process's one pool for ``runtime`` and ``kind`` of memory; made by ``make`` where no tier has one."""
+    """Returns the process's one pool for ``runtime`` and ``kind`` of memory; ``make`` makes the first."""
     with _pools_lock.lock:
         for pool in _pools:
             if pool.kind == (runtime, kind) and not pool.is_closed:  # a closed one only waits for its last slots

@@ -85,7 +85,7 @@ class Limit:
         return self.nbytes - int(self.capacity * RESERVED_PART) // self.sharers
 
     def budget(self, held: int = 0) -> int:
-        """Bytes for its saved tensors, which have ``held`` of them already.
+        """Returns the bytes for its saved tensors, which have ``held`` of them already.
 
         The budgets of all processes of a run together do not grow by what one has taken before the others.
         """
@@ -110,7 +110,7 @@ class Headroom(NamedTuple):
 
 
 def host_headroom(system: System | None = None) -> Headroom:
-    """How much more host memory this process can take at this moment, and what binds.
+    """Returns how much more host memory this process can take at this moment, and what binds.
 
     Args:
         system: where it is looked up; this machine where it is left out.
@@ -137,7 +137,7 @@ def host_capacity(system: System | None = None) -> int:
 
 
 def disk_headroom(path: Path, system: System | None = None) -> Headroom:
-    """How much more this process can write to a file in the directory ``path``, and what binds.
+    """Returns how much more this process can write to a file in the directory ``path``, and what binds.
 
     Args:
         system: where limits are looked up; this machine where it is left out.
@@ -158,12 +158,12 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
 
 
 def host_budget(system: System | None = None) -> int:
-    """Bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
+    """Returns the bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
     return min(limit.budget() for limit in host_headroom(system).limits)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
-    """Bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom there.
+    """Returns the bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom.
 
     Raises:
         OSError: ``path`` cannot be looked at.
@@ -172,7 +172,7 @@ def disk_budget(path: Path, system: System | None = None) -> int:
 
 
 def pinning_limit(system: System | None = None) -> int | None:
-    """Bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
+    """Returns the bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
 
     Not every driver counts what it pins against it (NVIDIA's does not), so it bounds no headroom; where pinning fails,
     it is the first thing to look at.
@@ -194,7 +194,7 @@ def _available(meminfo: Mapping[str, int], ranks: Ranks) -> Limit:
 
 
 def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list[Limit]:
-    """Where the kernel promises no more than it has, it refuses what goes beyond (``vm.overcommit_memory`` is 2)."""
+    """Returns what the kernel may still promise, where it promises no more than it has (overcommit mode 2)."""
     mode = (read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
     if mode != "2" or capacity is None or promised is None:
@@ -221,7 +221,7 @@ def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
 
 
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
-    """A limit of the process's own; it binds no other process."""
+    """Yields a limit of the process's own, if there is one; it binds no other process."""
     capacity = system.process_limit(name)
     if capacity is not None:
         status = _kibibytes(read(system.root / "proc/self/status"))
@@ -235,7 +235,7 @@ def _least(*limits: Limit) -> Headroom:
 
 
 def _kibibytes(text: str | None) -> dict[str, int]:
-    """The lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
+    """Returns the lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
     return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
 
 

@@ -132,21 +132,21 @@ class Pool:
         self._begin()
 
     def _begin(self) -> None:
-        """With no slabs to cut from."""
+        """Begins with no slabs to cut from."""
         self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
         #: Bytes of those without slots.
         self._idle_now = 0
 
     def after_fork(self) -> None:
-        """The child starts with an empty pool; it has slots from before the fork as copies, but for pinned ones."""
+        """Starts the child with an empty pool; it has slots from before the fork as copies, but for pinned ones."""
         LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs, self._left])
         self._reset()
         for quota in self._quotas:
             quota.reset()
 
     def join(self, quota: Quota) -> None:
-        """From now on ``quota`` bounds what is held for it, and all that is held: see ``quotas.py``."""
+        """Has ``quota`` bound what is held for it, and all that is held: see ``quotas.py``."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
@@ -162,7 +162,7 @@ class Pool:
                 self._poll(max(self._idle_now - (self._held - limit), 0))
 
     def allocate(self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None) -> HostSlot | None:
-        """A slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``quota`` or the system has no room.
+        """Returns a slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``quota`` or the system has no room.
 
         Args:
             limit: what the pool may hold with the new slot, in bytes.
@@ -184,7 +184,7 @@ class Pool:
     def at_hand(
         self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None, memory: Tensor | None = None
     ) -> HostSlot | None:
-        """The same of what is held already, and of ``memory``, which the system has given for it.
+        """Returns one in what is held already, or in ``memory``, which the system has given for it.
 
         Raises:
             MustGrow: there is room, but the system has to give a slab first.
@@ -211,7 +211,7 @@ class Pool:
             return slot
 
     def lease(self, nbytes: int, *, memory: Tensor | None = None, grows: bool = True) -> Tensor:
-        """A flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
+        """Returns a flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
 
         Views of it, and what autograd saves of it, keep the storage and so the bytes. The content is undefined.
 
@@ -256,7 +256,7 @@ class Pool:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _grown(self, take: Callable[..., T], quota: Quota | None = None) -> T:
-        """What ``take`` makes of a new slab for ``quota``: see [Note: growth]. Without the lock.
+        """Returns what ``take`` makes of a new slab for ``quota``, outside the lock: see [Note: growth].
 
         Raises:
             MemoryError, RuntimeError: the system has no room.
@@ -310,7 +310,7 @@ class Pool:
                     self._add(memory)
 
     def _unreserved(self, nbytes: int, quota: Quota) -> int:
-        """The size of the next slab to be reserved; 0 for none. Without the lock."""
+        """Returns the size of the next slab to be reserved; 0 for none."""
         with self._lock.lock, self._crashing():
             self._poll()
             missing, limit = nbytes - (self._held - self._used + quota.used_bytes), bound_of(self._quotas)
@@ -379,7 +379,7 @@ class Pool:
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Around a change: an exception that is not the pool's own crashes it."""
+        """Marks the pool as crashed by an exception that is not its own."""
         try:
             yield
         except (MustGrow, OverBudgetError):
@@ -435,7 +435,7 @@ class Pool:
         self._idle_now += slab.nbytes
 
     def _new_slab(self, need: int, limit: int | None) -> _NewSlab:
-        """A slab of the size that ``need`` calls for, or of a smaller one where that is all there is room for.
+        """Returns the slab that ``need`` calls for, or a smaller one where that is all there is room for.
 
         Raises:
             OverBudgetError: there is none.
@@ -501,14 +501,14 @@ class Pool:
                 self._held -= slab.nbytes
 
     def _let_left_go(self) -> None:
-        """The same for slabs that are left; see the note."""
+        """Drops slabs that are left: see [Note: slabs that are left]."""
         self._left_fences = pending(self._left_fences)
         for slab in [] if self._left_fences else [slab for slab in self._left if slab.slots == 0]:
             del self._left[slab]
             self._held -= slab.nbytes
 
     def _begin_after_a_crash(self) -> None:
-        """See [Note: slabs that are left]."""
+        """Counts what is alive, and leaves all slabs: see [Note: slabs that are left]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
         fences += self._ranges.fences

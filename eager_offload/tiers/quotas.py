@@ -45,7 +45,7 @@ class Quota:
         self.refusal: Shortage | None = None
 
     def refuse(self, error: Exception) -> None:
-        """It is given nothing; ``error`` says why, or that it is for its budget."""
+        """Notes why it is given nothing: for its budget, or what ``error`` says."""
         if isinstance(error, OverBudgetError):
             self.refusal = None
         elif isinstance(error, NoHeadroomError):

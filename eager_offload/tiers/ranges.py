@@ -43,7 +43,7 @@ _place = attrgetter("slab.serial", "start")
 
 
 class Ranges(Generic[S]):
-    """The free ranges of slabs that are cut in one way. Not thread-safe: the lock of its owner guards it.
+    """The free ranges of slabs. Not thread-safe: the lock of its owner guards it.
 
     [Note: which bytes a request gets]
     A training step asks for the sizes of the step before. So a range that comes back is kept as it is, by size, with

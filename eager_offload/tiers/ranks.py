@@ -105,7 +105,7 @@ def local_ranks(environ: Mapping[str, str] | None = None) -> int:
 
 
 def rank() -> int:
-    """Which process of its run this is, as torchrun and those that start processes as it does say; 0 without one."""
+    """Returns which process of its run this is, as launchers like torchrun say; 0 without one."""
     return _positive(os.environ.get("RANK", ""))
 
 
@@ -152,7 +152,7 @@ def _positive(text: str) -> int:
 
 
 def _on_this_node(text: str, node: str) -> int:
-    """The entry of ``node`` in a list such as ``4(x2),3``; the largest where it is not known which node this is.
+    """Returns the entry of ``node`` in a list such as ``4(x2),3``; the largest where this node is not known.
 
     Returns:
         0 for a text of another form.
@@ -189,7 +189,7 @@ class RollCall:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """The child does not ask the store, whose connection it shares with its parent."""
+        """Keeps the child from asking the store, whose connection it shares with its parent."""
         if (store := default_store()) is not None:
             self._store, self._known = weakref.ref(store), Ranks(dist.get_world_size(), is_guess=True)
 

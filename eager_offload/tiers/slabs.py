@@ -84,7 +84,7 @@ SlabSizes: TypeAlias = ExactSizes | PowersOfTwo
 
 
 def _power_of_two(nbytes: int) -> int:
-    """The smallest one that is not below ``nbytes``, and not below a page."""
+    """Returns the smallest one that is not below ``nbytes``, and not below a page."""
     return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
 
 

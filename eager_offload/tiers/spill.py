@@ -48,7 +48,7 @@ class _Bounce:
 
     @contextmanager
     def buffer(self) -> Iterator[int]:
-        """The address of a buffer, for as long as the ``with`` lasts; waits for one where all are in use."""
+        """Yields the address of a buffer; waits for one where all are in use."""
         with self._permits:
             try:
                 buffer = self._idle.pop()
@@ -104,7 +104,7 @@ class SpillFile:
         return self._raw.descriptor
 
     def room(self) -> int:
-        """Bytes by which the file may grow: those free on its disk above the floor; 0 where the disk does not say."""
+        """Returns the bytes by which the file may grow: those free on its disk above the floor."""
         try:
             usage = self._raw.usage()
         except OSError:
@@ -157,7 +157,7 @@ class SpillFile:
             self._read_through_bounce(address + in_place, nbytes - in_place, offset + in_place)
 
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        """What a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
         if number in _FULL:
             remedy = "free some room there, or set disk_path to a directory on another disk"
@@ -178,7 +178,7 @@ class SpillFile:
         )
 
     def after_fork(self) -> None:
-        """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""
+        """Keeps the child from what its parent writes and reads, and from occupying its room on the disk."""
         self.inherited = True
         self._raw.close()
 
@@ -198,7 +198,7 @@ class SpillFile:
             self._raw.truncate(length + nbytes)
 
     def _probe(self) -> int | None:
-        """The least alignment of memory that direct I/O takes here and does right; ``None`` where it takes none."""
+        """Returns the least alignment of memory that direct I/O takes here and does right; ``None`` for none."""
         buffer = anonymous_slab(16 * PAGE)
         pages = view_of(buffer.data_ptr(), 16 * PAGE, buffer)
         target = pages[8 * PAGE : 12 * PAGE]
@@ -219,7 +219,7 @@ class SpillFile:
         return None
 
     def _goes_through_the_cache(self) -> bool:
-        """Whether what was written to the beginning is in the page cache, although the filesystem took direct I/O.
+        """Returns whether what was written to the beginning is in the page cache, although direct I/O was taken.
 
         Some take it and do as they like, ext4 with a journal of data for one. From here on it is not asked for then.
         """
