@@ -12,14 +12,6 @@ from torch import Tensor
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 
-class ByteRegion(NamedTuple):
-    """A range of bytes, named by identity: never by an address that another owner may get next."""
-
-    space: Hashable
-    start: int
-    stop: int
-
-
 @dataclass(slots=True, unsafe_hash=True)
 class Fence:
     """The last use of some bytes: they may be written again once ``event`` has completed. It never changes.
@@ -85,11 +77,6 @@ class Slot(abc.ABC):
     @fences.setter
     def fences(self, fences: tuple[Fence, ...]) -> None:
         self.record.fences = fences
-
-    @property
-    @abc.abstractmethod
-    def region(self) -> ByteRegion:
-        """The slot's bytes, for the happens-before log."""
 
     @abc.abstractmethod
     def write(self, source: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from eager_offload.errors import CorruptionError, OffloadError
-from eager_offload.tiers.base import ByteRegion, Slot, SlotRecord
+from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import (
     PAGE,
@@ -150,10 +150,6 @@ class DiskSlot(Slot):
         #: The parts of it that were written; the others are zero.
         self._spans = [Span(0, nbytes)]
         self._is_mapped = False
-
-    @property
-    def region(self) -> ByteRegion:
-        return ByteRegion(("spill file", self._disk.slab.serial), self._start, self._start + self.nbytes)
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes

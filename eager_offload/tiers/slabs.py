@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import ByteRegion, Slot, SlotRecord
+from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
 from eager_offload.tiers.quotas import Quota
@@ -151,10 +151,6 @@ class HostSlot(Slot):
     def tensor(self) -> Tensor:
         """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
         return self._slab.tensor[self._start : self._start + self.nbytes]
-
-    @property
-    def region(self) -> ByteRegion:
-        return ByteRegion(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
 
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
         assert not isinstance(source, Tensor) or source.numel() == self.nbytes

@@ -19,6 +19,7 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 from tests.sampling import search
+from tests.simulation.log import region_of
 from tests.threads import collect
 from tests.tiers.files import failure
 from tests.tiers.rig import MIB, Made, System, Verdicts, noise, reserve, stored
@@ -34,7 +35,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
 
     def check(data: st.DataObject) -> None:
         tier = Made(kind, directory, MIB, one_slab=True).tier
-        verdicts, events, space = Verdicts(), 0, reserve(tier, PAGE).region.space
+        verdicts, events, space = Verdicts(), 0, region_of(reserve(tier, PAGE)).space
         uses: list[set[Fence] | None] = [set() for _ in range(MIB // PAGE)]  # `None` where a slot lives
         live: list[Slot] = []
         for _ in range(data.draw(st.integers(1, 60), "steps")):
@@ -55,7 +56,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
                 slot = tier.reserve(nbytes)
                 assert (slot is None) == (pages > largest_hole(uses))
                 if slot is not None:
-                    assert slot.region.space == space
+                    assert region_of(slot).space == space
                     mine = pages_of(slot)
                     assert len(mine) == pages
                     assert all(uses[page] is not None for page in mine), "handed out twice"
@@ -77,7 +78,7 @@ def test_h18_any_sequence_of_slots_shares_no_byte_and_loses_no_use_and_no_room(k
 
 
 def pages_of(slot: Slot) -> range:
-    return range(slot.region.start // PAGE, -(-slot.region.stop // PAGE))
+    return range(region_of(slot).start // PAGE, -(-region_of(slot).stop // PAGE))
 
 
 def largest_hole(uses: list[set[Fence] | None]) -> int:
@@ -88,12 +89,12 @@ def largest_hole(uses: list[set[Fence] | None]) -> int:
 def test_a_slot_takes_the_smallest_room_that_holds_it(kind: str, directory: Path) -> None:
     tier = Made(kind, directory, MIB, one_slab=True).tier
     slots = {pages: reserve(tier, pages * PAGE) for pages in (1, 10, 2, 6, 3, 20, 214)}
-    rooms = {pages: slots.pop(pages).region for pages in (10, 6, 20)}
+    rooms = {pages: region_of(slots.pop(pages)) for pages in (10, 6, 20)}
     for pages, room in ((5, 6), (7, 10), (21, None), (20, 20)):
         slots[-pages] = slot = tier.reserve(pages * PAGE)
         assert (slot is None) == (room is None)
         if slot is not None:
-            assert rooms[room].start <= slot.region.start < slot.region.stop <= rooms[room].stop
+            assert rooms[room].start <= region_of(slot).start < region_of(slot).stop <= rooms[room].stop
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -107,13 +108,13 @@ def test_h18_a_slot_has_the_uses_of_its_own_bytes_and_none_where_there_is_room_w
         used = {name: slots.pop(1) for name in ("one", "two", "three")}
         for name, slot in used.items():
             slot.fences += (verdicts.fence(name),)
-        regions = {name: slot.region for name, slot in used.items()}
+        regions = {name: region_of(slot) for name, slot in used.items()}
         used.clear()
         del slot
         verdicts.over = set(over)
         for pages in (12, 8, 8) if over else (10, 4, 6):
             slots.append(slot := reserve(tier, pages * PAGE))
-            uses = [name for name, region in regions.items() if region.start <= slot.region.start < region.stop]
+            uses = [name for name, region in regions.items() if region.start <= region_of(slot).start < region.stop]
             assert slot.fences == tuple(verdicts.fence(name) for name in uses if name not in over)
         assert bool(slot.fences), "what is in use serves when nothing else is left"
 
