@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
+from eager_offload.tiers.memory import PAGE, move, move_if_there, view_of
 from eager_offload.tiers.quotas import Quota
 from eager_offload.tiers.ranges import Range, Slab, pending
 
@@ -37,16 +37,15 @@ class ExactSizes:
     def wanted(self, need: int, held: int) -> int:
         """Returns the size of the slab that ``need``, in whole pages, calls for while ``held`` are held."""
         most = min(max(held // _SHARE, _LEAST), self._most)
-        return round_up(max(most // need, 1) * need, PAGE)
+        return max(most // need, 1) * need
 
     def within(self, need: int, room: int) -> int:
         """Returns the largest size up to ``room``, or 0 where none holds ``need``."""
-        room = room // PAGE * PAGE
-        return round_up(room // need * need, PAGE) if room >= need else 0
+        return room // need * need
 
     def least(self, need: int) -> int:
         """Returns the smallest size that holds ``need``."""
-        return round_up(need, PAGE)
+        return need
 
 
 class PowersOfTwo:
