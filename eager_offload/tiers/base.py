@@ -135,13 +135,13 @@ class Tier(abc.ABC):
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
 
+    @abc.abstractmethod
     def at_hand(self, nbytes: int) -> Slot | None:
         """Does the same for a caller with a lock that others wait for: it takes nothing from the system.
 
         Raises:
             MustGrow: that is what ``reserve`` would do.
         """
-        return self.reserve(nbytes)
 
     @property
     def lanes(self) -> int:
@@ -149,9 +149,9 @@ class Tier(abc.ABC):
         return 1
 
     @property
+    @abc.abstractmethod
     def shortage(self) -> Shortage:
         """Why ``reserve`` last found no room."""
-        return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
     def take(self, nbytes: int) -> Shortage | None:
         """Takes from the system now what slots of ``nbytes`` bytes in all need; those that there are count.
@@ -159,11 +159,11 @@ class Tier(abc.ABC):
         Returns:
             Why it has less; ``None`` where it has as much.
         """
-        return Shortage(f"the {self.name} tier takes nothing before it is needed", f"leave it to the {self.name} tier")
+        raise NotImplementedError(f"the {self.name} tier takes nothing before it is needed")
 
+    @abc.abstractmethod
     def warning(self) -> str | None:
         """Returns what to tell the user of what ``reserve`` has taken, once; ``None`` for nothing."""
-        return None
 
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
         """Gives idle memory back if the machine is short of it, as a forward begins. Cheap where nothing is to do."""
