@@ -74,12 +74,16 @@ class HostTier(Tier):
         return slot
 
     def at_hand(self, nbytes: int) -> HostSlot | None:
-        slot = self._pool.at_hand(nbytes, quota=self._quota)
-        if slot is None:
-            self._next_look = 0
-            if self._count_refused(nbytes):
-                raise MustGrow(nbytes)
-        return slot
+        try:
+            return self._pool.take(nbytes, HostSlot, quota=self._quota)
+        except OffloadError:
+            raise
+        except (MemoryError, RuntimeError) as error:
+            self._quota.refuse(error)
+        self._next_look = 0
+        if self._count_refused(nbytes):
+            raise MustGrow(nbytes)
+        return None
 
     def take(self, nbytes: int) -> Shortage | None:
         if self._quota.pooled and nbytes > self.budget:

@@ -24,9 +24,9 @@ from eager_offload.tiers.guard import NoHeadroomError
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.quotas import OverBudgetError, Quota, bound_of
 from eager_offload.tiers.ranges import Range, Ranges, pending
-from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, SlabSizes
+from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, Lease, SlabSizes
 
-T = TypeVar("T")
+Owner = TypeVar("Owner", HostSlot, Lease)
 
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
@@ -82,7 +82,7 @@ class Pool:
         admit: is asked before so many bytes are taken from the system, and raises ``NoHeadroomError`` where too little
             would be left. A quota that a user gave in bytes is given them all the same, and has the reason.
         given_back: is called when slabs have gone back to the system, inside the pool's lock.
-        wakes: is called with the first lease and with the first one after a rest, inside the pool's lock.
+        wakes: is called with the first slot or lease and with the first after a rest, inside the pool's lock.
     """
 
     def __init__(
@@ -169,11 +169,7 @@ class Pool:
             quota: whose it is; it is given the reason where there is no room.
         """
         try:
-            return self.at_hand(nbytes, limit=limit, quota=quota)
-        except MustGrow:
-            take = partial(self.at_hand, nbytes, limit=limit, quota=quota)
-        try:
-            return self._grown(take, quota)
+            return self._grown(partial(self.take, nbytes, HostSlot, limit=limit, quota=quota), quota)
         except OffloadError:
             raise
         except (MemoryError, RuntimeError) as error:
@@ -181,89 +177,93 @@ class Pool:
                 quota.refuse(error)
             return None
 
-    def at_hand(
-        self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None, memory: Tensor | None = None
-    ) -> HostSlot | None:
-        """Returns one in what is held already, or in ``memory``, which the system has given for it.
-
-        Raises:
-            MustGrow: there is room, but the system has to give a slab first.
-        """
-        lock = self._lock.lock
-        if lock._is_owned():
-            raise reentered()
-        with lock:
-            try:
-                same = self._find(nbytes, limit, quota, memory)
-                slot = HostSlot(same[-1], nbytes, self._on_return, quota)
-                self._records.add(slot.record)
-                same.pop()
-            except MustGrow:
-                raise
-            except (MemoryError, RuntimeError) as error:
-                self._is_crashed |= not isinstance(error, OverBudgetError)
-                if quota is not None:
-                    quota.refuse(error)
-                return None
-            except BaseException:
-                self._is_crashed = True
-                raise
-            return slot
-
-    def lease(self, nbytes: int, *, memory: Tensor | None = None, grows: bool = True) -> Tensor:
+    def lease(self, nbytes: int) -> Tensor:
         """Returns a flat ``uint8`` tensor of ``nbytes`` bytes that owns them: they go back when its storage dies.
 
         Views of it, and what autograd saves of it, keep the storage and so the bytes. The content is undefined.
 
-        Args:
-            memory: what the system has given for it.
-            grows: whether the system is asked for what there is not.
-
         Raises:
             MemoryError, RuntimeError: the system has no room.
-            MustGrow: it would have to give a slab, and is not asked.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        try:
+            return torch.frombuffer(self.take(nbytes, Lease).view, dtype=torch.uint8)
+        except MustGrow:
+            take = partial(self.take, nbytes, Lease)
+        return torch.frombuffer(self._grown(take).view, dtype=torch.uint8)
+
+    def take(
+        self,
+        nbytes: int,
+        kind: type[Owner],
+        *,
+        limit: int | None = None,
+        quota: Quota | None = None,
+        memory: Tensor | None = None,
+    ) -> Owner:
+        """Returns an owner of ``nbytes`` bytes of what is held already, or of ``memory``.
+
+        Args:
+            kind: of owner.
+            memory: a slab that the system has given for it.
+
+        Raises:
+            OverBudgetError: ``limit`` or ``quota`` has no room.
+            MustGrow: there is room, but the system has to give a slab first.
+            MemoryError, RuntimeError: the pool has crashed.
+        """
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
         with lock:
             try:
+                if self.returned or self._left or self._is_crashed:
+                    self._poll()
                 if self._rests:
                     self._wakes()
                     self._rests = False
-                same = self._find(nbytes, None, None, memory)
-                found = same[-1]
-                assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
-                view: Any = found.slab.buffer[found.start : found.start + nbytes]
-                # The storage holds this very view until it is freed, so the view's death is the storage's.
-                record = HostSlotRecord(view, self._on_return)
-                record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, None
-                self._records.add(record)
-                same.pop()
-            except MustGrow:
-                if not grows:
-                    raise
-                view = None
-            except OverBudgetError:
+                size = nbytes + -nbytes % PAGE
+                if quota is not None and quota.held_bytes + size > quota.budget:
+                    raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
+                if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
+                    self._add(memory)
+                same = self._ranges.back.get(size) or self._ranges.fit(size)
+                if not same:
+                    raise self._new_slab(size, limit)
+                owner = kind(same[-1], nbytes, self._on_return, quota)
+                self._records.add(owner.record)
+                slab = same.pop().slab
+                if slab.slots == 0:
+                    self._idle_now -= slab.nbytes
+                slab.slots += 1
+                self.served_bytes += nbytes
+                self._used += nbytes
+                if quota is not None:
+                    quota.held_bytes += size
+                    used = quota.used_bytes = quota.used_bytes + nbytes
+                    if used > quota.peak_bytes:
+                        quota.peak_bytes = used
+                return owner
+            except (MustGrow, OverBudgetError):
                 raise
             except BaseException:
                 self._is_crashed = True
                 raise
-        if view is None:
-            return self._grown(partial(self.lease, nbytes, grows=False))
-        return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _grown(self, take: Callable[..., T], quota: Quota | None = None) -> T:
-        """Returns what ``take`` makes of a new slab for ``quota``, outside the lock: see [Note: growth].
+    def _grown(self, take: Callable[..., Owner], quota: Quota | None = None) -> Owner:
+        """Returns what ``take`` makes of what is held, else of a new slab for ``quota``: see [Note: growth].
 
         Raises:
             MemoryError, RuntimeError: the system has no room.
         """
-        if self._growth.is_held():  # see [Note: reentry] in forking.py
+        try:
+            return take()
+        except MustGrow:
+            growth = self._growth
+        if growth.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
-        with self._growth.lock:
+        with growth.lock:
             try:
                 return take()
             except _NewSlab as slab:
@@ -387,44 +387,6 @@ class Pool:
         except BaseException:
             self._is_crashed = True
             raise
-
-    def _find(
-        self, nbytes: int, limit: int | None, quota: Quota | None, memory: Tensor | None
-    ) -> list[Range[HostSlab]]:
-        """Finds a range for ``nbytes`` and counts it.
-
-        Args:
-            memory: a slab that the system has given for it.
-
-        Returns:
-            What has the range as its last; the caller registers a record of it, and pops it then.
-
-        Raises:
-            OverBudgetError: there is no room.
-            _NewSlab: there would be in such a slab.
-        """
-        if self.returned or self._left or self._is_crashed:
-            self._poll()
-        size = nbytes + -nbytes % PAGE
-        if quota is not None and quota.held_bytes + size > quota.budget:
-            raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
-        if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
-            self._add(memory)
-        same = self._ranges.back.get(size) or self._ranges.fit(size)
-        if not same:
-            raise self._new_slab(size, limit)
-        slab = same[-1].slab
-        if slab.slots == 0:
-            self._idle_now -= slab.nbytes
-        slab.slots += 1
-        self.served_bytes += nbytes
-        self._used += nbytes
-        if quota is not None:
-            quota.held_bytes += size
-            used = quota.used_bytes = quota.used_bytes + nbytes
-            if used > quota.peak_bytes:
-                quota.peak_bytes = used
-        return same
 
     def _add(self, memory: Tensor) -> None:
         """Takes up what the system has given."""

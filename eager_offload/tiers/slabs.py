@@ -1,16 +1,15 @@
-"""Slabs of host memory: how large they are, and the slots in them."""
+"""Slabs of host memory: how large they are, and the slots and leases in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from eager_offload.tiers.base import Slot, SlotRecord
-from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.memory import PAGE, move, move_if_there, view_of
 from eager_offload.tiers.quotas import Quota
 from eager_offload.tiers.ranges import Range, Slab, pending
@@ -132,7 +131,7 @@ class HostSlot(Slot):
         self,
         found: Range[HostSlab],
         nbytes: int,
-        on_death: Callable[[FinalizerRecord[Slot]], object],
+        on_death: Callable[[Any], object],
         quota: Quota | None,
     ) -> None:
         record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
@@ -161,3 +160,23 @@ class HostSlot(Slot):
 
     def memory(self) -> memoryview:
         return view_of(self.address, self.nbytes, self)
+
+
+class Lease:
+    """``nbytes`` bytes of host memory for a tensor, which owns them: they go back when its storage dies."""
+
+    __slots__ = ("record", "view")
+
+    def __init__(
+        self,
+        found: Range[HostSlab],
+        nbytes: int,
+        on_death: Callable[[Any], object],
+        quota: Quota | None,
+    ) -> None:
+        assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
+        # The storage holds this very view until it is freed, so the view's death is the storage's.
+        view: Any = found.slab.buffer[found.start : found.start + nbytes]
+        self.view, record = view, HostSlotRecord(view, on_death)
+        self.record = record
+        record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, quota
