@@ -17,9 +17,10 @@ import eager_offload as eo
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
 from eager_offload.runtime.host import HostRuntime, TransferThread
-from eager_offload.tiers.base import ByteRegion, Slot
+from eager_offload.tiers.base import Slot
 from eager_offload.tiers.memory import view_of
 from tests.processes import python
+from tests.simulation.log import ByteRegion
 from tests.threads import on_a_thread
 from tests.tiers.rig import noise
 

@@ -39,7 +39,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
 from eager_offload.schedule import Windows
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.tiers.base import ByteRegion, Slot, Tier
+from eager_offload.tiers.base import Slot, Tier
 from eager_offload.tiers.memory import view_of
 
 
@@ -133,11 +133,6 @@ class GraphSlot(Slot):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, ())
-
-    @property
-    def region(self) -> ByteRegion:
-        slab = self.tensor.untyped_storage().data_ptr()
-        return ByteRegion(("slab of a graph", slab), self.start, self.start + self.nbytes)
 
     def write(self, source: Tensor) -> None:
         self.tensor.copy_(source)

@@ -12,14 +12,6 @@ from torch import Tensor
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 
-class ByteRegion(NamedTuple):
-    """A range of bytes, named by identity: never by an address that another owner may get next."""
-
-    space: Hashable
-    start: int
-    stop: int
-
-
 @dataclass(slots=True, unsafe_hash=True)
 class Fence:
     """The last use of some bytes: they may be written again once ``event`` has completed. It never changes.
@@ -32,7 +24,7 @@ class Fence:
     event: Hashable
 
     def passed(self) -> bool:
-        """Whether the event has completed; never blocks."""
+        """Returns whether the event has completed; never blocks."""
         return self.runtime.query(self.event)
 
 
@@ -86,11 +78,6 @@ class Slot(abc.ABC):
     def fences(self, fences: tuple[Fence, ...]) -> None:
         self.record.fences = fences
 
-    @property
-    @abc.abstractmethod
-    def region(self) -> ByteRegion:
-        """The slot's bytes, for the happens-before log."""
-
     @abc.abstractmethod
     def write(self, source: Tensor) -> None:
         """Copies ``source`` into the slot and returns when it is there.
@@ -116,7 +103,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> memoryview:
-        """The slot's bytes as host memory, which keeps the slot. It takes no memory of its own until it is read.
+        """Returns the slot's bytes as memory that keeps the slot. It takes none of its own until it is read.
 
         Raises:
             MemoryError: the system has no room for it among the process's addresses.
@@ -143,18 +130,18 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, nbytes: int) -> Slot | None:
-        """Room for ``nbytes`` bytes, or ``None`` where the budget or the machine has none.
+        """Returns room for ``nbytes`` bytes, or ``None`` where the budget or the machine has none.
 
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
 
+    @abc.abstractmethod
     def at_hand(self, nbytes: int) -> Slot | None:
-        """The same for a caller with a lock that others wait for: it takes nothing from the system, which takes long.
+        """Does the same for a caller with a lock that others wait for: it takes nothing from the system.
 
         Raises:
             MustGrow: that is what ``reserve`` would do.
         """
-        return self.reserve(nbytes)
 
     @property
     def lanes(self) -> int:
@@ -162,9 +149,9 @@ class Tier(abc.ABC):
         return 1
 
     @property
+    @abc.abstractmethod
     def shortage(self) -> Shortage:
         """Why ``reserve`` last found no room."""
-        return Shortage(f"all of {self.name}_budget is in use", f"raise {self.name}_budget")
 
     def take(self, nbytes: int) -> Shortage | None:
         """Takes from the system now what slots of ``nbytes`` bytes in all need; those that there are count.
@@ -172,14 +159,14 @@ class Tier(abc.ABC):
         Returns:
             Why it has less; ``None`` where it has as much.
         """
-        return Shortage(f"the {self.name} tier takes nothing before it is needed", f"leave it to the {self.name} tier")
+        raise NotImplementedError(f"the {self.name} tier takes nothing before it is needed")
 
+    @abc.abstractmethod
     def warning(self) -> str | None:
-        """What the user is to be told of what ``reserve`` has taken, once; ``None`` for nothing."""
-        return None
+        """Returns what to tell the user of what ``reserve`` has taken, once; ``None`` for nothing."""
 
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
-        """A forward begins: gives idle memory back where the machine is short of it. Cheap where nothing is to do."""
+        """Gives idle memory back if the machine is short of it, as a forward begins. Cheap where nothing is to do."""
 
     @property
     @abc.abstractmethod

@@ -47,7 +47,7 @@ class _Group(NamedTuple):
 
 
 def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
-    """The limits on memory that bind this process, from its own group outwards; none where there are no groups.
+    """Returns the limits on memory that bind this process, from its own group outwards.
 
     Args:
         root: what stands in place of ``/``.
@@ -64,7 +64,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
 
 
 def read(file: Path) -> str | None:
-    """The text of a file of the kernel's; ``None`` where it cannot be read."""
+    """Returns the text of a file of the kernel's; ``None`` where it cannot be read."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -85,7 +85,7 @@ def read(file: Path) -> str | None:
 
 @lru_cache(maxsize=8)
 def _groups(root: Path, membership: str) -> tuple[_Group, ...]:
-    """The groups that can be seen and may have a limit, by what ``/proc/self/cgroup`` says."""
+    """Returns the groups that can be seen and may have a limit, by what ``/proc/self/cgroup`` says."""
     groups: list[_Group] = []
     mounts = list(_mounts(root))
     for line in membership.splitlines():
@@ -120,7 +120,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
-    """The directories of ``group`` and of those around it, up to where the hierarchy is mounted."""
+    """Returns the directories of ``group`` and of those around it, up to where the hierarchy is mounted."""
     for mount in mounts:
         if ".." in group.parts:
             break  # the group is outside of all that this process may see
@@ -157,7 +157,7 @@ def _limits(group: _Group) -> Iterator[GroupLimit]:
 
 
 def _unseen_limit(group: _Group) -> Iterator[GroupLimit]:
-    """The least limit of all groups around this one, of which some may not be mounted: at least this group uses it."""
+    """Yields the least limit of all groups around, which need not be mounted: at least this group uses it."""
     limit = _statistics(group.directory).get("hierarchical_memory_limit", _NO_LIMIT)
     if limit < _NO_LIMIT and limit != _number(group.directory / "memory.limit_in_bytes"):
         used = _number(group.directory / "memory.usage_in_bytes")
@@ -166,7 +166,7 @@ def _unseen_limit(group: _Group) -> Iterator[GroupLimit]:
 
 
 def _reclaimable(group: _Group) -> int:
-    """Bytes of file cache that can be dropped at once."""
+    """Returns the bytes of file cache that can be dropped at once."""
     statistics = _statistics(group.directory)
     cache, not_written = (
         sum(statistics.get(name, 0) for name in names[group.version]) for names in (_CACHE, _NOT_WRITTEN)
@@ -175,12 +175,12 @@ def _reclaimable(group: _Group) -> int:
 
 
 def _statistics(directory: Path) -> dict[str, int]:
-    """``memory.stat`` by name."""
+    """Returns ``memory.stat`` by name."""
     pairs = [line.split(" ", 1) for line in (read(directory / "memory.stat") or "").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; ``None`` for no limit (``max``) and for a file that is not there."""
+    """Returns the number in a file; ``None`` for no limit (``max``) and for a file that is not there."""
     text = (read(file) or "").strip()
     return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None

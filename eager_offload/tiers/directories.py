@@ -23,7 +23,7 @@ _ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None fo
 
 
 def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type: type[RawFile]) -> list[SpillFile]:
-    """A new, empty spill file in each of ``paths``; for ``None``, one in the first usual directory that serves.
+    """Opens a new spill file in each of ``paths``; for ``None``, one in the first usual directory that serves.
 
     Args:
         budget: what the files may come to hold in all, in bytes, if that is known.
@@ -45,7 +45,7 @@ def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type
 
 
 def open_some(paths: Sequence[Path], file_type: type[RawFile]) -> list[SpillFile]:
-    """A new, empty spill file in each of ``paths`` that can take one."""
+    """Opens a new spill file in each of ``paths`` that can take one."""
     opened = []
     for path in paths:
         with suppress(OSError):
@@ -54,7 +54,7 @@ def open_some(paths: Sequence[Path], file_type: type[RawFile]) -> list[SpillFile
 
 
 def filesystem_of(path: Path) -> str:
-    """The type of the filesystem that ``path`` is on, such as ``"ext4"``; empty where the system does not say."""
+    """Returns the type of the filesystem of ``path``, such as ``"ext4"``; empty where the system does not say."""
     real = Path(os.path.realpath(path))
     around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
     # Of several mounts on one point the last is the one that is seen.
@@ -62,7 +62,7 @@ def filesystem_of(path: Path) -> str:
 
 
 def usual_directories() -> list[Path]:
-    """Those that are tried where the user names none, in their order, each once."""
+    """Returns the directories that are tried where the user names none, in their order, each once."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
 

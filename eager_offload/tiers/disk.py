@@ -14,49 +14,30 @@ ones take their place when one of several disks fails to write, when an interrup
 from __future__ import annotations
 
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from eager_offload.config import size_text
-from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, reentered
-from eager_offload.tiers.base import ByteRegion, MustGrow, Shortage, Slot, SlotRecord, Tier
+from eager_offload.errors import CapacityError, ConfigError, reentered
+from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
+from eager_offload.tiers.disk_slots import Disk, DiskSlot, DiskSlotRecord
+from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom
-from eager_offload.tiers.memory import (
-    PAGE,
-    FilePart,
-    Span,
-    anonymous_slab,
-    clear,
-    mapped_file,
-    move_if_there,
-    round_up,
-    touched_spans,
-    view_of,
-)
-from eager_offload.tiers.pool import Ranges
+from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.slabs import Range, Slab
 from eager_offload.tiers.spill import SpillFile
 
-#: Bytes; a file grows by this much, or by the request where that is more.
-_GROWTH = 64 << 20
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
-#: Bytes; of a source that is at least so large, what was never touched stays where it is.
-_LEAST_SPARSE = 4 << 20
 
 
 class Bandwidth(NamedTuple):
@@ -66,166 +47,10 @@ class Bandwidth(NamedTuple):
     read: float
 
 
-class DiskSlotRecord(SlotRecord):
-    """What a slot leaves behind."""
-
-    __slots__ = ("range",)
-    range: Range[Slab]
-
-
-class _Disk:
-    """A spill file, which is new and empty, and what is free in it. It closes with the last reference.
-
-    Growing needs no lock of its own, since one thread at a time has files grow; the tier's lock guards the rest.
-
-    Args:
-        lane: what tells the disks of a tier apart.
-    """
-
-    def __init__(self, file: SpillFile, lane: int) -> None:
-        self.file = file
-        self.lane = lane
-        #: All of the file.
-        self.slab = Slab(0)
-        self.ranges = Ranges[Slab]()
-        #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
-        self.returned: deque[FinalizerRecord[Slot]] = deque()
-        #: Of the slots that are alive; see [Note: finalizers] in ``finalizers.py``.
-        self.records: set[FinalizerRecord[Slot]] = set()
-        #: Bytes in slots that are alive.
-        self.used = 0
-        #: Whether the file could not grow when it was last asked to.
-        self.is_full = False
-
-    def missing(self, nbytes: int) -> int:
-        """By how much the file would have to grow for ``nbytes``, for which nothing was found in it."""
-        return nbytes - self.ranges.free_before(self.slab.nbytes)
-
-    def grow(self, need: int, limit: int) -> int:
-        """Makes the file longer, which takes the disk a while: without the lock. Returns by how much; bytes.
-
-        The new room is there for all once it is added.
-
-        Args:
-            limit: by how much it may grow, in bytes.
-        """
-        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
-        most = min(self.file.room(), limit)
-        for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
-            if need <= step <= most and self.file.extend(self.slab.nbytes, step):
-                return step
-        return 0
-
-    def add(self, nbytes: int) -> None:
-        """What ``grow`` has made room for may be taken from now on."""
-        self.ranges.give(Range(self.slab, self.slab.nbytes, nbytes, ()))
-        self.slab.nbytes += nbytes
-        self.is_full = False
-
-    def poll(self) -> int:
-        """Takes up the slots that have died; when all have, gives the buffers of transfers back to the system.
-
-        Returns:
-            How many bytes were written since the last time.
-        """
-        while self.returned:
-            record: Any = self.returned[0]
-            if record in self.records:
-                self.used -= record.nbytes
-                self.ranges.give(record.range._replace(fences=record.fences))
-                self.records.discard(record)
-            self.returned.popleft()
-        written = 0
-        while self.file.written:
-            written += self.file.written.popleft()
-        if self.used == 0:
-            self.file.bounce.release_idle()
-        return written
-
-    def transfer(self, what: str, start: int, tensor: Tensor, spans: Sequence[Span]) -> None:
-        """Moves parts of ``tensor`` to or from the same of the range that begins at ``start``. Needs no lock.
-
-        Args:
-            what: ``"write"`` or ``"read"``.
-            spans: the parts, which begin at multiples of ``PAGE``.
-
-        Raises:
-            TransferError: the operating system refused.
-        """
-        if self.file.inherited:
-            raise OffloadError(
-                f"cannot {what} {sum(span.nbytes for span in spans)} bytes on disk: they belong to the process that "
-                "this one was forked from. What was saved before a fork can only be used by the parent; run forward "
-                "and backward in one process."
-            )
-        move = self.file.write if what == "write" else self.file.read
-        for at, nbytes in spans:
-            try:
-                move(tensor.data_ptr() + at, nbytes, start + at)
-            except (OSError, MemoryError) as error:  # whose frames hold the tensor
-                raise self.file.failed(what, tensor.numel(), error) from error.with_traceback(None)
-
-
-class DiskSlot(Slot):
-    """A range of a spill file, which it keeps open."""
-
-    tier: ClassVar[str] = "disk"
-    __slots__ = ("_checksum", "_disk", "_is_mapped", "_spans", "_start", "_verify", "lane")
-
-    def __init__(self, disk: _Disk, found: Range[Slab], nbytes: int, verify: bool) -> None:
-        record = DiskSlotRecord(self, disk.returned.append)
-        record.range = found
-        super().__init__(nbytes, found.fences, record)
-        self._disk = disk
-        self._start = found.start
-        self.lane = disk.lane
-        self._verify = verify
-        self._checksum: int | None = None
-        #: The parts of it that were written; the others are zero.
-        self._spans = [Span(0, nbytes)]
-        self._is_mapped = False
-
-    @property
-    def region(self) -> ByteRegion:
-        return ByteRegion(("spill file", self._disk.slab.serial), self._start, self._start + self.nbytes)
-
-    def write(self, source: Tensor) -> None:
-        assert source.numel() == self.nbytes
-        # What is mapped shows the file, and that has what its last owner wrote there.
-        if self.nbytes >= _LEAST_SPARSE and not self._is_mapped:
-            self._spans = touched_spans(source.data_ptr(), self.nbytes)
-        if self._verify:
-            # Other views of a storage may be written while it leaves, as the gates of a GRU are: what is written to the
-            # disk has to be what the checksum is of.
-            source = _private_copy(source, self._spans)
-            self._checksum = _checksum(source)
-        self._disk.transfer("write", self._start, source, self._spans)
-        self.record.carried = sum(span.nbytes for span in self._spans)
-
-    def read(self, target: Tensor) -> None:
-        assert target.numel() == self.nbytes
-        self._disk.transfer("read", self._start, target, self._spans)
-        done = 0
-        for span in (*self._spans, Span(self.nbytes, 0)):
-            clear(target.data_ptr() + done, span.at - done)
-            done = span.at + span.nbytes
-        if self._checksum is not None and self._checksum != _checksum(target):
-            raise CorruptionError(
-                f"{self.nbytes} bytes came back changed from the spill file in {str(self._disk.file.directory)!r}: "
-                "their checksum does not match. Nothing was computed with them. Check the disk and the machine's "
-                "memory."
-            )
-
-    def memory(self) -> memoryview:
-        assert self.record.carried == self.nbytes, "mapped too late: what was left out shows what the file had there"
-        self._is_mapped = True
-        return mapped_file(FilePart(self._disk.file.descriptor, self._start, self.nbytes), self)
-
-
 class _Missing(MustGrow):
     """The file of ``disk`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
 
-    def __init__(self, disk: _Disk, nbytes: int, limit: int) -> None:
+    def __init__(self, disk: Disk, nbytes: int, limit: int) -> None:
         super().__init__(nbytes, limit)
         self.disk, self.nbytes, self.limit = disk, nbytes, limit
 
@@ -271,7 +96,7 @@ class DiskTier(Tier):
         #: Empty in a forked child that has not asked for room yet.
         self._disks = _disks_of(open_spill_files(paths, budget, file_type))
         #: Whose files are left: only their slots keep them.
-        self._left: Living[_Disk] = Living()
+        self._left: Living[Disk] = Living()
         self._is_crashed = False
         #: How many slots there were so far.
         self._turn = 0
@@ -286,72 +111,60 @@ class DiskTier(Tier):
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
-            disks, refusing = self._reopened(), list[_Disk]()
-            disk, grown = None, 0
-            while disks:
+            self._reopen()
+            refusing = list[Disk]()
+            while True:
                 try:
-                    return self._take(nbytes, disks, disk, grown, refusing)
-                except _Missing as missing:  # threads that need no growth may have taken what there was meanwhile
+                    with self._lock.lock, self._crashing():
+                        return self._take(nbytes, refusing)
+                except _Missing as missing:
                     disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
-                    if not grown:
-                        disk.is_full = True
-                        refusing.append(disk)
-        return None
+                if not grown:
+                    disk.is_full = True
+                    refusing.append(disk)
+                    continue
+                with self._lock.lock, self._crashing():
+                    disk.add(grown)
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
         if self._lock.is_held():
             raise reentered()
-        while not self._closed:
-            disks = self._disks
+        with self._lock.lock, self._crashing():
             if self._needs_files():
                 raise MustGrow
-            slot = self._take(nbytes, disks)
-            if slot is not None or disks is self._disks:
-                return slot
-        return None
+            return self._take(nbytes)
 
-    def _take(
-        self,
-        nbytes: int,
-        disks: tuple[_Disk, ...],
-        grown_disk: _Disk | None = None,
-        grown: int = 0,
-        refusing: Collection[_Disk] = (),
-    ) -> DiskSlot | None:
-        """A slot on one of ``disks``, of which one has ``grown``; ``None`` where budget or disks have no room for it.
+    def _take(self, nbytes: int, refusing: Collection[Disk] = ()) -> DiskSlot | None:
+        """Returns a slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
 
         Raises:
             _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
         """
-        with self._lock.lock, self._crashing():
-            self._poll()
-            if disks is not self._disks:
-                return None  # the tier was closed meanwhile, or has other files
-            if grown_disk is not None and grown:
-                grown_disk.add(grown)
-            size, lacking = round_up(nbytes, PAGE), None
-            first = self._turn % len(disks)
-            for disk in (*disks[first:], *disks[:first]):
-                found = disk.ranges.take(size)
-                if found is not None:
-                    self._turn += 1
-                    slot = DiskSlot(disk, found, nbytes, self._verify)
-                    disk.records.add(slot.record)
-                    disk.used += nbytes
-                    self._peak = max(self._peak, self._used())
-                    return slot
-                missing, limit = disk.missing(size), self._budget - self._length()
-                if missing <= limit and disk not in refusing:
-                    lacking = disk, missing, limit
-                    if not disk.is_full:
-                        break
-            if lacking is None:
-                return None
-            raise _Missing(*lacking)
+        self._poll()
+        size, lacking = round_up(nbytes, PAGE), None
+        first = self._turn % max(len(self._disks), 1)
+        for disk in (*self._disks[first:], *self._disks[:first]):
+            same = disk.ranges.back.get(size) or disk.ranges.fit(size)
+            if same:
+                self._turn += 1
+                slot = DiskSlot(disk, same[-1], nbytes, self._verify)
+                disk.records.add(slot.record)
+                same.pop()
+                disk.used += nbytes
+                self._peak = max(self._peak, self._used())
+                return slot
+            missing, limit = disk.missing(size), self._budget - self._length()
+            if missing <= limit and disk not in refusing:
+                lacking = disk, missing, limit
+                if not disk.is_full:
+                    break
+        if lacking is None:
+            return None
+        raise _Missing(*lacking)
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Around a change: an exception that is not the tier's own leaves files of which not all is known."""
+        """Marks the tier as crashed by an exception that is not its own: not all of its files is known then."""
         try:
             yield
         except MustGrow:
@@ -443,7 +256,7 @@ class DiskTier(Tier):
                 self._poll()
 
     def measure(self) -> Bandwidth:
-        """What this disk does, through the tier itself.
+        """Measures what this disk does, through the tier itself.
 
         Raises:
             CapacityError: there is no room to try it.
@@ -471,18 +284,18 @@ class DiskTier(Tier):
         self._left, self._disks = Living(), ()
 
     def _needs_files(self) -> bool:
-        """See [Note: files that are left]."""
-        disks = self._disks
-        return not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks))
+        """Returns whether there are none to cut slots from, or one that fails: see [Note: files that are left]."""
+        disks = () if self._is_crashed else self._disks
+        return not self._closed and (not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks)))
 
-    def _reopened(self) -> tuple[_Disk, ...]:
-        """Where room is to be found now, in new files if need be; empty where there is none at all."""
+    def _reopen(self) -> None:
+        """Has new files where they are needed and can be had."""
         self.poll()
-        disks, files = self._disks, list[SpillFile]()
-        if self._closed or not self._needs_files():
-            return disks
-        if disks:
-            files = open_some([disk.file.directory for disk in disks if not disk.file.failing], self._file_type)
+        if not self._needs_files():
+            return
+        directories, files = [disk.file.directory for disk in self._disks if not disk.file.failing], list[SpillFile]()
+        if self._disks:
+            files = open_some(directories, self._file_type)
         else:
             with suppress(ConfigError):  # what served before is gone: a tier without room, not one that fails
                 files = open_spill_files(self._paths, self._budget, self._file_type)
@@ -490,9 +303,8 @@ class DiskTier(Tier):
             if files and not self._closed:
                 self._leave()
                 self._disks = _disks_of(files)
-            return self._disks
 
-    # -- with the lock held ---------------------------------------------------------------------------------------
+    # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Lets go of the files, each of which closes when the last slot that refers to it goes."""
@@ -500,7 +312,7 @@ class DiskTier(Tier):
             self._left.add(disk)
         self._disks = ()
 
-    def _all(self) -> list[_Disk]:
+    def _all(self) -> list[Disk]:
         return [*self._disks, *self._left]
 
     def _poll(self) -> None:
@@ -519,12 +331,12 @@ class DiskTier(Tier):
         return sum([disk.slab.nbytes for disk in self._all()])
 
 
-def _disks_of(files: Sequence[SpillFile]) -> tuple[_Disk, ...]:
-    return tuple([_Disk(file, lane) for lane, file in enumerate(files)])
+def _disks_of(files: Sequence[SpillFile]) -> tuple[Disk, ...]:
+    return tuple([Disk(file, lane) for lane, file in enumerate(files)])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
-    """How many of the calls were made until the time for it was over, and how long that took; seconds."""
+    """Makes calls until the time for it is over. Returns how many, and how long that took in seconds."""
     started = time.perf_counter()
     for done, call in enumerate(calls, 1):
         call()
@@ -532,15 +344,3 @@ def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
         if elapsed > _MEASURING_SECONDS:
             return done, elapsed
     return len(calls), max(elapsed, 1e-9)
-
-
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
-
-
-def _private_copy(source: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The bytes of ``spans``, in memory that is zero elsewhere; their owner may give theirs back meanwhile."""
-    copy = anonymous_slab(source.numel())
-    for at, nbytes in spans:
-        move_if_there(copy.data_ptr() + at, source.data_ptr() + at, nbytes)
-    return copy

@@ -78,7 +78,7 @@ class ForkSafeLock:
         self.lock = reentrant_lock()
 
     def is_held(self) -> bool:
-        """Whether the calling thread holds it; see [Note: reentry]."""
+        """Returns whether the calling thread holds it; see [Note: reentry]."""
         return self.lock._is_owned()
 
 
@@ -114,7 +114,7 @@ _shared: Living[ForkSafeLock] = Living()
 
 
 def can_begin_nothing() -> bool:
-    """Whether the calling thread is one of the library's, or holds a lock that objects share: see [Note: reentry]."""
+    """Returns whether the calling thread is the library's, or holds a lock that objects share: see [Note: reentry]."""
     if hasattr(_thread, "is_own") or True in [one.is_held() for one in _shared]:
         return True
     return bool(_beginning) and threading.get_ident() in [thread.ident for thread in list(_beginning)]

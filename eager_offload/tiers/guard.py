@@ -18,17 +18,17 @@ before.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from eager_offload.config import size_text
 from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.forking import ForkSafeLock
-from eager_offload.tiers.limits import Headroom, Limit, host_headroom
+from eager_offload.tiers.limits import RESERVED_PART, Limit, host_headroom
 
 #: What one look admits without another: this part of what it has found, and at most so many bytes.
 _TRUSTED, _TRUSTED_BYTES = 8, 1 << 30
 #: Bytes that are refused without another look.
 _REFUSED = 256 << 20
-#: The part of each limit that is left for others.
-_RESERVE = 16
 
 
 class NoHeadroomError(MemoryError):
@@ -51,10 +51,10 @@ class Guard:
         self._refused_bytes = 0
 
     def admit(self, nbytes: int) -> None:
-        """Whether ``nbytes`` more may be taken from the system.
+        """Counts ``nbytes`` more that are taken from the system.
 
         Raises:
-            NoHeadroomError: no.
+            NoHeadroomError: they may not be.
         """
         with self._lock.lock:
             if nbytes <= self._admitted:
@@ -64,18 +64,21 @@ class Guard:
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
                 raise NoHeadroomError(refused[1])
-            limit = _tightest(host_headroom())
-            spare = _spare(limit)
-            if nbytes <= spare:
-                self._admitted, self._refused = min((spare - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
+            limit = _tightest()
+            if nbytes <= limit.spare:
+                self._admitted, self._refused = min((limit.spare - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
                 return
-            shortage = _shortage(nbytes, limit)
+            shortage = Shortage(
+                f"{size_text(nbytes)} more of host memory would leave less than "
+                f"{size_text(int(limit.capacity * RESERVED_PART))} of it for others, for {limit.reason}",
+                limit.remedy,
+            )
             self._admitted, self._refused, self._refused_bytes = 0, (nbytes, shortage), 0
             raise NoHeadroomError(shortage)
 
     def missing_bytes(self) -> int:
-        """How many bytes should go back to the system so that enough is left for others; 0 where enough is. Looks."""
-        return max(-_spare(_tightest(host_headroom())), 0)
+        """Looks, and returns how many bytes should go back to the system so that enough is left for others."""
+        return max(-_tightest().spare, 0)
 
     def forget(self) -> None:
         """Slabs have gone back to the system: what the last look has found does not hold any more."""
@@ -83,27 +86,13 @@ class Guard:
             self._admitted, self._refused = 0, None
 
 
-def _spare(limit: Limit) -> int:
-    """Bytes that may be taken so that the reserve is left; below 0 where it is not."""
-    return limit.nbytes - limit.capacity // (_RESERVE * limit.sharers)
-
-
-def _tightest(headroom: Headroom) -> Limit:
-    return min(headroom.limits, key=_spare)
-
-
-def _shortage(nbytes: int, limit: Limit) -> Shortage:
-    reserve = limit.capacity // _RESERVE
-    return Shortage(
-        f"{size_text(nbytes)} more of host memory would leave less than {size_text(reserve)} of it for others, for "
-        f"{limit.reason}",
-        limit.remedy,
-    )
+def _tightest() -> Limit:
+    return min(host_headroom().limits, key=attrgetter("spare"))
 
 
 _guard = Guard()
 
 
 def process_guard() -> Guard:
-    """The one of this process, since all memory comes from the same machine."""
+    """Returns the one of this process, since all memory comes from the same machine."""
     return _guard

@@ -11,10 +11,11 @@ from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.guard import process_guard
-from eager_offload.tiers.limits import HOST_FRACTION, Limit, host_headroom
-from eager_offload.tiers.pool import Pool, note_refusal
+from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
+from eager_offload.tiers.pool import Pool
+from eager_offload.tiers.quotas import Quota
 from eager_offload.tiers.ranks import warning_of_guess
-from eager_offload.tiers.slabs import HostSlot, Quota
+from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
 _LOOK_BYTES = 1 << 30
@@ -73,12 +74,16 @@ class HostTier(Tier):
         return slot
 
     def at_hand(self, nbytes: int) -> HostSlot | None:
-        slot = self._pool.at_hand(nbytes, quota=self._quota)
-        if slot is None:
-            self._next_look = 0
-            if self._count_refused(nbytes):
-                raise MustGrow(nbytes)
-        return slot
+        try:
+            return self._pool.take(nbytes, HostSlot, quota=self._quota)
+        except OffloadError:
+            raise
+        except (MemoryError, RuntimeError) as error:
+            self._quota.refuse(error)
+        self._next_look = 0
+        if self._count_refused(nbytes):
+            raise MustGrow(nbytes)
+        return None
 
     def take(self, nbytes: int) -> Shortage | None:
         if self._quota.pooled and nbytes > self.budget:
@@ -90,24 +95,18 @@ class HostTier(Tier):
         except OffloadError:
             raise
         except (MemoryError, RuntimeError) as error:
-            note_refusal(error, self._quota)
+            self._quota.refuse(error)
             return self.shortage
         return None
 
     def _look(self) -> None:
         """Works the budget out anew, which follows the machine; see the note."""
         held = self._pool.held_bytes
-
-        def share(limit: Limit) -> int:
-            # Of what the pool holds too, as if no other process of the run held anything: the budgets of all of them
-            # together do not grow by what one has taken before the others.
-            return (limit.room + held) // limit.sharers
-
-        limit = min(host_headroom().limits, key=share)
-        budget = int(share(limit) * HOST_FRACTION)
+        limit = min(host_headroom().limits, key=lambda limit: limit.budget(held))
+        budget = limit.budget(held)
         if budget < self.budget:
             return
-        self._pool.raise_budget(self._quota, budget)
+        self._quota.budget = max(self._quota.budget, budget)  # another thread may have looked meanwhile
         self._over = Shortage(
             f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of what this '
             f"process could take when it last looked ({limit.reason})",
@@ -182,7 +181,7 @@ _pools_lock = ForkSafeLock()
 
 
 def shared_pool(runtime: Hashable, kind: Hashable, make: Callable[[], Pool]) -> Pool:
-    """The process's one pool for ``runtime`` and ``kind`` of memory; made by ``make`` where no tier has one."""
+    """Returns the process's one pool for ``runtime`` and ``kind`` of memory; ``make`` makes the first."""
     with _pools_lock.lock:
         for pool in _pools:
             if pool.kind == (runtime, kind) and not pool.is_closed:  # a closed one only waits for its last slots

@@ -22,12 +22,13 @@ import psutil
 
 from eager_offload.config import size_text
 from eager_offload.tiers.cgroups import group_limits, read
-from eager_offload.tiers.nodes import Ranks
-from eager_offload.tiers.ranks import ranks_here
+from eager_offload.tiers.ranks import Ranks, ranks_here
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
 HOST_FRACTION = 0.5
+#: The part of each limit on memory that is left for others while training goes on: see ``guard.py``.
+RESERVED_PART = 1 / 16
 #: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
 DISK_FRACTION = 0.75
 
@@ -75,8 +76,20 @@ class Limit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this process may take of the room."""
+        """Bytes that this process can take of the room."""
         return self.room // self.sharers
+
+    @property
+    def spare(self) -> int:
+        """Bytes that it may take so that something is left for others; below 0 where too little is."""
+        return self.nbytes - int(self.capacity * RESERVED_PART) // self.sharers
+
+    def budget(self, held: int = 0) -> int:
+        """Returns the bytes for its saved tensors, which have ``held`` of them already.
+
+        The budgets of all processes of a run together do not grow by what one has taken before the others.
+        """
+        return int((self.room + held) // self.sharers * HOST_FRACTION)
 
 
 class Headroom(NamedTuple):
@@ -97,7 +110,7 @@ class Headroom(NamedTuple):
 
 
 def host_headroom(system: System | None = None) -> Headroom:
-    """How much more host memory this process can take at this moment, and what binds.
+    """Returns how much more host memory this process can take at this moment, and what binds.
 
     Args:
         system: where it is looked up; this machine where it is left out.
@@ -124,7 +137,7 @@ def host_capacity(system: System | None = None) -> int:
 
 
 def disk_headroom(path: Path, system: System | None = None) -> Headroom:
-    """How much more this process can write to a file in the directory ``path``, and what binds.
+    """Returns how much more this process can write to a file in the directory ``path``, and what binds.
 
     Args:
         system: where limits are looked up; this machine where it is left out.
@@ -145,12 +158,12 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
 
 
 def host_budget(system: System | None = None) -> int:
-    """Bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
-    return int(host_headroom(system).nbytes * HOST_FRACTION)
+    """Returns the bytes of host memory for this process's saved tensors: ``HOST_FRACTION`` of its headroom."""
+    return min(limit.budget() for limit in host_headroom(system).limits)
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
-    """Bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom there.
+    """Returns the bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom.
 
     Raises:
         OSError: ``path`` cannot be looked at.
@@ -159,7 +172,7 @@ def disk_budget(path: Path, system: System | None = None) -> int:
 
 
 def pinning_limit(system: System | None = None) -> int | None:
-    """Bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
+    """Returns the bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
 
     Not every driver counts what it pins against it (NVIDIA's does not), so it bounds no headroom; where pinning fails,
     it is the first thing to look at.
@@ -181,7 +194,7 @@ def _available(meminfo: Mapping[str, int], ranks: Ranks) -> Limit:
 
 
 def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list[Limit]:
-    """Where the kernel promises no more than it has, it refuses what goes beyond (``vm.overcommit_memory`` is 2)."""
+    """Returns what the kernel may still promise, where it promises no more than it has (overcommit mode 2)."""
     mode = (read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
     if mode != "2" or capacity is None or promised is None:
@@ -208,7 +221,7 @@ def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
 
 
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
-    """A limit of the process's own; it binds no other process."""
+    """Yields a limit of the process's own, if there is one; it binds no other process."""
     capacity = system.process_limit(name)
     if capacity is not None:
         status = _kibibytes(read(system.root / "proc/self/status"))
@@ -222,7 +235,7 @@ def _least(*limits: Limit) -> Headroom:
 
 
 def _kibibytes(text: str | None) -> dict[str, int]:
-    """The lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
+    """Returns the lines ``Name:   123 kB`` of a file of the kernel's, in bytes."""
     return {name: int(number) << 10 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text or "", re.MULTILINE)}
 
 

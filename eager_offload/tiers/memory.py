@@ -29,12 +29,12 @@ _MAP_FIXED = 0x10
 
 
 def round_up(nbytes: int, unit: int) -> int:
-    """``nbytes`` rounded up to a whole number of ``unit``s, at least one."""
+    """Returns ``nbytes`` rounded up to a whole number of ``unit``s, at least one."""
     return max(-(-nbytes // unit), 1) * unit
 
 
 def view_of(address: int, nbytes: int, owner: object = None) -> memoryview:
-    """A writable view of ``nbytes`` bytes at ``address``; it and all its slices keep ``owner`` alive."""
+    """Returns a writable view of ``nbytes`` bytes at ``address``; it and all its slices keep ``owner`` alive."""
     # ctypes makes a type for every array length, and a type is garbage that only the cyclic collector finds. With
     # powers of two there are never more than a few; the slice ends where the bytes do.
     extent = 1 << (nbytes - 1).bit_length() if nbytes else 1
@@ -55,7 +55,7 @@ class _Part(ctypes.Structure):
 
 
 def move_if_there(target: int, source: int, nbytes: int) -> None:
-    """``move`` from memory that its owner may give back to the system meanwhile.
+    """Does the same from memory that its owner may give back to the system meanwhile.
 
     The kernel copies, at half the rate of ``move``, and reports an address that is gone; reading it here would end the
     process. Where there is no such call, this is ``move``.
@@ -78,7 +78,7 @@ def move_if_there(target: int, source: int, nbytes: int) -> None:
 
 @cache
 def _reader() -> Callable[..., int] | None:
-    """The system call that reads the memory of a process, for this one; ``None`` where it is missing or forbidden."""
+    """Returns the system call that reads a process's memory, for this one; ``None`` where there is none."""
     read: Any = getattr(_system_calls(), "process_vm_readv", None)
     if read is None:
         return None
@@ -91,42 +91,34 @@ def _reader() -> Callable[..., int] | None:
     return read if moved == target.value == 1 else None
 
 
-class FilePart(NamedTuple):
-    """A range of an open file."""
-
-    descriptor: int
-    #: Bytes; a multiple of ``PAGE``.
-    offset: int
-    nbytes: int
-
-
-def mapped_file(part: FilePart, owner: object) -> memoryview:
-    """A range of a file as memory, shared with all other uses of the file, page by page.
+def mapped_file(descriptor: int, offset: int, nbytes: int, owner: object) -> memoryview:
+    """Maps a range of a file as memory, shared with all other uses of the file, page by page.
 
     ``mmap.mmap`` of a file would keep a descriptor open for each mapping, and a step has more tensors than a process
     may have descriptors. So it takes addresses without a file, and gives them back; the file is mapped in their place.
 
     Args:
-        part: of an open file; the mapping outlives its descriptor.
+        descriptor: of an open file; the mapping outlives it.
+        offset: where the range begins, in bytes; a multiple of ``PAGE``.
         owner: stays alive for as long as the memory does.
 
     Raises:
         MemoryError: the system refused.
     """
-    addresses = _anonymous(part.nbytes)
+    addresses = _anonymous(nbytes)
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(addresses))
-    _map(start, part, mmap.MAP_SHARED | _MAP_FIXED)
-    return view_of(start, part.nbytes, (owner, addresses))
+    _map(start, nbytes, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset)
+    return view_of(start, nbytes, (owner, addresses))
 
 
 def is_in_page_cache(descriptor: int, offset: int) -> bool:
-    """Whether the page cache has the page at ``offset`` of an open file; ``False`` where the system does not say.
+    """Returns whether the page cache has the page at ``offset`` of a file; ``False`` where the system does not say.
 
     Not asked by a read that is not to wait (``RWF_NOWAIT``): that starts to read ahead, and a fast disk has the page
     there before the answer is given.
     """
     try:
-        address = _map(None, FilePart(descriptor, offset, PAGE), mmap.MAP_SHARED)
+        address = _map(None, PAGE, mmap.MAP_SHARED, descriptor, offset)
     except MemoryError:  # some filesystems map no files
         return False
     try:
@@ -152,7 +144,7 @@ _LOOK = 2 << 20
 
 
 def touched_spans(address: int, nbytes: int) -> list[Span]:
-    """The parts of a range of memory that hold anything: the others were never touched, and read as zeros.
+    """Returns the parts of a range of memory that hold anything: the others were never touched, and read as zeros.
 
     A kernel may ask for a workspace of which it then uses less than half (oneDNN's recurrent layers do): the rest takes
     no memory until it is touched. The system says which pages are there. One that is not may also be swapped out,
@@ -177,12 +169,12 @@ def touched_spans(address: int, nbytes: int) -> list[Span]:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """The bytes of a range of memory whose pages are there; all of them where the system does not say."""
+    """Returns the bytes of a range of memory whose pages are there; all of them where the system does not say."""
     return nbytes - _pages_there(address, nbytes)[1].count(0) * PAGE
 
 
 def _pages_there(address: int, nbytes: int) -> tuple[int, bytes]:
-    """The address of the first page that lies in a range, and for each of them 0 if it is not there.
+    """Returns the address of the first page that lies in a range, and for each of them 0 if it is not there.
 
     Nothing is said where the system does not say.
     """
@@ -211,7 +203,7 @@ def clear(address: int, nbytes: int) -> None:
 
 
 def _is_zero_if_there(address: int, nbytes: int) -> bool:
-    """``_is_zero`` of memory that its owner may give back to the system meanwhile."""
+    """Returns ``_is_zero`` of memory that its owner may give back to the system meanwhile."""
     buffer = ctypes.create_string_buffer(_LEAST_HOLE)
     place = ctypes.addressof(buffer)
     try:
@@ -235,12 +227,11 @@ def _is_zero(address: int, nbytes: int) -> bool:
     )
 
 
-def _map(address: int | None, part: FilePart, flags: int) -> int:
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = _system_calls().mmap(address, part.nbytes, protection, flags, part.descriptor, part.offset)
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    mapped = _system_calls().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if mapped in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
-        raise MemoryError(f"the system refused to map {part.nbytes} bytes of a file: {os.strerror(number)}")
+        raise MemoryError(f"the system refused to map {nbytes} bytes of a file: {os.strerror(number)}")
     return cast(int, mapped)
 
 
@@ -267,7 +258,7 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def anonymous_slab(nbytes: int, *, huge: bool = True, inherited: bool = True) -> Tensor:
-    """A flat ``uint8`` tensor over pages of its own; they return to the system when the tensor's storage goes.
+    """Returns a flat ``uint8`` tensor over pages of its own, which go back to the system with its storage.
 
     Private: a forked child sees a copy, never later writes. Page-aligned. The content is zero. glibc would keep freed
     blocks of this size class for itself, and the process would not shrink.
@@ -295,7 +286,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 def resident_slab(nbytes: int, *, node: int | None = None) -> Tensor:
-    """An ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them already.
+    """Returns an ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them.
 
     Args:
         node: of memory, where the pages come from if it has any; see ``prefer_node``.
@@ -320,7 +311,7 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of_device(pci_address: str | None, root: Path = Path("/")) -> int | None:
-    """The node that a device is nearest to; ``None`` where it is not known or there is only one.
+    """Returns the node that a device is nearest to; ``None`` where it is not known or there is only one.
 
     Args:
         pci_address: such as ``0000:3b:00.0``.

@@ -64,7 +64,7 @@ class RawFile:
             self.truncate(offset + nbytes)
 
     def usage(self) -> Usage:
-        """How full the disk is, as it was a moment ago."""
+        """Returns how full the disk is, as it was a moment ago."""
         disk, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
         return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
 
@@ -85,7 +85,7 @@ class RawFile:
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
+        """Returns whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
         return is_in_page_cache(self.descriptor, offset)
 
     def flush(self) -> None:
@@ -118,7 +118,7 @@ _open_files: set[_Open] = set()
 
 
 def _open_unnamed(directory: Path) -> int:
-    """A descriptor of a new file, mode 0600, that is in no directory."""
+    """Returns a descriptor of a new file, mode 0600, that is in no directory."""
     if hasattr(os, "O_TMPFILE"):
         # A filesystem may have no unnamed files; anything worse than that shows below as well.
         with contextlib.suppress(OSError):

@@ -1,85 +1,62 @@
-"""Slabs: how large those of host memory are, ranges of them, and the slots there."""
+"""Slabs of host memory: how large they are, and the slots and leases in them."""
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from eager_offload.tiers.base import ByteRegion, Fence, Shortage, Slot, SlotRecord
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.memory import PAGE, move, move_if_there, round_up, view_of
-
-_serial = itertools.count()
+from eager_offload.tiers.base import Slot, SlotRecord
+from eager_offload.tiers.memory import PAGE, move, move_if_there, view_of
+from eager_offload.tiers.quotas import Quota
+from eager_offload.tiers.ranges import Range, Slab, pending
 
 #: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
 _SHARE = 32
-#: Bytes; shared slabs are no smaller: they would cost more in calls than they save in room.
-_LEAST_PAGES, _LEAST_LINES = 1 << 20, 1 << 16
+#: Bytes up to which a slab is taken for several requests: smaller ones would cost more in calls than they save in room.
+_LEAST = 1 << 20
 
 
 # -- how large a slab is --------------------------------------------------------------------------------------------
 
 
-class SlabSizes(Protocol):
-    """How large the slabs are that a pool asks the system for; all sizes in bytes."""
-
-    alone_from: int
-    """Requests of so many bytes or more get a slab of their own."""
-
-    def wanted(self, need: int, held: int) -> int:
-        """The size of the slab that ``need``, a whole number of grains, calls for while the pool holds ``held``."""
-
-    def within(self, need: int, room: int) -> int:
-        """The largest size up to ``room``, or 0 where none holds ``need``."""
-
-    def least(self, need: int) -> int:
-        """The smallest size that holds ``need``."""
-
-
 class ExactSizes:
-    """For a system that gives what is asked for, to the page.
+    """How large slabs are, in bytes, where the system gives what is asked for, to the page.
 
     Args:
-        most: bytes; the largest slab that is shared. Half of it or more gets a slab of its own.
+        most: bytes; the largest slab that is taken for several requests.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.alone_from = most // 2
 
     def wanted(self, need: int, held: int) -> int:
-        if need >= self.alone_from:
-            return round_up(need, PAGE)
-        least = _LEAST_PAGES if need >= PAGE else _LEAST_LINES
-        most = min(max(held // _SHARE, least), self._most)
-        return round_up(max(most // need, 1) * need, PAGE)
+        """Returns the size of the slab that ``need``, in whole pages, calls for while ``held`` are held."""
+        most = min(max(held // _SHARE, _LEAST), self._most)
+        return max(most // need, 1) * need
 
     def within(self, need: int, room: int) -> int:
-        room = room // PAGE * PAGE
-        return round_up(room // need * need, PAGE) if room >= need else 0
+        """Returns the largest size up to ``room``, or 0 where none holds ``need``."""
+        return room // need * need
 
     def least(self, need: int) -> int:
-        return round_up(need, PAGE)
+        """Returns the smallest size that holds ``need``."""
+        return need
 
 
 class PowersOfTwo:
-    """For a system that rounds everything up to a power of two, as torch's allocator of pinned memory does.
+    """The same where it rounds everything up to a power of two, as torch's allocator of pinned memory does.
 
-    Nothing is rounded if a power of two is asked for, so every slab is one and all requests share them. What is left
-    over behind the last whole multiple of a request serves smaller ones at best, so a slab is so large that this is at
-    most a 20th of it, as long as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last
-    slab is empty too.
+    Nothing is rounded if a power of two is asked for, so every slab is one. What is left over behind the last whole
+    multiple of a request serves smaller ones at best, so a slab is so large that this is at most a 20th of it, as long
+    as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last slab is empty too.
     """
 
     _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
     _LEFT_OVER = 20
-    alone_from = sys.maxsize
 
     def wanted(self, need: int, held: int) -> int:
         most = max(self._FREELY, _power_of_two(held + 1) // 2)
@@ -100,40 +77,29 @@ class PowersOfTwo:
         return _power_of_two(need)
 
 
+#: What a pool asks the system for.
+SlabSizes: TypeAlias = ExactSizes | PowersOfTwo
+
+
 def _power_of_two(nbytes: int) -> int:
-    """The smallest one that is not below ``nbytes``, and not below a page."""
+    """Returns the smallest one that is not below ``nbytes``, and not below a page."""
     return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
 
 
 # -- slabs ----------------------------------------------------------------------------------------------------------
 
 
-class Slab:
-    """Bytes from the system, of which ranges are cut."""
-
-    __slots__ = ("nbytes", "serial")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.serial = next(_serial)
-
-
 class HostSlab(Slab):
-    """Host memory, for one slot or cut up for many.
+    """Host memory."""
 
-    Args:
-        kind: what it is for; it does not refer to what is free in it, so that neither is in a cycle of garbage.
-    """
+    __slots__ = ("address", "buffer", "slots", "tensor")
 
-    __slots__ = ("address", "buffer", "kind", "slots", "tensor")
-
-    def __init__(self, tensor: Tensor, kind: str) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel())
         self.tensor = tensor
         self.address = tensor.data_ptr()
         #: The bytes as a buffer; slices of it keep the memory.
         self.buffer = view_of(self.address, self.nbytes, tensor)
-        self.kind = kind
         #: How many slots are alive in it.
         self.slots = 0
 
@@ -143,46 +109,7 @@ class HostSlab(Slab):
             del self.tensor, self.buffer
 
 
-S = TypeVar("S", bound=Slab, covariant=True)
-
-
-class Range(NamedTuple, Generic[S]):
-    """Bytes of a slab, with the earlier uses of them that may not be over yet."""
-
-    slab: S
-    start: int
-    nbytes: int
-    fences: tuple[Fence, ...]
-
-
 # -- slots ----------------------------------------------------------------------------------------------------------
-
-
-class Quota:
-    """What one tier holds of a pool, and the most that it may hold; the pool's lock guards it. All in bytes.
-
-    Args:
-        budget: the most.
-        pooled: quotas that are pooled may come to the largest of their budgets together. Those that are not add up.
-    """
-
-    __slots__ = ("__weakref__", "budget", "held_bytes", "overdraft", "peak_bytes", "pooled", "refusal", "used_bytes")
-
-    def __init__(self, budget: int, *, pooled: bool) -> None:
-        self.budget = budget
-        self.pooled = pooled
-        #: The most that ``used_bytes`` has been.
-        self.peak_bytes = 0
-        #: Why the machine should not give all of the budget, once it has given more than it should.
-        self.overdraft: Shortage | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the slots that there are."""
-        #: In slots that are alive, as they were asked for; and with rounding.
-        self.used_bytes = self.held_bytes = 0
-        #: Why it was last given nothing, if it was not for its budget.
-        self.refusal: Shortage | None = None
 
 
 class HostSlotRecord(SlotRecord):
@@ -194,7 +121,7 @@ class HostSlotRecord(SlotRecord):
 
 
 class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of 4096 (of 64 where there are fewer than 4096 of them)."""
+    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``."""
 
     tier: ClassVar[str] = "host"
     writes_storages = True
@@ -204,12 +131,12 @@ class HostSlot(Slot):
         self,
         found: Range[HostSlab],
         nbytes: int,
-        on_death: Callable[[FinalizerRecord[Slot]], object],
+        on_death: Callable[[Any], object],
         quota: Quota | None,
     ) -> None:
         record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
         self.nbytes = record.nbytes = record.carried = nbytes
-        record.fences = found.fences
+        record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
         record.range, record.quota = found, quota
         self._slab, self._start = found.slab, found.start
 
@@ -223,10 +150,6 @@ class HostSlot(Slot):
         """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
         return self._slab.tensor[self._start : self._start + self.nbytes]
 
-    @property
-    def region(self) -> ByteRegion:
-        return ByteRegion(("host slab", self._slab.serial), self._start, self._start + self.nbytes)
-
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
         assert not isinstance(source, Tensor) or source.numel() == self.nbytes
         move_if_there(self.address, source.data_ptr(), self.nbytes)
@@ -237,3 +160,23 @@ class HostSlot(Slot):
 
     def memory(self) -> memoryview:
         return view_of(self.address, self.nbytes, self)
+
+
+class Lease:
+    """``nbytes`` bytes of host memory for a tensor, which owns them: they go back when its storage dies."""
+
+    __slots__ = ("record", "view")
+
+    def __init__(
+        self,
+        found: Range[HostSlab],
+        nbytes: int,
+        on_death: Callable[[Any], object],
+        quota: Quota | None,
+    ) -> None:
+        assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
+        # The storage holds this very view until it is freed, so the view's death is the storage's.
+        view: Any = found.slab.buffer[found.start : found.start + nbytes]
+        self.view, record = view, HostSlotRecord(view, on_death)
+        self.record = record
+        record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, quota

@@ -48,7 +48,7 @@ class _Bounce:
 
     @contextmanager
     def buffer(self) -> Iterator[int]:
-        """The address of a buffer, for as long as the ``with`` lasts; waits for one where all are in use."""
+        """Yields the address of a buffer; waits for one where all are in use."""
         with self._permits:
             try:
                 buffer = self._idle.pop()
@@ -66,7 +66,7 @@ class _Bounce:
 
 
 class SpillFile:
-    """One file, which closes with the last reference. Reading and writing need no lock, growing does.
+    """One file, which closes with the last reference. Threads may read and write it at once; one may have it grow.
 
     [Note: direct I/O]
     A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
@@ -104,7 +104,7 @@ class SpillFile:
         return self._raw.descriptor
 
     def room(self) -> int:
-        """Bytes by which the file may grow: those free on its disk above the floor; 0 where the disk does not say."""
+        """Returns the bytes by which the file may grow: those free on its disk above the floor."""
         try:
             usage = self._raw.usage()
         except OSError:
@@ -121,15 +121,11 @@ class SpillFile:
             if error.errno not in _FULL:
                 self.refusal = error.strerror or str(error)
                 self._judge(error)
-            self.cut_off(length)
+            with suppress(OSError):
+                self._raw.truncate(length)
             return False
         self.refusal = None
         return True
-
-    def cut_off(self, length: int) -> None:
-        """Gives back what lies behind ``length``, if the system lets it."""
-        with suppress(OSError):
-            self._raw.truncate(length)
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
         """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
@@ -161,7 +157,7 @@ class SpillFile:
             self._read_through_bounce(address + in_place, nbytes - in_place, offset + in_place)
 
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        """What a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
         if number in _FULL:
             remedy = "free some room there, or set disk_path to a directory on another disk"
@@ -182,7 +178,7 @@ class SpillFile:
         )
 
     def after_fork(self) -> None:
-        """The child must not touch what its parent writes and reads, nor keep its room on the disk occupied."""
+        """Keeps the child from what its parent writes and reads, and from occupying its room on the disk."""
         self.inherited = True
         self._raw.close()
 
@@ -202,7 +198,7 @@ class SpillFile:
             self._raw.truncate(length + nbytes)
 
     def _probe(self) -> int | None:
-        """The least alignment of memory that direct I/O takes here and does right; ``None`` where it takes none."""
+        """Returns the least alignment of memory that direct I/O takes here and does right; ``None`` for none."""
         buffer = anonymous_slab(16 * PAGE)
         pages = view_of(buffer.data_ptr(), 16 * PAGE, buffer)
         target = pages[8 * PAGE : 12 * PAGE]
@@ -223,7 +219,7 @@ class SpillFile:
         return None
 
     def _goes_through_the_cache(self) -> bool:
-        """Whether what was written to the beginning is in the page cache, although the filesystem took direct I/O.
+        """Returns whether what was written to the beginning is in the page cache, although direct I/O was taken.
 
         Some take it and do as they like, ext4 with a journal of data for one. From here on it is not asked for then.
         """

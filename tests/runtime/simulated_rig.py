@@ -10,8 +10,9 @@ from torch import Tensor
 
 from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Layout
-from eager_offload.tiers.base import ByteRegion, Slot
+from eager_offload.tiers.base import Slot
 from eager_offload.tiers.memory import view_of
+from tests.simulation.log import ByteRegion
 from tests.simulation.simulated import SimulatedRuntime
 
 CPU = torch.device("cpu")

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import strategies as st
 
-from eager_offload.tiers.base import ByteRegion
 from tests.sampling import search
 from tests.simulation import checker as checker_module
 from tests.simulation.checker import Checker, OrderingError
-from tests.simulation.log import Allocated, Entry, Freed, Operation, Recorded, Synchronized, Waited
+from tests.simulation.log import Allocated, ByteRegion, Entry, Freed, Operation, Recorded, Synchronized, Waited
 
 MAIN, OUT = "main", "out"
 BLOCK = ByteRegion("device", 0, 4096)

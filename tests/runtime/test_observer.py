@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eager_offload.tiers.base import ByteRegion
-from tests.simulation.log import Allocated, Freed, Operation, WrittenLog
+from tests.simulation.log import Allocated, ByteRegion, Freed, Operation, WrittenLog
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 

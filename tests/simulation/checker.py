@@ -34,8 +34,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import ByteRegion
-from tests.simulation.log import Allocated, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
+from tests.simulation.log import Allocated, ByteRegion, Entry, Freed, Log, Operation, Recorded, Synchronized, Waited
 
 _Clock: TypeAlias = dict[Stream, int]
 

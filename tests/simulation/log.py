@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import ByteRegion
+from eager_offload.tiers.base import Slot
+
+
+class ByteRegion(NamedTuple):
+    """A range of bytes, named by identity: never by an address that another owner may get next."""
+
+    space: Hashable
+    start: int
+    stop: int
+
+
+def region_of(slot: Slot) -> ByteRegion:
+    """Returns the bytes of ``slot``: a range of a slab or file, or for a slot of a test's own what it says itself."""
+    record: Any = slot.record
+    if (found := getattr(record, "range", None)) is None:
+        own: Any = slot
+        return own.region
+    return ByteRegion(("slab", found.slab.serial), found.start, found.start + slot.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

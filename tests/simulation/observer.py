@@ -22,9 +22,8 @@ from torch import Tensor
 
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
-from eager_offload.tiers.base import ByteRegion
 from eager_offload.tiers.finalizers import FinalizerRecord
-from tests.simulation.log import Allocated, Entry, Freed, Log, Operation
+from tests.simulation.log import Allocated, ByteRegion, Entry, Freed, Log, Operation
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.
 _GRANULARITY = 512

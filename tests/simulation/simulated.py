@@ -29,7 +29,7 @@ from eager_offload.planning.simulated import RehearsalEvent, RehearsalRuntime, R
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
 from eager_offload.tiers.base import Slot
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
-from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog
+from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog, region_of
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.timeline import StreamSpan, Timeline
 
@@ -329,7 +329,7 @@ class SimulatedRuntime(RehearsalRuntime):
         if self._log is not None:
             assert self._naming is not None
             region = self._naming.region(tensor)
-            reads, writes = (region, slot.region) if outward else (slot.region, region)
+            reads, writes = (region, region_of(slot)) if outward else (region_of(slot), region)
             self._log.write(Operation(stream, (reads,), (writes,), what))
         if self._checker is not None:
             number = self._checker.entries - 1

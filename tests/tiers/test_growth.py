@@ -15,6 +15,7 @@ from eager_offload.tiers.base import MustGrow
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.pool import Pool
+from tests.simulation.log import region_of
 from tests.threads import on_a_thread
 from tests.tiers.files import failure
 from tests.tiers.rig import MIB, Made, System, Verdicts, equal, noise, reserve, stored
@@ -37,7 +38,7 @@ def test_h41_other_threads_have_room_and_are_told_what_is_held(made: Made) -> No
     made.in_the_next_growth(others)
     slots.append(stored(tier, noise(held + 5, 2)))
     slots[1].write(noise(8192, 1))
-    assert len(slots) == len({slot.region for slot in slots}) == 3
+    assert len(slots) == len({region_of(slot) for slot in slots}) == 3
     assert tier.used_bytes == held + 5 + 2 * 8192
     assert tier.held_bytes == made.taken_bytes > held
     assert equal(slots, (0, 1, 2))
@@ -126,7 +127,7 @@ def test_what_is_at_hand_takes_nothing_from_the_system(made: Made) -> None:
     slot = reserve(tier, 8192)
     other = tier.at_hand(8192)
     assert other is not None
-    assert other.region != slot.region
+    assert region_of(other) != region_of(slot)
     assert tier.peak_bytes == 2 * 8192
     assert tier.at_hand(256 * MIB) is None, "the budget has no room, and the system need not be asked"
 
@@ -152,5 +153,5 @@ def test_a_call_in_the_midst_of_a_change_changes_nothing(kind: str, directory: P
     assert asked == [(2 * 8192, MIB)]
     assert (tier.used_bytes, tier.held_bytes) == (slot.nbytes, MIB)
     others = [stored(tier, noise(8192, seed)) for seed in (2, 3)]
-    assert len({one.region for one in (slot, *others)}) == 3
+    assert len({region_of(one) for one in (slot, *others)}) == 3
     assert equal([slot, *others], (1, 2, 3))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers import guard, host
+from eager_offload.tiers import guard, host, limits
 from eager_offload.tiers.guard import Guard, NoHeadroomError
 from eager_offload.tiers.host import HostTier, shared_pool
 from eager_offload.tiers.limits import Headroom, host_headroom
@@ -42,7 +42,7 @@ def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
     """What the guard sees; the budgets of tiers are so large that they do not bind."""
     readings = Readings(FakeMachine(tmp_path))
     monkeypatch.setattr(guard, "host_headroom", readings)
-    monkeypatch.setattr(host, "HOST_FRACTION", 1000)
+    monkeypatch.setattr(limits, "HOST_FRACTION", 1000)
     return readings
 
 
@@ -135,7 +135,7 @@ def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_f
 def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "HOST_FRACTION", 0.5)
+    monkeypatch.setattr(limits, "HOST_FRACTION", 0.5)
     looks = Readings(readings.machine)
     monkeypatch.setattr(host, "host_headroom", looks)
     tier, _ = guarded(readings)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from eager_offload._torch import default_store
 from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.nodes import RollCall, this_node
-from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
+from eager_offload.tiers.ranks import RollCall, local_ranks, ranks_here, set_local_ranks, this_node
 from tests.processes import printed_by
 from tests.tiers.machines import GIB, MIB, FakeMachine
 

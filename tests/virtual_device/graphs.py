@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from eager_offload.tiers.base import ByteRegion
 from tests.simulation.checker import Checker, Violation
-from tests.simulation.log import Allocated, Freed, Operation, Recorded, Waited
+from tests.simulation.log import Allocated, ByteRegion, Freed, Operation, Recorded, Waited
 from tests.virtual_device.backend import side_stream
 
 if not hasattr(torch.accelerator, "Graph"):  # whoever imports this is a test of graphs

@@ -59,10 +59,11 @@ _FIRST = {
     "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
     "tiers/limits": "tiers/limits",
     "tiers/memory": "tiers/numa tiers/untouched",
-    "tiers/nodes": "tiers/limits",
     "tiers/ranks": "tiers/limits",
     "tiers/base": "tiers/pool tiers/disk",
     "tiers/disk": "=disk",
+    "tiers/quotas": "tiers/shares tiers/pool",
+    "tiers/ranges": "tiers/pool tiers/interrupts hazards/copies",
     "tiers/slabs": "tiers/pool",
     "tiers/spill": "=disk",
 }
@@ -82,8 +83,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "codecs compile engine/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
-    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/nodes "
-    "tiers/ranks"
+    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
 )
 
 
