@@ -350,15 +350,16 @@ class Offload:
             self._matched.add(model, self.patterns, self.config.codec_rules)
 
     def check_capture(self) -> None:
-        """Looks whether a graph can be captured of a step in a ``with`` of this object, by the calling thread.
+        """Raises if the calling thread cannot capture a step in a ``with`` of this object.
 
         Raises:
-            CaptureStateError: the calling thread is in a ``with`` of this object, this is being traced, or it was
-                given a plan.
+            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced, or its
+                ``plan`` is a step table.
         """
         if self._hooks.given is not None:
             raise CaptureStateError(
-                "an Offload(plan=...) cannot be captured: a capture does what its warm-ups did. Leave plan= out"
+                "an Offload with a StepTable as its plan cannot be captured: a capture does what its warm-ups did. "
+                "Leave plan= out"
             )
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
