@@ -57,7 +57,7 @@ def needs_plotly() -> Any:
 
 
 def write_page(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes ``figure`` as one page that needs nothing else: no network, no other file.
+    """Writes ``figure`` as one page that needs no network and no other file.
 
     Raises:
         OSError: it cannot be written.
@@ -115,14 +115,14 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
 
 
 class _Lane(NamedTuple):
-    """What is drawn in one line: slices of one track that do not overlap."""
+    """One line of the drawing: slices of one track that do not overlap."""
 
     name: str
     slices: list[Slice]
 
 
 def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
-    """By device, then in the order of ``SliceKind``, forward above backward; what lies inside others is lower."""
+    """Returns the lanes by device, then in the order of ``SliceKind``, forward above backward, inner slices lower."""
     tracks: dict[tuple[str, str], list[Slice]] = {}
     for one in slices:
         tracks.setdefault((one.device, one.track), []).append(one)
@@ -139,11 +139,11 @@ def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
 
 
 def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Slices of a track, by how many others of it they lie inside of."""
+    """Returns the slices of a track by the number of others that they lie inside of."""
     found: list[list[Slice]] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda one: (one.start, -one.stop)):
-        # Times are rounded: what ends a moment after its neighbour began lies beside it, not inside of it.
+        # Times are rounded: a slice that ends a moment after its neighbour began lies beside it, not inside it.
         while around and (around[-1].stop <= one.start or around[-1].stop < one.stop):
             around.pop()
         if len(around) == len(found):
@@ -154,13 +154,13 @@ def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _longest(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
-    """The slices that are drawn, in the order of time, and how many are not."""
+    """Returns the slices to draw, in the order of time, and how many are left out."""
     found = sorted(slices, key=lambda one: -one.seconds)[:_MOST_SLICES]
     return sorted(found, key=lambda one: (one.start, -one.seconds)), len(slices) - len(found)
 
 
 def _thinned(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """So many samples that a browser can draw them: of neighbours, the most of each."""
+    """Returns as many samples as a browser can draw, each the most of its neighbours."""
     every = -(-len(samples) // _MOST_SAMPLES) or 1
     parts = (samples[first : first + every] for first in range(0, len(samples), every))
     return [MemorySample(*map(max, zip(*part, strict=True)))._replace(seconds=part[0].seconds) for part in parts]
@@ -356,13 +356,13 @@ def _kind_of(one: Slice) -> str:
 
 
 def _label(one: Slice) -> str:
-    """The last name of a path, and of numbers what is numbered."""
+    """Returns the last name of a path, with the name before it if the last one is a number."""
     *_, outer, last = ["", *one.name.split(".")]
     return _escaped(f"{outer}.{last}" if last.isdigit() and outer else last)
 
 
 def _reading(one: Slice) -> str:
-    """What is said of a slice that is pointed at."""
+    """Returns the text of a slice under the pointer."""
     when = f"{time_text(one.seconds)}, {time_text(one.start)} after the beginning"
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""
@@ -371,5 +371,5 @@ def _reading(one: Slice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """``text`` as plotly shows it, which knows no ``&quot;``."""
+    """Returns ``text`` escaped for plotly, which does not know ``&quot;``."""
     return escape(text, quote=False)
