@@ -422,11 +422,6 @@ class OffloadConfig(_BesideFields):
         """Returns the config that ``to_text`` wrote."""
         return cls(**json.loads(unquote(text.replace("'", '"')))) if text else cls()
 
-    def switched(self) -> OffloadConfig:
-        """Returns the config with ``enabled`` as ``EAGER_OFFLOAD`` in the environment sets it, if it does."""
-        enabled = switched_on(self.enabled)
-        return self if enabled == self.enabled else self.from_fields({"enabled": enabled}, self)
-
     # For the rest of the library: the same values, each in one type.
 
     def windows(self, device_bytes: Callable[[], int | None]) -> Windows:

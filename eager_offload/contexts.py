@@ -150,14 +150,10 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
     return standing
 
 
-def _make_first_owner(config: OffloadConfig) -> Owner:
-    """Makes an ``Offload`` in a process in which only compiled code has asked for the library."""
-    importlib.import_module("eager_offload.offload")
-    return make_owner(config)
-
-
-#: Makes an ``Offload``. ``offload.py``, which imports this module, puts the class here.
-make_owner: Callable[[OffloadConfig], Owner] = _make_first_owner
+def make_owner(config: OffloadConfig) -> Owner:
+    """Returns a new ``Offload``. Its module imports this one, and compiled code may run without it."""
+    owner: Owner = importlib.import_module("eager_offload.offload").Offload(config)
+    return owner
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

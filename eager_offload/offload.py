@@ -27,7 +27,7 @@ from eager_offload._torch import (
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
-from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
+from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
@@ -113,7 +113,7 @@ class Offload:
     ) -> None:
         #: The settings in force, after the switch of the environment. An object of its own: its codec rules name this
         #: ``Offload`` alone.
-        self.config = OffloadConfig.from_fields({}, config.switched())
+        self.config = OffloadConfig.from_fields({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
         self._accounts = Accounts()
@@ -662,6 +662,5 @@ def _prepare_all() -> None:
 #: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
-contexts.make_owner = Offload
 watch.held, watch.is_wanted = _all_held, _alive.__bool__
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -259,10 +259,10 @@ def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> 
 
 
 def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
-    """Each reason for which much of what is saved stays, that no setting changes; parameters take no part.
+    """Yields a sentence on each reason that no setting changes and that keeps many bytes; parameters are left out.
 
     Args:
-        said: the reason that memory has not fallen for, of which enough is said.
+        said: the reason that the sentence on memory names already.
     """
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
     for reason in _STAYS:
