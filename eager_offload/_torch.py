@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 #: The private names, by the consequence of their absence. torch 2.11 to 2.15 have all but those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
-    "the import fails: when a copy may start cannot be known": ("torch.autograd._get_sequence_nr",),
+    "the import fails, because the start of a copy cannot be known": ("torch.autograd._get_sequence_nr",),
     "saving a tensor fails": (
         "torch.Tensor._version",
         "torch.Tensor._base",
@@ -67,14 +67,16 @@ PRIVATE_NAMES = {
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
-    "what a backward in two halves reads comes back twice": ("torch._C._autograd._get_current_graph_task_keep_graph",),
-    "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
+    "tensors that a backward in two halves reads come back twice": (
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+    ),
+    "tensors that a retained graph gave to custom functions stay until backward ends": ("torch.Tensor._use_count",),
     "after an error that left hooks off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
     ),
-    "there are none": (
+    "fake tensors and unfinished collectives are taken for plain tensors": (
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),
@@ -84,7 +86,9 @@ PRIVATE_NAMES = {
     "compiled code is offloaded around its graphs": (
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
-    "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
+    "a backward that autograd compiles is not recognized": (
+        "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
+    ),
     "where autograd compiles a backward, saved tensors of eager code break its graph": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
     ),
@@ -100,7 +104,7 @@ PRIVATE_NAMES = {
     ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
-    "after a plan of a compiled model that is not compiled any more": ("torch._dynamo.eval_frame._stance",),
+    "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
     "compiling fails": (
         "torch._decomp.get_decompositions",
@@ -121,14 +125,14 @@ PRIVATE_NAMES = {
         "torch._inductor.graph.GraphLowering.get_dep_size_hint",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
-    "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
-    "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
+    "passes cannot tell a graph for inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "saves of selective checkpointing stay, uncounted, and values with a CPU policy are recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
         "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
-    "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
-    "broken graphs: the library is compiled too": (
+    "selective checkpointing stores its values by operator": ("torch.utils.checkpoint._sac_storage_key",),
+    "after a graph break the library's hooks are compiled too": (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
         "torch._C._dynamo.eval_frame._FrameAction",
@@ -140,8 +144,10 @@ PRIVATE_NAMES = {
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
     ),
-    "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
-    "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
+    "saves that torch's offload_wrapper hides are not warned of": (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",
+    ),
+    "tensors cast to float32 travel unpacked": ("torch.autograd.graph.Node._input_metadata",),
     "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
@@ -149,26 +155,26 @@ PRIVATE_NAMES = {
     "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
     "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
-    "graphs of one stream work in one memory, which goes with the first of them": (
+    "graphs of one stream share a workspace, which goes with the first of them": (
         "torch._C._cuda_clearCublasWorkspaces",
     ),
-    "a parameter that a graph is kept of from another stream spoils a capture": (
+    "a parameter whose graph was made on another stream invalidates a capture": (
         "torch._C._override_stale_capture_stream",
         "torch._C._set_override_stale_capture_stream",
     ),
 }
 #: Public names that a version may lack or that the library replaces, by the consequence of their absence.
 PUBLIC_NAMES = {
-    "hooks of others inside a context, which hide what is saved, are not warned of": (
+    "hooks of others inside a context, which hide saves, are not warned of": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
     "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
     "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
-    "what is compiled first inside of a context fails": ("torch.compile",),
+    "code that is compiled first inside a context fails": ("torch.compile",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
         "torch.random.default_generator",
     ),
-    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+    "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
 }
 #: Functions that the library replaces, by the time of the replacement, which calls torch's own for calls of others.
 PATCHED = {
@@ -192,7 +198,7 @@ PATCHED = {
 }
 #: Values that the library sets, by the time for which they are set.
 SET = {
-    "while a thread plans, to what says for that thread alone something else": (
+    "while a thread plans, to values of that thread alone": (
         "torch.random.default_generator",
         "torch._dynamo.eval_frame._stance",
     ),
