@@ -524,7 +524,7 @@ def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_
 
 
 def _is_one_of(value: object, texts: Sequence[str]) -> bool:
-    """Whether ``value`` is one of ``texts``. A plain ``in`` would compare an array element by element."""
+    """Returns whether ``value`` is one of ``texts``; a plain ``in`` would compare an array element by element."""
     return isinstance(value, str) and value in texts
 
 

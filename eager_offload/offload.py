@@ -458,7 +458,7 @@ class Offload:
         moved = f"{size_text(counted.offloaded_bytes)} offloaded of {size_text(counted.saved_bytes)} saved"
         return f"<{type(self).__name__}({given}): {moved if counted.saved_tensors else 'nothing saved yet'}>"
 
-    # -- what it did ----------------------------------------------------------------------------------------------
+    # -- stats, traces, memory ------------------------------------------------------------------------------------
 
     def stats(self, synchronize: bool = False) -> OffloadStats:
         """Returns a snapshot of the counters.

@@ -145,7 +145,7 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     """Examines this machine for about 10 seconds. A probe that fails does not raise; it adds a line to ``failures``.
 
     Args:
-        paths: directories for a spill file. ``None``: those that ``disk_path=None`` tries.
+        paths: directories for a spill file. ``None``: the directories that ``disk_path=None`` tries.
     """
     started, run = time.perf_counter(), _Probes()
     memory: Memory | None = run("host memory", _memory, None)

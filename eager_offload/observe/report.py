@@ -98,13 +98,17 @@ def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[S
     """
     members: dict[tuple[str, str], list[SavedGroup]] = {}
     for group in groups:
-        module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", group.module)
-        members.setdefault((group.operation or "unknown operation", module), []).append(group)
+        members.setdefault((group.operation or "unknown operation", kind_of(group.module)), []).append(group)
     ordered = sorted(members.items(), key=lambda item: -sum(group.nbytes for group in item[1]))
     rows = [_row_of(operation, module, those) for (operation, module), those in ordered[:most]]
     if others := ordered[most:]:
         rows.append(_row_of(f"{len(others)} others", "", [group for _, those in others for group in those]))
     return rows
+
+
+def kind_of(path: str) -> str:
+    """Returns the path of a module with ``*`` for each number, which is equal for modules of one kind."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _row_of(operation: str, module: str, groups: Sequence[SavedGroup]) -> SaverRow:
