@@ -1,7 +1,7 @@
-"""Moves what autograd saves for backward off the device and back just in time, bit for bit.
+"""Moves saved tensors off the device and back just before backward needs them, bit for bit.
 
-To import this package imports nothing else, torch included, so that commands answer at once. The first of its names
-that is asked for imports the library.
+The import of this package imports nothing else, torch included, so that commands answer at once. The first use of one
+of its names imports the library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 __version__ = VERSION
 
-#: By the modules that they are in. That of `Offload` is the first: it defines the operators of compiled code.
+#: The public names by module. `offload` comes first, because it defines the operators of compiled code.
 _HOMES = {
     "offload": ("Offload",),
     "config": ("OffloadConfig",),
@@ -76,7 +76,7 @@ _HOMES = {
     "step_table": ("StepTable",),
 }
 
-#: Names that were public, and what to write in their place.
+#: Removed public names, with the advice for each.
 _GONE = {
     "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
     "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
@@ -84,7 +84,7 @@ _GONE = {
     "simulation": "the simulated runtime is a part of the library's tests; a step is predicted by eager_offload.plan",
 }
 
-if not TYPE_CHECKING:  # for which every name would be one
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Imports the library when one of its names is first asked for, or one of its modules."""

@@ -1,4 +1,4 @@
-"""``python -m eager_offload COMMAND``: what is done from a shell. ``--help`` waits for no torch."""
+"""``python -m eager_offload COMMAND``. ``--help`` does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, _ = COMMANDS[given[0]]
         try:
             return command(given[1:])
-        except BrokenPipeError:  # the reader has seen enough; nothing more is to be flushed into the pipe
+        except BrokenPipeError:  # the reader has closed the pipe; nothing more is to be flushed into it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
     if given == ["--version"]:
@@ -74,7 +74,7 @@ def _doctor(arguments: Sequence[str]) -> int:
         "directories)",
     )
     options = parser.parse_args(arguments)
-    os.environ.pop("EAGER_OFFLOAD", None)  # the machine is examined, whatever is switched off for its programs
+    os.environ.pop("EAGER_OFFLOAD", None)  # the switch is for training programs, not for the examination
     from eager_offload.observe import doctor
 
     if sys.stderr.isatty():
@@ -82,7 +82,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     try:
         diagnosis = doctor.examine(options.disk_path)
     except KeyboardInterrupt:
-        return 130  # what a shell says of it
+        return 130  # the status that a shell reports for it
     print(json.dumps(asdict(diagnosis), indent=2) if options.json else doctor.to_text(diagnosis), flush=True)
     return 0 if diagnosis.verdict.works else 1
 
@@ -127,7 +127,7 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _of(module: str) -> Callable[[Sequence[str]], int]:
-    """The ``main`` of a module that is imported when it is called."""
+    """Returns the ``main`` of a module that is imported when it is called."""
 
     def command(arguments: Sequence[str]) -> int:
         status: int = importlib.import_module(module).main(arguments)
@@ -136,7 +136,7 @@ def _of(module: str) -> Callable[[Sequence[str]], int]:
     return command
 
 
-#: By their names: what runs a command, and what that does.
+#: The commands by name, each with the function that runs it and a description.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (_of("eager_offload.planning.command"), "what fits and what is to move, before the first step"),
     "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),

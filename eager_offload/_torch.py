@@ -1,7 +1,7 @@
-"""Every private name of torch that the library uses; see ``PRIVATE_NAMES``. Nothing else imports one.
+"""The private names of torch that the library uses, listed in ``PRIVATE_NAMES``. No other module imports one.
 
-The compiler's are imported when something is compiled, and eager code does not notice that they are not there. Where
-hooks are not inlined compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all.
+The compiler's names are imported when code is compiled, so eager code works without them. If torch does not inline
+hooks, compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all names.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-#: By what happens where they are not there. torch 2.11 to 2.15 have them, but for those of ``OTHER_VERSIONS``.
+#: The private names, by the consequence of their absence. torch 2.11 to 2.15 have all but those of ``OTHER_VERSIONS``.
 PRIVATE_NAMES = {
-    "the import fails: when a copy may start cannot be known": ("torch.autograd._get_sequence_nr",),
+    "the import fails, because the start of a copy cannot be known": ("torch.autograd._get_sequence_nr",),
     "saving a tensor fails": (
         "torch.Tensor._version",
         "torch.Tensor._base",
@@ -67,14 +67,16 @@ PRIVATE_NAMES = {
         "torch.utils._pytree",
     ),
     "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
-    "what a backward in two halves reads comes back twice": ("torch._C._autograd._get_current_graph_task_keep_graph",),
-    "what a retained graph gave custom functions stays until backward ends": ("torch.Tensor._use_count",),
+    "tensors that a backward in two halves reads come back twice": (
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+    ),
+    "tensors that a retained graph gave to custom functions stay until backward ends": ("torch.Tensor._use_count",),
     "after an error that left hooks off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
     "allowed changes of saved tensors are errors": (
         "torch.autograd.graph._CloneArgBeforeMutateMode",
         "torch.autograd.graph._get_sid",
     ),
-    "there are none": (
+    "fake tensors and unfinished collectives are taken for plain tensors": (
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),
@@ -84,7 +86,9 @@ PRIVATE_NAMES = {
     "compiled code is offloaded around its graphs": (
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
-    "there is none": ("torch._dynamo.compiled_autograd.in_compiled_autograd_region",),
+    "a backward that autograd compiles is not recognized": (
+        "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
+    ),
     "where autograd compiles a backward, saved tensors of eager code break its graph": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
     ),
@@ -100,7 +104,7 @@ PRIVATE_NAMES = {
     ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
-    "after a plan of a compiled model that is not compiled any more": ("torch._dynamo.eval_frame._stance",),
+    "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
     "compiling fails": (
         "torch._decomp.get_decompositions",
@@ -121,14 +125,14 @@ PRIVATE_NAMES = {
         "torch._inductor.graph.GraphLowering.get_dep_size_hint",
     ),
     "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
-    "a pass does not know of inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
-    "what selective checkpointing saves stays, uncounted, and what should go to the CPU is recomputed": (
+    "passes cannot tell a graph for inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
+    "saves of selective checkpointing stay, uncounted, and values with a CPU policy are recomputed": (
         "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
         "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
         "torch._C._SetExcludeDispatchKeyGuard",
     ),
-    "operators name their values themselves": ("torch.utils.checkpoint._sac_storage_key",),
-    "broken graphs: the library is compiled too": (
+    "selective checkpointing stores its values by operator": ("torch.utils.checkpoint._sac_storage_key",),
+    "after a graph break the library's hooks are compiled too": (
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "torch._C._dynamo.eval_frame._FrameExecStrategy",
         "torch._C._dynamo.eval_frame._FrameAction",
@@ -140,8 +144,10 @@ PRIVATE_NAMES = {
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
     ),
-    "what it hides is not warned of": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",),
-    "what was cast to float32 travels whole": ("torch.autograd.graph.Node._input_metadata",),
+    "saves that torch's offload_wrapper hides are not warned of": (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",
+    ),
+    "tensors cast to float32 travel unpacked": ("torch.autograd.graph.Node._input_metadata",),
     "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
     "traces do not show backward": ("torch._C._current_graph_task_id",),
     "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
@@ -149,28 +155,28 @@ PRIVATE_NAMES = {
     "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
     "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
     "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
-    "graphs of one stream work in one memory, which goes with the first of them": (
+    "graphs of one stream share a workspace, which goes with the first of them": (
         "torch._C._cuda_clearCublasWorkspaces",
     ),
-    "a parameter that a graph is kept of from another stream spoils a capture": (
+    "a parameter whose graph was made on another stream invalidates a capture": (
         "torch._C._override_stale_capture_stream",
         "torch._C._set_override_stale_capture_stream",
     ),
 }
-#: Public ones of which a version may have none, or in whose place the library puts something, by what they are for.
+#: Public names that a version may lack or that the library replaces, by the consequence of their absence.
 PUBLIC_NAMES = {
-    "hooks of others inside a context, which hide what is saved, are not warned of": (
+    "hooks of others inside a context, which hide saves, are not warned of": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
     "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
     "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
-    "what is compiled first inside of a context fails": ("torch.compile",),
+    "code that is compiled first inside a context fails": ("torch.compile",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
         "torch.random.default_generator",
     ),
-    "CUDA and XPU say it of the selected device; no other does": ("torch.Stream.is_capturing",),
+    "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
 }
-#: Functions in whose place the library puts its own, by for how long; it calls torch's where it has no part.
+#: Functions that the library replaces, by the time of the replacement, which calls torch's own for calls of others.
 PATCHED = {
     "while a context is entered": (
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
@@ -190,9 +196,9 @@ PATCHED = {
         "torch._inductor.memory.compute_size_for_scheduler_buffer",
     ),
 }
-#: Values that the library sets, by for how long.
+#: Values that the library sets, by the time for which they are set.
 SET = {
-    "while a thread plans, to what says for that thread alone something else": (
+    "while a thread plans, to values of that thread alone": (
         "torch.random.default_generator",
         "torch._dynamo.eval_frame._stance",
     ),
@@ -212,22 +218,22 @@ OTHER_VERSIONS = {
     "torch._C._override_stale_capture_stream": "2.13 on, not 2.11",
     "torch._C._set_override_stale_capture_stream": "2.13 on, not 2.11",
 }
-#: Only builds for CUDA have them, and only there are they missed.
+#: Names that only builds for CUDA have, and need.
 OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
-#: To import them is to have torch report every event and allocation, so nothing here does.
+#: Names that are never imported here, because the import makes torch report every event and allocation.
 IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
-#: Compiles the CUDA C++ of a source, and returns its function of a name: called with a grid, a block, arguments, bytes
+#: Compiles CUDA C++ from a source and the name of a kernel. The kernel is called with a grid, a block, arguments, bytes
 #: of shared memory and a stream.
 compile_cuda: Callable[[str, str], Any] | None = getattr(torch.cuda, "_compile_kernel", None)
 
 
 def require_torch(version: str = torch.__version__) -> None:
-    """Raises ``ImportError`` where torch is older than the library can work with."""
+    """Raises ``ImportError`` if torch is too old."""
     if _release(version) < _OLDEST:
         raise ImportError(
             f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
@@ -241,29 +247,29 @@ def _release(version: str) -> tuple[int, ...]:
 require_torch()
 
 
-# -- in place of what is torch's --------------------------------------------------------------------------------------
+# -- replaced attributes of torch -------------------------------------------------------------------------------------
 
 
 class Patch:
-    """Something of the library's in the place of an attribute of torch's, for as long as it is wanted there.
+    """A replacement for an attribute of torch, while it is put on.
 
     Args:
-        owner: the module, the class or the object, which may have it of its class.
-        around: makes what goes there, of what is there: torch's own, or what another library has put in its place.
+        owner: the module, the class or the object with the attribute, which may come from the object's class.
+        around: makes the replacement from the present value: torch's own, or that of another library.
     """
 
     def __init__(self, owner: object, name: str, around: Callable[[Any], object]) -> None:
         self._owner, self._name, self._around = owner, name, around
-        #: Made once, since it may refer to itself: one for each time would be garbage in a cycle.
+        #: Made once, since it may refer to itself: a new one each time would be garbage in a cycle.
         self._ours: object = None
         self._theirs: object = None
-        #: Whether the owner itself has theirs, and not its class.
+        #: Whether the owner itself has the attribute, and not its class.
         self._is_own = True
-        #: Ours, while it is wanted there.
+        #: The replacement, while it is put on.
         self.active: object = None
 
     def put_on(self) -> None:
-        """It is there from now on."""
+        """Puts the replacement in place."""
         current = getattr(self._owner, self._name)
         if current is not self._ours and (self._ours is None or current is not self._theirs):
             self._theirs, self._ours = current, self._around(current)
@@ -272,7 +278,8 @@ class Patch:
         setattr(self._owner, self._name, self._ours)
 
     def take_off(self) -> None:
-        """What was there is there again. What has been put around ours meanwhile stays, and goes on calling it."""
+        """Restores the attribute. If another library has wrapped ours meanwhile, its wrapper stays and goes on calling
+        it."""
         self.active = None
         if getattr(self._owner, self._name) is not self._ours:
             return
@@ -284,19 +291,19 @@ class Patch:
 
 # -- autograd: its nodes, its backwards -------------------------------------------------------------------------------
 
-#: The number of the next autograd node that this thread makes. It advances when an operator's node is made, which is
-#: after the operator packed its inputs: a larger number at a later pack shows that the operator has run.
+#: Returns the number of the next autograd node of this thread. It grows when an operator's node is made, after the
+#: operator has packed its inputs: a larger number at a later pack shows that the operator has run.
 autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
-#: The autograd node that this thread is running backward for, or ``None``.
+#: Returns the autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
-#: Whether the backward that this thread runs keeps its graph, which may be run again then; only within a backward.
+#: Returns whether the backward that this thread runs keeps its graph; to be called within a backward only.
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that the backward of ``loss`` gives a gradient."""
+    """Yields the tensors to which the backward of ``loss`` gives a gradient."""
     todo, seen = [loss.grad_fn], set[Any]()
     while todo:
         node = todo.pop()
@@ -309,9 +316,9 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def asker_may_return_it() -> bool:
-    """Whether code that may make a saved tensor the gradient asks for it: a custom function's, or a hook of the user's.
+    """Returns whether the unpack may be for code that makes the saved tensor a gradient: a custom function or a hook.
 
-    What torch has a formula for is asked for by the engine, above which there is no Python but its own call, if any.
+    Nodes with a formula of torch's unpack from the engine, above which there is no Python frame but torch's own call.
     """
     node = current_autograd_node()
     if node is None:  # outside of a backward nothing is about to become a gradient
@@ -320,41 +327,41 @@ def asker_may_return_it() -> bool:
 
 
 def _engine_asks() -> bool:
-    """Whether it is the engine that has called the library, and no code in Python that runs in backward."""
+    """Returns whether the engine has called the library, and not Python code that runs in backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
     return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
-#: Names the backward that this thread is running, -1 outside.
+#: Returns a number for the backward that this thread is running, -1 outside.
 current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Has ``call`` called when the backward that this thread is running is over; it must not raise."""
+    """Calls ``call``, which must not raise, when the backward that this thread is running is over."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is not None:
         engine.queue_callback(call)
 
 
 def node_sequence(node: Any) -> int:
-    """When an autograd node was made: its number in the count of the thread that made it."""
+    """Returns the number that an autograd node had when its thread made it."""
     return int(node._sequence_nr())
 
 
 def made_by_function(tensor: Tensor) -> bool:
-    """Whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
+    """Returns whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
     return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
 def cast_from(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that ``tensor`` was cast from and has had the values of since, as far as autograd knows."""
+    """Returns the dtype from which ``tensor`` was cast without a later change, as far as autograd knows."""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
         return None
     source, number = node.next_functions[0]
-    outputs: Any = getattr(source, "_input_metadata", ())  # what a node is given in backward is what it made in forward
+    outputs: Any = getattr(source, "_input_metadata", ())  # the inputs of a backward node are its forward's outputs
     return outputs[number].dtype if number < len(outputs) else None
 
 
@@ -365,31 +372,31 @@ HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch | None:
-    """What ``backward`` and ``grad`` call to run the engine; ``None`` where torch has no such function."""
+    """Returns a patch for the function by which ``backward`` and ``grad`` run the engine; ``None`` if there is none."""
     name = "_engine_run_backward"
     return Patch(torch.autograd, name, around) if hasattr(torch.autograd, name) else None
 
 
-#: Of frames in which a module is called.
+#: The code of frames in which a module is called.
 _CALL = getattr(torch.nn.Module._call_impl, "__code__", None)
-#: How many frames up a module is looked for: an operator is mostly called by the forward of the one that it is of.
+#: How many frames up to look for a module: mostly its forward calls the operator itself.
 _MOST_FRAMES = 24
 
 
 def module_called_in(frame: FrameType) -> torch.nn.Module | None:
-    """The module whose forward ``frame`` calls, if that is what it does.
+    """Returns the module whose forward ``frame`` calls; ``None`` for any other frame.
 
-    The locals of no other frame are looked at: that would hold them, tensors of a user's, until the frame ends.
+    The locals of other frames are not read: that would keep them, the user's tensors, until the frame ends.
     """
     return frame.f_locals["self"] if frame.f_code is _CALL else None
 
 
 def no_module() -> None:
-    """In place of a weak reference to a module."""
+    """Stands for a weak reference to a module that is not known."""
 
 
 def module_reference() -> Callable[[], torch.nn.Module | None]:
-    """Returns a weak reference to the innermost module in whose forward the calling thread is, if that is near."""
+    """Returns a weak reference to the innermost module whose forward the calling thread runs, if its frame is near."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -401,7 +408,7 @@ def module_reference() -> Callable[[], torch.nn.Module | None]:
 
 
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
-    """What every ``with`` of saved-tensor hooks, of any library, calls when it begins."""
+    """Returns a patch for the method that every ``with`` of saved-tensor hooks, of any library, calls on entry."""
     return Patch(saved_tensors_hooks, "__enter__", around)
 
 
@@ -411,20 +418,20 @@ _put_on_hooks = saved_tensors_hooks.__enter__
 
 
 def top_pack_hook() -> object | None:
-    """The pack hook that the calling thread's saved tensors go to now."""
+    """Returns the pack hook that autograd calls now for saves of the calling thread."""
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
-    """Has ``change`` edit the list of the calling thread's saved-tensor hooks, the innermost last.
+    """Calls ``change`` to edit the list of the calling thread's saved-tensor hooks, the innermost last.
 
     torch keeps them as a stack of which only the top can be seen and taken off.
     """
     hooks: list[HookFunctions] = []
     try:
         while (pair := _top_hooks(True)) is not None:
-            saved_tensors_hooks(*pair).__exit__()  # which takes the innermost off, whosever it is
+            saved_tensors_hooks(*pair).__exit__()  # takes the innermost pair off, whoever owns it
             hooks.insert(0, pair)
         change(hooks)
     finally:
@@ -435,8 +442,8 @@ def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
 def allow_hooks_again() -> None:
     """Ends a ban on saved-tensor hooks, on the calling thread.
 
-    Where hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends it afterwards;
-    a compiler that traces the same lines does not.
+    If hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends the ban
+    afterwards; a compiler that traces the same lines does not.
     """
     enable: Callable[[], None] | None = getattr(_hooks, "_saved_tensors_hooks_enable", None)
     if enable is not None:
@@ -450,10 +457,10 @@ without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_
 
 _without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunctionSubclass
 
-#: Takes operators past the caller's function modes, and past what subclasses make of them.
+#: Runs operators out of sight of the caller's function modes and of ``__torch_function__`` of subclasses.
 without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunction
 
-#: How many dispatch modes, and how many function modes, the calling thread is in.
+#: Return the number of dispatch modes, and of function modes, that the calling thread is in.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
@@ -465,20 +472,20 @@ _leave_mode: Callable[..., None] = cast(Any, TorchDispatchMode.__exit__)
 
 
 def is_tracing() -> bool:
-    """Whether the calling thread's operators are traced: what they are given stands for other tensors, or has no bytes.
+    """Returns whether the calling thread's operators are traced, so that tensors may stand for others or have no bytes.
 
-    Tracers know values by the very tensors that operators gave, and find no other alias of them.
+    Tracers know values by the very tensors that operators returned, and not by other aliases of them.
     """
     return any(_mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
 
 
 _cloning_mode: type | None = getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None)
-#: By which torch knows what was saved of a tensor that is changed.
+#: Returns the key under which torch has the saves of a tensor that is changed.
 address_and_version: Callable[[Tensor], tuple[int, int]] | None = getattr(torch.autograd.graph, "_get_sid", None)
 
 
 def allowing_changes() -> Any | None:
-    """What ``allow_mutation_on_saved_tensors`` knows of saved tensors, if the calling thread is inside of one."""
+    """Returns the record of ``allow_mutation_on_saved_tensors``, if the calling thread is inside one."""
     if _cloning_mode is not None and address_and_version is not None:
         for mode in map(_mode_at, range(dispatch_modes())):
             if isinstance(mode, _cloning_mode):
@@ -487,13 +494,14 @@ def allowing_changes() -> Any | None:
 
 
 def without_caller_modes() -> AbstractContextManager[object]:
-    """Runs operators out of sight of the modes that the caller has active: a count of operations, a tracer, a default
-    device. Torch's CUDA sanitizer stays, and those with a true attribute ``sees_offloading``.
+    """Runs operators out of sight of the caller's active modes: a count of operations, a tracer, a default device.
 
-    [Note: who sees the library] A mode that counts, traces or replaces operators asks what the *program* computes, of
-    which the library is no part. The sanitizer asks in which order *streams* access memory. The library's streams,
-    events and allocations are reported to it whatever modes are off; without the accesses in between it can find no
-    race of a copy with the program's kernels.
+    Torch's CUDA sanitizer stays active, and so do modes with a true attribute ``sees_offloading``.
+
+    [Note: who sees the library] A mode that counts, traces or replaces operators is about the *program*'s computation,
+    of which the library is no part. The sanitizer is about the order in which *streams* access memory. The library's
+    streams, events and allocations are reported to it whatever modes are off; without the accesses in between it could
+    find no race of a copy with the program's kernels.
     """
     modes = [_mode_at(number) for number in range(dispatch_modes())]
     checker = sanitizer() if modes else None
@@ -502,7 +510,7 @@ def without_caller_modes() -> AbstractContextManager[object]:
 
 
 def sanitizer() -> TorchDispatchMode | None:
-    """Returns the mode of ``torch.cuda._sanitizer``, or ``None`` where the user has not enabled it."""
+    """Returns the mode of ``torch.cuda._sanitizer``, or ``None`` if the user has not enabled it."""
     found = _if_imported("torch.cuda._sanitizer", "cuda_sanitizer")
     return found.dispatch if found is not None and found.enabled else None
 
@@ -520,7 +528,7 @@ def set_over(
 @contextmanager
 def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
     with without_torch_function(), _disable_current_modes(), ExitStack() as stack:
-        for mode in seeing:  # as their own class may enter them it would begin another count, or the like
+        for mode in seeing:  # by the base class: their own `__enter__` may begin another count, or the like
             _enter_mode(mode)
             stack.callback(_leave_mode, mode, None, None, None)
         yield
@@ -528,66 +536,65 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
 
 # -- tensors and storages ---------------------------------------------------------------------------------------------
 
-#: Whether something is a tensor of a subclass that says which tensors it is made of.
+#: Returns whether a value is a tensor of a wrapper subclass, which names its inner tensors.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def has_own_memory(kind: type[Tensor]) -> bool:
-    """Whether tensors of ``kind`` are as plain ones to operators: ``Tensor``, and subclasses that leave dispatch alone.
+    """Returns whether operators treat tensors of ``kind`` as plain ones: ``Tensor``, and subclasses without dispatch.
 
-    Those add methods, attributes and a ``__torch_function__``. A class with a ``__torch_dispatch__`` decides itself
-    what its tensors are made of.
+    Such subclasses add methods, attributes and a ``__torch_function__``. A class with a ``__torch_dispatch__`` may have
+    other tensors in place of memory.
     """
     return kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def made_a(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    """Returns an alias, of the type ``kind``, of a plain tensor, with one version counter; runs no code of ``kind``."""
+    """Returns an alias of type ``kind`` that shares the version counter of ``tensor``; runs no code of ``kind``."""
     return Tensor._make_subclass(kind, tensor)
 
 
-#: A view of a real tensor with the negative bit set.
+#: Returns a view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 
-#: What counts where nothing but a tuple holds a tensor; how many references a loop adds is up to the interpreter.
+#: The reference count of a tensor that only a tuple holds; a loop adds references, as many as the interpreter does.
 _ALONE = next(sys.getrefcount(tensor) for tensor in (torch.empty(0),))
 _use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
 
 
 def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those that something else keeps alive besides this tuple."""
+    """Returns the tensors that have another owner besides this tuple."""
     with _without_torch_function():
         return tuple(tensor for tensor in tensors if _use_count(tensor) > 1 or sys.getrefcount(tensor) > _ALONE)
 
 
-#: Names a storage by identity, without keeping its bytes: while they live, the reference gives the same object. torch
-#: keeps the Python object of a storage for as long as anything in C++ has the storage, and no longer. The import of
-#: this module has made sure of it.
+#: Returns a reference that names a storage by identity without keeping its bytes. torch keeps the Python object of a
+#: storage exactly as long as anything in C++ has the storage, which ``_require_storage_identity`` checks.
 weak_storage: Callable[[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]] = weakref.ref
-#: A number that no other storage has while this one lives, by what keeps its identity.
+#: Returns a number that no other storage has while this one lives.
 storage_key: Callable[[torch.UntypedStorage], int] = id
 
-#: What autograd takes a view to be of.
+#: Returns the base of a view, as autograd knows it.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-#: How often a tensor, and what shares its counter, was changed in place.
+#: Returns the version counter: the number of changes in place of a tensor and its views.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """``vars(tensor)``, the dictionary itself, past what a subclass makes of attributes."""
+    """Returns the dictionary ``vars(tensor)`` itself, without a call of a subclass's code."""
     found: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
     return found
 
 
 def unseen_version(tensor: Tensor) -> int:
-    """``version_of``, where ``tensor`` may be of a subclass that would hear of it."""
+    """Returns the version of a tensor whose subclass is not to see the call."""
     with _without_torch_function():
         return tensor._version
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of ``tensor``; ``None`` where it has none: of a sparse layout, or a wrapper inside a transform."""
+    """Returns the storage of ``tensor``; ``None`` for a sparse layout or a wrapper inside a transform, without one."""
     try:
         if type(tensor) is Tensor:
             return tensor.untyped_storage()
@@ -597,59 +604,59 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-#: The attribute of a storage that holds what it owns.
+#: The attribute of a storage that holds the object it owns.
 _OWNED = "_eager_offload"
 
 
 def own(storage: torch.UntypedStorage, owned: object) -> None:
-    """``owned`` lives as long as ``storage`` does: torch keeps the Python object of a storage, with all it has."""
+    """Makes ``storage`` the owner of ``owned``: torch keeps the Python object of a storage, with its attributes."""
     storage.__dict__[_OWNED] = owned
 
 
 def owned_by(tensor: Tensor) -> object:
-    """What the storage of ``tensor`` was given to own; ``None`` where that is nothing."""
+    """Returns the object that the storage of ``tensor`` owns, or ``None``."""
     return tensor.untyped_storage().__dict__.get(_OWNED)
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` as autograd does it, whatever a subclass makes of the method: with one version counter."""
+    """Returns autograd's own ``tensor.detach()``, which shares the version counter, without a call of a subclass."""
     with _without_torch_function():
         return Tensor.detach(tensor)
 
 
 def _if_imported(module: str, name: str) -> Any:
-    """A name of a module; ``None`` where nothing has imported it, so that there is nothing of the kind."""
+    """Returns a name of a module; ``None`` if nothing has imported it, so that no object of the kind can exist."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_fake(kind: type) -> bool:
-    """Whether tensors of this type have no bytes, though their device looks real."""
+    """Returns whether tensors of this type have no bytes although their device looks real."""
     fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
     return fake is not None and issubclass(kind, fake)
 
 
 def is_plain_fake(value: Tensor) -> bool:
-    """Whether ``value`` is what tracers put in the place of a plain tensor."""
+    """Returns whether ``value`` is a plain tensor or a tracer's stand-in for one."""
     return type(value) is Tensor or is_fake(type(value))
 
 
 def is_collective(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is what a functional collective fills, as long as nothing has waited for that."""
+    """Returns whether ``tensor`` is the result of a functional collective for which nothing has waited yet."""
     kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     return kind is not None and isinstance(tensor, kind)
 
 
 def finish_collective(tensor: Tensor) -> None:
-    """Makes the current stream wait for the functional collective that fills ``tensor``, if it is of that kind.
+    """Makes the current stream wait for the functional collective that fills ``tensor``, if there is one.
 
-    Every reader of such a tensor does the same first; it may be done any number of times.
+    Every reader of such a tensor waits first; repeated waits do nothing.
     """
     if is_collective(tensor):
         cast(Any, tensor).trigger_wait()
 
 
 def default_store() -> Any:
-    """Returns the store in which the ranks of the default process group met; ``None`` where there is none."""
+    """Returns the store of the default process group; ``None`` if there is none."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     found = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_get_default_store", None)
@@ -676,12 +683,13 @@ _require_storage_identity()
 
 
 def are_of_checkpoint(hooks: saved_tensors_hooks) -> bool:
-    """Whether non-reentrant checkpointing has made ``hooks``, which it installs inside others by design."""
+    """Returns whether ``hooks`` are those of non-reentrant checkpointing, which installs them inside others by
+    design."""
     return type(hooks).__module__ == torch.utils.checkpoint.__name__
 
 
 def sharing_versions() -> AbstractContextManager[object]:
-    """Has ``detach`` share the version counter in a dispatch mode, as it does everywhere else."""
+    """Makes ``detach`` share the version counter in a dispatch mode, as it does everywhere else."""
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
@@ -689,11 +697,11 @@ def sharing_versions() -> AbstractContextManager[object]:
 
 
 def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[Any, Any, Any], None]) -> list[Patch]:
-    """Has selective checkpointing tell of its modes when a forward begins; none where it has other ways.
+    """Returns patches that report the modes of selective checkpointing when a forward begins; none for unknown modes.
 
     Args:
-        caching: is called with each mode for the forward, which keeps what the policy says, its policy and its store.
-        cached: is called likewise with the mode in which the forward runs again, which gives out what is in the store.
+        caching: is called with the mode of each forward, which fills the store by the policy; the policy; the store.
+        cached: is called likewise with the mode of the recomputation, which reads the store.
     """
     module, names = torch.utils.checkpoint, ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if not all(hasattr(module, name) for name in names):
@@ -717,19 +725,19 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
 
 
 def is_proxied() -> bool:
-    """Whether what the calling thread runs is being traced into a graph of operators."""
+    """Returns whether the calling thread is being traced into a graph of operators."""
     tracer = _if_imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
     return tracer is not None and tracer() is not None
 
 
 def checkpoint_store_key(func: object, args: object) -> object:
-    """Under what selective checkpointing keeps the results of the operator ``func``."""
+    """Returns the key under which selective checkpointing stores the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
     return func if key is None else key(func, args)
 
 
 def returns_before_it_is_done(func: object) -> bool:
-    """Whether an operator is a functional collective, whose result is filled once ``wait_tensor`` has waited for it."""
+    """Returns whether an operator is a functional collective, whose result is ready once ``wait_tensor`` has waited."""
     return "c10d_functional" in getattr(func, "namespace", "") and "wait_tensor" not in str(func)
 
 
@@ -737,7 +745,7 @@ def returns_before_it_is_done(func: object) -> bool:
 
 
 class HostRegistration(NamedTuple):
-    """The driver's own calls that pin memory where it lies; each returns 0, or the number of an error."""
+    """The driver's calls that pin existing memory; each returns 0, or the number of an error."""
 
     #: Address, bytes and flags.
     register: Callable[[int, int, int], object]
@@ -746,9 +754,9 @@ class HostRegistration(NamedTuple):
 
 
 def host_registration() -> HostRegistration | None:
-    """How to pin memory that torch did not allocate, or ``None`` where this torch or this machine cannot."""
+    """Returns the calls that pin memory not allocated by torch; ``None`` if this torch or this machine has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Devices of other makers have the call as CUDA has it, or do not have it.
+    # Devices of other makers have CUDA's call, or none.
     cudart = None if accelerator is None else getattr(torch.get_device_module(accelerator), "cudart", None)
     if cudart is None:
         return None
@@ -758,7 +766,7 @@ def host_registration() -> HostRegistration | None:
 
 
 def accelerator_in_use() -> bool:
-    """Whether this process has begun to use an accelerator; the question does not make it begin."""
+    """Returns whether this process uses an accelerator already, without initializing one."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False
@@ -767,10 +775,10 @@ def accelerator_in_use() -> bool:
 
 
 def is_capturing(index: int | None) -> bool:
-    """Whether what the calling thread enqueues on its current stream goes into a graph that is being captured.
+    """Returns whether the calling thread's current stream is being captured into a graph.
 
     Args:
-        index: of the accelerator, which is in use; ``None`` for the one that is selected.
+        index: the index of an accelerator in use; ``None`` for the selected one.
     """
     if hasattr(torch.Stream, "is_capturing"):
         return torch.accelerator.current_stream(index).is_capturing()
@@ -779,7 +787,7 @@ def is_capturing(index: int | None) -> bool:
 
 
 def stream_is_capturing(stream: torch.Stream) -> bool:
-    """Whether what is enqueued on ``stream``, of an accelerator that is in use, goes into a graph."""
+    """Returns whether ``stream``, of an accelerator in use, is being captured into a graph."""
     if hasattr(torch.Stream, "is_capturing"):
         return stream.is_capturing()
     before = torch.accelerator.current_stream(stream.device_index)
@@ -794,9 +802,9 @@ def stream_is_capturing(stream: torch.Stream) -> bool:
 
 @functools.cache
 def graph_kind() -> type[Any] | None:
-    """What captures and replays on the accelerator of this process; ``None`` where this torch has nothing that does.
+    """Returns the class of graphs for the accelerator of this process; ``None`` if this torch has none.
 
-    ``torch.accelerator.Graph``, since 2.13 and where the backend has registered one (CUDA's has not, to 2.13), else
+    It is ``torch.accelerator.Graph`` from 2.13 on if the backend has registered one (CUDA has not, to 2.13), else
     ``torch.cuda.CUDAGraph``.
     """
     kind: Any = getattr(torch.accelerator, "Graph", None)
@@ -808,7 +816,7 @@ def graph_kind() -> type[Any] | None:
 
 
 def new_graph(keep: bool) -> Any:
-    """A graph in which nothing is captured yet. With ``keep`` it can be dumped, and its first replay makes it ready."""
+    """Returns an empty graph. With ``keep`` it can be dumped, and its first replay instantiates it."""
     kind = graph_kind()
     assert kind is not None
     graph = kind(keep_graph=keep)
@@ -818,13 +826,13 @@ def new_graph(keep: bool) -> Any:
 
 
 def graph_memory_pool() -> tuple[int, int] | None:
-    """A name for memory that graphs share, for CUDA; others name it when a capture begins."""
+    """Returns a handle of memory that graphs share, for CUDA; other backends name it when a capture begins."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.cuda.graph_pool_handle() if accelerator is not None and accelerator.type == "cuda" else None
 
 
 def begin_graph(graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
-    """Has ``graph`` capture the current stream of the selected device."""
+    """Begins to capture the current stream of the selected device into ``graph``."""
     if isinstance(graph, torch.cuda.CUDAGraph):
         graph.capture_begin(cast(Any, memory), mode)
     else:
@@ -833,11 +841,11 @@ def begin_graph(graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
 
 
 def forget_workspaces() -> None:
-    """Lets go of the memory that matrix products work in: torch has one workspace for each stream and thread of CUDA.
+    """Frees cuBLAS's workspaces: torch has one for each stream and thread of CUDA, and a graph keeps its address.
 
-    A graph has its address. It is the graph's own where the first product of the capture finds none; and where none is
-    left behind the capture, no product of eager code, and of no other graph, works there. In 2.13 a graph that
-    goes takes that of its stream along, whichever graphs work in it (pytorch#193402).
+    If the first product of a capture finds no workspace, the graph has one of its own; if none is left behind the
+    capture, no product of eager code or of another graph uses it. In 2.13 a graph that goes takes the workspace of its
+    stream along, whichever graphs use it (pytorch#193402).
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:  # in builds for CUDA
@@ -845,11 +853,11 @@ def forget_workspaces() -> None:
 
 
 def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None, *, ended: bool) -> None:
-    """Gives back what a graph has whose capture has failed, by ``ended`` at its end or at its begin.
+    """Gives back the memory of a graph whose capture has failed, at its end if ``ended``, else at its beginning.
 
-    To 2.13 torch keeps the device memory of such a graph on CUDA for good (pytorch#180395, #190308), and 2.11 goes on
-    to take the capture for one that is under way: its allocator, and its generator (pytorch#171263), which then refuses
-    to draw in eager code. Builds for ROCm have been put right without another version.
+    Up to 2.13 torch keeps the device memory of such a graph on CUDA for good (pytorch#180395, #190308). In 2.11 the
+    allocator and the generator go on as if the capture were under way (pytorch#171263), and the generator refuses to
+    draw in eager code. Builds for ROCm were fixed without a new version.
     """
     graph.reset()
     release = _release(torch.__version__)
@@ -866,13 +874,13 @@ def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None,
         _end_capture_of_generator(index)
 
 
-#: What torch's allocator of pinned memory asks, for good, whether a stream is captured in it: it has no more than their
-#: addresses.
+#: Graphs that must not be freed: torch's allocator of pinned memory asks them, by address, whether a stream is
+#: captured.
 _never_ended: list[Any] = []
 
 
 def _end_capture_of_generator(index: int) -> None:
-    """A capture that ends well, of next to nothing: the generator of a device takes none for one that goes on then."""
+    """Captures a graph of one kernel, after which the generator of a device does not take a capture to be under way."""
     graph, of_cuda = torch.cuda.CUDAGraph(), cast(Any, torch.cuda)
     with suppress(RuntimeError), torch.cuda.stream(of_cuda.Stream(index)):
         cell = torch.empty(1, device=torch.device("cuda", index))
@@ -884,8 +892,8 @@ def _end_capture_of_generator(index: int) -> None:
 
 @contextmanager
 def overriding_stale_streams() -> Iterator[None]:
-    """Has a backward that is captured run on the stream of the capture where a node of it, such as that of a parameter,
-    was made on another stream earlier: to wait for that one would spoil the capture (pytorch#180090).
+    """Makes a captured backward run on the stream of the capture, although a node, such as that of a parameter, was
+    made on another stream earlier: to wait for that stream would invalidate the capture (pytorch#180090).
     """
     if not hasattr(torch._C, "_set_override_stale_capture_stream"):
         yield
@@ -898,26 +906,26 @@ def overriding_stale_streams() -> Iterator[None]:
         torch._C._set_override_stale_capture_stream(before)
 
 
-# -- operators, graphs of torch.fx, what is nested --------------------------------------------------------------------
+# -- operators, graphs of torch.fx, nested values ---------------------------------------------------------------------
 
 
 def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
-    """What stands in tuples, lists and dicts: where, such as ``[0]['mask']``, what, and how they are nested."""
+    """Returns the paths (such as ``[0]['mask']``) and the leaves of tuples, lists and dicts, and their structure."""
     found, structure = tree_flatten_with_path(tree)
     return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
 
 
-#: The inverse: from what stands there and how it is nested.
+#: The inverse: builds the nested values from leaves and structure.
 unflatten = tree_unflatten
 
 
 def schema_of(target: object) -> Any:
-    """What an operator takes, gives and writes to; ``None`` of what is no operator."""
+    """Returns the schema of an operator; ``None`` if ``target`` is not an operator."""
     return getattr(target, "_schema", None)
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among an operator's arguments or results: these are nested in nothing but lists and the like."""
+    """Returns the tensors among an operator's arguments or results, which are nested in lists, tuples and dicts."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, list | tuple):
@@ -926,10 +934,10 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def hint(number: int | torch.SymInt, default: int = 8192) -> int:
-    """A number, or the one that was seen when the graph was traced. Asking a symbol itself would make it a constant.
+    """Returns a number, for a symbol the one seen while tracing: ``int(symbol)`` would make the symbol a constant.
 
-    Of a size that only data tell (``nonzero``, ``mark_unbacked``) none was seen; ``default`` stands for it, which is
-    large, as Inductor has it.
+    A size that depends on data (``nonzero``, ``mark_unbacked``) has no such number; ``default`` stands for it, which is
+    large, as in Inductor.
     """
     if isinstance(number, int):
         return number
@@ -944,25 +952,25 @@ library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 
 
 class EmptyGraphModule(GraphModule):
-    """A graph module without anything in it, for code that looks through all modules; ``graph`` is up to subclasses."""
+    """An empty graph module, for code that looks through all modules; subclasses provide ``graph``."""
 
     def __new__(cls, *_: object) -> Self:
-        return object.__new__(cls)  # torch would make a class, with code of its own, for each
+        return object.__new__(cls)  # torch would make a class, with generated code, for each
 
 
-for _name, _value in vars(nn.Module().eval()).items():  # one of each for all of them, which stays empty
+for _name, _value in vars(nn.Module().eval()).items():  # empty dictionaries, which all of them share
     setattr(EmptyGraphModule, _name, _value)
 
 
 def share_calling_convention(graph: Graph, other: Graph) -> None:
-    """Has ``graph`` take its inputs and give its outputs as ``other`` does: flat, or nested."""
+    """Makes ``graph`` take its inputs and return its outputs as ``other`` does: flat, or nested."""
     codegen = getattr(other, "_codegen", None)
     if codegen is not None:
         graph.set_codegen(copy.copy(codegen))
 
 
 def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
-    """Makes fake tensors of the kind that ``value`` is."""
+    """Returns the mode that makes fake tensors of the kind of ``value``."""
     return getattr(value, "fake_mode", None) or nullcontext()
 
 
@@ -970,34 +978,34 @@ def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
 
 
 def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
-    """What is called for every module. torch's own hooks for all modules cannot put a context around the call."""
+    """Returns a patch for the call of every module: torch's global module hooks cannot put a context around a call."""
     return Patch(nn.Module, "__call__", around)
 
 
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called for ``module`` in place of its own way, such as what ``module.compile()`` has put there."""
+    """Returns the replaced call of ``module``, as ``module.compile()`` sets it, or ``None``."""
     return module._compiled_call_impl
 
 
 def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """What is called with the gradients of ``tensor``."""
+    """Returns the hooks on the gradient of ``tensor``."""
     found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return [hook for hooks in found for hook in (hooks or {}).values()]
 
 
 def hooks_of_all_modules() -> list[Callable[..., Any]]:
-    """What is called with each call of any module."""
+    """Returns torch's global module hooks."""
     kept = (value for value in vars(torch.nn.modules.module).values() if isinstance(value, OrderedDict))
     return [hook for hooks in kept for hook in hooks.values() if callable(hook)]
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
-    """What torch calls for ``module`` where nothing has been put in its place: forward and its hooks."""
+    """Returns the call of ``module`` if it is not replaced: forward and its hooks."""
     return module._call_impl
 
 
 def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Has ``call`` called for ``module``; ``None`` for the module's own way. Copies and pickles of it leave it out."""
+    """Replaces the call of ``module``, or restores it with ``None``. Copies and pickles leave the replacement out."""
     if call is None and "_compiled_call_impl" in vars(module):
         del vars(module)["_compiled_call_impl"]
     else:
@@ -1005,10 +1013,10 @@ def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def module_called_by(call: object) -> nn.Module | None:
-    """Returns the module that torch calls ``call`` for; ``None`` where others call it. For ``call`` itself to ask.
+    """Returns the module for which torch calls ``call``, or ``None``. To be called within ``call`` itself.
 
-    torch calls what a module has as an attribute, and does not say for which module. Whatever copies attributes as
-    they are (``copy.copy``, Accelerate's regional compilation, replicas) leaves several modules with one ``call``.
+    torch calls the attribute of a module without the module. Code that copies attributes as they are (``copy.copy``,
+    Accelerate's regional compilation, replicas) leaves several modules with one ``call``.
     """
     caller = sys._getframe(2).f_locals.get("self")
     is_called = isinstance(caller, nn.Module) and vars(caller).get("_compiled_call_impl") is call
@@ -1016,37 +1024,36 @@ def module_called_by(call: object) -> nn.Module | None:
 
 
 def module_inside(compiled: OptimizedModule) -> nn.Module:
-    """The module that ``torch.compile`` has made ``compiled`` of."""
+    """Returns the module from which ``torch.compile`` has made ``compiled``."""
     (inside,) = compiled.children()
     return inside
 
 
 def offloaded_modules(model: nn.Module) -> list[str]:
-    """The names of the modules in ``model`` that torch's ``offload_wrapper`` stands around: all that is saved inside of
-    them goes to host memory."""
+    """Returns the names of the modules in ``model`` with torch's ``offload_wrapper``, which moves all their saves to
+    host memory."""
     wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
     return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
 
 
 # -- profilers --------------------------------------------------------------------------------------------------------
 
-#: Whether a profiler of torch's runs. Each pack and unpack asks, so it is no function in Python.
+#: Returns whether a profiler of torch runs. Each pack and unpack asks, so it is not a Python function.
 profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
-    """A range of the running profiler."""
+    """Returns a range of the running profiler."""
     return torch.autograd.profiler.record_function(f"eager_offload::{what}")
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-#: By their last parts, where names are that are imported when they are first asked for: importing the compiler takes a
-#: second, so nothing does before something is compiled.
+#: Private names by their last part, for the imports on first use: the import of the compiler takes a second.
 _LATER = {
     last: name for names in PRIVATE_NAMES.values() for name in names if (last := name.rpartition(".")[2])[0].isalpha()
 }
-#: What the library calls some of them.
+#: Names that differ in the library.
 _OWN_NAMES = {
     "inductor_config": "config",
     "inductor_ir": "ir",
@@ -1054,7 +1061,7 @@ _OWN_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of the compiler when it is first asked for."""
+    """Imports a name of the compiler on first use."""
     dotted = _LATER.get(_OWN_NAMES.get(name, name))
     if dotted is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -1064,7 +1071,7 @@ def __getattr__(name: str) -> Any:
         module, _, theirs = dotted.rpartition(".")
         value = importlib.import_module(module)
         if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
-            value = type(name, (value.CustomGraphPass,), {})  # a kind that no other library's pass is of
+            value = type(name, (value.CustomGraphPass,), {})  # a class of which no other library has a pass
         else:
             value = getattr(value, theirs)
     globals()[name] = value
@@ -1084,12 +1091,14 @@ def configure_inductor(name: str, value: object) -> None:
 
 
 def order_recomputed_kernels(is_ours: Callable[[], bool]) -> None:
-    """Has a kernel whose loops Inductor computes anew, to fuse it, still come after what changed its inputs in place.
+    """Keeps the order of a kernel behind changes in place of its inputs when Inductor recomputes its loops for a
+    fusion.
 
-    In 2.11 and 2.13 Inductor forgets such changes then, and runs the kernel before the wait for what it reads.
+    In 2.11 and 2.13 Inductor forgets such changes then, and runs the kernel before the wait for the tensor that it
+    reads.
 
     Args:
-        is_ours: whether the graph that is being compiled has waits.
+        is_ours: returns whether the graph that is being compiled has waits.
     """
     scheduler = importlib.import_module("torch._inductor.scheduler")
     node, added = scheduler.SchedulerNode, (scheduler.WeakDep, scheduler.StarDep)
@@ -1111,18 +1120,18 @@ def order_recomputed_kernels(is_ours: Callable[[], bool]) -> None:
 
 
 def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], is_ours: Callable[[], bool]) -> None:
-    """Has Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers, leave buffers out.
+    """Leaves buffers out of Inductor's estimate of a graph's peak, by which it orders kernels and reuses buffers.
 
-    It takes all that a graph hands over, whatever device it is on, for memory that the graph takes itself.
+    The estimate counts all buffers that a graph returns as memory of the graph, whatever their device.
 
     Args:
-        is_elsewhere: whether the buffer that an IR node makes takes no memory of the device.
-        is_ours: whether the graph that is being compiled has such buffers.
+        is_elsewhere: returns whether the buffer of an IR node takes no memory of the device.
+        is_ours: returns whether the graph that is being compiled has such buffers.
     """
     memory: Any = importlib.import_module("torch._inductor.memory")
     sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
     if sizes is None:
-        return  # what the table says
+        return  # see PRIVATE_NAMES
 
     @functools.wraps(sizes)
     def compute_size_for_scheduler_buffer(buffers: Any, *args: Any, **named: Any) -> Any:
@@ -1135,10 +1144,10 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], is_ours: Callable[[],
 
 
 def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
-    """Has that estimate of one graph, as Inductor lowers it, take the inputs ``names`` for nothing."""
+    """Makes that estimate count the inputs ``names`` of one graph as nothing, while Inductor lowers it."""
     kind, graph = type(lowered), weakref.ref(lowered)
     if not hasattr(kind, "get_dep_size_hint"):
-        return  # what the table says
+        return  # see PRIVATE_NAMES
 
     def get_dep_size_hint(dep: Any, *args: Any, **named: Any) -> int:
         return 0 if dep.name in names else kind.get_dep_size_hint(graph(), dep, *args, **named)
@@ -1147,15 +1156,15 @@ def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
 
 
 def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]) -> None:
-    """Has a graph, as Inductor lowers it, compiled and run as without cudagraphs, whatever its options say.
+    """Makes Inductor compile and run a graph that it lowers without cudagraphs, whatever its options say.
 
-    So are its backward, and what Inductor's caches keep of both: they go by the reason. Options are read once more
-    where code is generated: with cudagraphs a graph is split there at each operator that none may hold, and nodes are
-    reordered for fewer parts.
+    The same holds for its backward and for the cache entries of both, which Inductor handles by the reason. Options are
+    read once more for code generation, where with cudagraphs a graph is split at each operator that none may hold, and
+    nodes are reordered for fewer parts.
 
     Args:
-        reason: that Inductor keeps with what it has compiled, and logs.
-        tell: called when the graph is compiled, where cudagraphs were asked for.
+        reason: the reason that Inductor keeps with the compiled graph, and logs.
+        tell: called when the graph is compiled, if cudagraphs were asked for.
     """
     lowered.disable_cudagraphs_reason = reason
     config = importlib.import_module("torch._inductor.config")
@@ -1165,7 +1174,7 @@ def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]
         one: Any = graph()
         if not config.triton.cudagraphs:
             return kind.codegen(one, *args, **named)
-        if "cuda" in one.device_types:  # there are none elsewhere
+        if "cuda" in one.device_types:  # no other device has cudagraphs
             tell()
         with config.patch({"triton.cudagraphs": False}):
             return kind.codegen(one, *args, **named)
@@ -1174,34 +1183,26 @@ def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]
 
 
 def lay_out_as_result(node: Node) -> None:
-    """Has Inductor lay ``node`` out for all its readers as it lays out what a graph returns: in its own strides."""
+    """Makes Inductor lay ``node`` out in its own strides for all readers, as it does with outputs of a graph."""
     node.meta["inductor_realize_to_strides"] = True
 
 
 def inductor_options() -> frozenset[str]:
-    """The names of all options that Inductor has."""
+    """Returns the names of all options of Inductor."""
     return frozenset(importlib.import_module("torch._inductor.config").get_config_copy())
 
 
-#: Where AOTAutograd has a forward and a backward, and would trace hooks that are graph modules into them.
+#: The function with which AOTAutograd traces hooks that are graph modules into a forward and a backward.
 _HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
 
 
-def _inlining_module() -> Any:
-    try:
-        module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
-    except ImportError:
-        return None
-    return module if hasattr(module, _HOOK_INLINING) else None
-
-
 def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], bool]) -> list[Patch]:
-    """Has AOTAutograd call ``ours`` with the two graphs of a split, the number of the user's outputs, and which of the
-    inputs are parameters and buffers, as far as this torch says it; nothing where this torch has no such place.
+    """Returns the patch that calls ``ours`` for each forward and backward of AOTAutograd; none if torch has no place.
 
-    ``ours`` returns ``False`` where AOTAutograd is to do what it always does. That traces one value after another,
-    leaves out values where a graph has effect tokens (it counts them among what is saved, and raises ``IndexError``),
-    and wants one name for a value on both sides. What has the graphs needs none of that.
+    ``ours`` is given the two graphs, the number of the user's outputs, and the indices of parameters and buffers among
+    the inputs, as far as this torch tells them. It returns ``False`` to have AOTAutograd trace the hooks as always.
+    That traces one value after another, leaves out values if a graph has effect tokens (it counts them as saved values,
+    and raises ``IndexError``), and needs one name for a value on both sides. ``ours`` edits the graphs themselves.
     """
 
     def around(theirs: Callable[..., None]) -> Callable[..., None]:
@@ -1216,25 +1217,27 @@ def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], boo
 
         return call
 
-    module = _inlining_module()
-    return [] if module is None else [Patch(module, _HOOK_INLINING, around)]
+    try:
+        module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    except ImportError:
+        return []  # see PRIVATE_NAMES
+    return [Patch(module, _HOOK_INLINING, around)] if hasattr(module, _HOOK_INLINING) else []
 
 
 def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
-    """Has Dynamo trace a ban on saved-tensor hooks, as ``torch.func`` imposes one, over hooks that are in force.
+    """Makes Dynamo trace a ban on saved-tensor hooks, as of ``torch.func``, although hooks are in force.
 
-    Dynamo imposes the ban while it traces, and again whenever the graph runs; torch refuses that where there are hooks,
-    since those in force would be called for what a transform saves. Where it does not refuse, they are not called
-    while the ban lasts.
+    Dynamo imposes the ban while it traces, and again whenever the graph runs. torch refuses a ban over hooks, because
+    they would be called for the saves of a transform. A ban that is not refused keeps them from being called.
 
     Args:
-        ours: whether the hooks in force on the calling thread are such that need not be called.
+        ours: returns whether the hooks in force on the calling thread need not be called.
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
         _, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
     except (ImportError, AttributeError):
-        return []  # what the table says
+        return []  # see PRIVATE_NAMES
 
     def around(theirs: Callable[..., None]) -> Callable[..., None]:
         def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
@@ -1251,9 +1254,9 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
 
 
 def leave_out_of_precompile(reason: str) -> None:
-    """Has Dynamo's ``caching_precompile`` keep nothing of what this thread is compiling.
+    """Keeps the code that this thread is compiling out of Dynamo's ``caching_precompile``.
 
-    It finds what it keeps by the name and the line of a function, and guards on no hooks.
+    Its entries are found by the name and the line of a function, without a guard on hooks.
     """
     tracer = getattr(_if_imported("torch._dynamo.symbolic_convert", "tls"), "current_tx", None)
     bypass = getattr(getattr(tracer, "output", None), "bypass_package", None)
@@ -1262,20 +1265,20 @@ def leave_out_of_precompile(reason: str) -> None:
 
 
 def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
-    """Has saved tensors of eager code be unpacked right before a backward that autograd compiles runs.
+    """Unpacks saved tensors of eager code right before a backward that autograd compiles runs.
 
-    Dynamo traces the unpack hooks that such a backward calls, and breaks the graph where it cannot. In the place of
-    what is unpacked beforehand it is given the tensors, which hooks that return what they are given hand on: the graph
-    is the one without hooks, and so are its kernels.
+    Dynamo traces the unpack hooks that such a backward calls, and breaks the graph at a hook that it cannot trace. So
+    the unpacked tensors take the place of the handles, and the identity takes the place of the hooks: graph and kernels
+    are those without hooks.
 
     Args:
-        is_ours: whether an unpack hook is one that is to be called beforehand.
+        is_ours: returns whether an unpack hook is to be called beforehand.
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
         original = kind.end_capture
     except (ImportError, AttributeError):
-        return  # what the table says
+        return  # see PRIVATE_NAMES
 
     @functools.wraps(original)
     def end_capture(self: Any, *args: Any) -> tuple[Callable[..., Any], Any]:
@@ -1308,7 +1311,7 @@ def _as_it_is(unpacked: Tensor) -> Tensor:
 
 
 def on_first_compile(prepare: Callable[[], None]) -> Patch:
-    """``torch.compile``, which loads the compiler: ``prepare`` is called before it does."""
+    """Returns a patch for ``torch.compile``, which loads the compiler: ``prepare`` is called before."""
 
     def around(theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
@@ -1322,12 +1325,12 @@ def on_first_compile(prepare: Callable[[], None]) -> Patch:
 
 
 def compiler_is_loaded() -> bool:
-    """Whether anything in this process may have been compiled."""
+    """Returns whether anything in this process may have been compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def is_compiled(one: object) -> bool:
-    """Whether a call of ``one``, a module or a function, runs what ``torch.compile`` has made of it."""
+    """Returns whether a call of ``one``, a module or a function, runs code of ``torch.compile``."""
     if isinstance(one, nn.Module):
         kind = _if_imported("torch._dynamo.eval_frame", "OptimizedModule")
         return (kind is not None and isinstance(one, kind)) or is_compiled(getattr(one, "_compiled_call_impl", None))
@@ -1336,17 +1339,17 @@ def is_compiled(one: object) -> bool:
 
 
 def compiled_frames() -> Any:
-    """Dynamo's module that runs compiled functions and has their stance; it is imported where it was not."""
+    """Returns Dynamo's module that runs compiled functions and has their stance, imported if need be."""
     return importlib.import_module("torch._dynamo.eval_frame")
 
 
 def hide_from_compilers(function: Callable[..., Any]) -> None:
-    """Has Dynamo leave the code of ``function`` alone, and all that it calls: where a graph is broken, it would compile
-    whatever autograd calls. Closures share their code. A graph that calls ``function`` is broken there."""
+    """Keeps Dynamo from compiling ``function`` and all that it calls: after a graph break it would compile whatever
+    autograd calls. Closures share their code. A graph that calls ``function`` is broken there."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, as_it_is)
     except AttributeError:
-        pass  # what the table says
+        pass  # see PRIVATE_NAMES

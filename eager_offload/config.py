@@ -1,4 +1,4 @@
-"""Every knob, validated when it is set rather than when it is first used."""
+"""The settings, validated when they are given and not when they are first used."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from eager_offload.schedule import Windows
 MIB = 1 << 20
 
 #: Bytes: a number, or a text such as ``"256MiB"``. A config stores the number.
-Size: TypeAlias = str | int  # in this order: of a command line the text is kept, whose unit may be missing
+Size: TypeAlias = str | int  # in this order: a command line's text is kept, since its unit may be missing
 Auto: TypeAlias = Literal["auto"]
 if TYPE_CHECKING:
     PathLike: TypeAlias = str | os.PathLike[str]
     CodecLike: TypeAlias = str | Mapping[str, str]
-else:  # What reads annotations to parse a command line knows this class without its parameter, a mapping as JSON.
+else:  # Parsers of command lines read these annotations: they know PathLike without its parameter, a mapping as JSON.
     PathLike = str | os.PathLike
     CodecLike = str
 
 _TIERS = ("auto", "host", "disk")
-#: Switches every ``Offload`` on or off, whatever the code says of it; and what the variable of a field begins with.
+#: The variable that switches every ``Offload`` on or off, whatever the code says; the prefix of a field's variable.
 _SWITCH, _ENV_PREFIX = "EAGER_OFFLOAD", "EAGER_OFFLOAD_"
-# As many digits as any size needs, and no more: a longer text is no number that Python would read.
+# As many digits as any size needs: Python refuses to read much longer numbers.
 _SIZE_PATTERN = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS = {
     "B": 1,
@@ -52,23 +52,23 @@ _SIZES = (
 )
 _POLICIES = ("max", "free")
 _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
-#: Fewer bytes than that are no budget for a device, but a number whose unit was forgotten.
+#: Fewer bytes than this are not a budget for a device, but a number without its unit.
 _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
-#: Settings that are gone, and what to use in their place.
+#: Removed settings, with the advice for each.
 GONE = {
     "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
 }
-#: What a text has in place of characters that end or change a literal in a source; ``unquote`` undoes ``%``.
+#: Replaces characters that end or change a literal in source code; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def parse_size(value: object, field: str = "size", accepted: str = _SIZE_ACCEPTED) -> int:
-    """Bytes from an int or from a text with a unit (``B``, ``KB`` = 1000, ``KiB`` = 1024, up to ``T``).
+    """Returns bytes from an int or from a text with a unit (``B``, ``KB`` = 1000, ``KiB`` = 1024, up to ``T``).
 
     Raises:
-        ConfigError: naming ``field``, what was given and what is ``accepted``.
+        ConfigError: ``value`` is not a size; the text names ``field``, the value and the ``accepted`` ones.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -81,7 +81,7 @@ def parse_size(value: object, field: str = "size", accepted: str = _SIZE_ACCEPTE
 
 
 def size_text(nbytes: int) -> str:
-    """A number of bytes for a reader, such as ``"1.5 GiB"``."""
+    """Returns a number of bytes for a reader, such as ``"1.5 GiB"``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -91,12 +91,12 @@ def size_text(nbytes: int) -> str:
 
 
 def rate_text(bytes_a_second: float) -> str:
-    """For a reader, such as ``"1.50 GB/s"``: in thousands, as links and disks are sold."""
+    """Returns a rate for a reader, such as ``"1.50 GB/s"``, in powers of 1,000 as links and disks are sold."""
     return f"{bytes_a_second / 1e9:,.2f} GB/s" if bytes_a_second >= 1e9 else f"{bytes_a_second / 1e6:,.1f} MB/s"
 
 
 def size_literal(nbytes: int) -> str:
-    """A number of bytes as a config takes it, such as ``"4MiB"``: exact."""
+    """Returns the exact number of bytes as a config takes it, such as ``"4MiB"``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -111,13 +111,13 @@ def shown(value: object) -> object:
 
 
 def switched_on(default: bool) -> bool:
-    """What ``EAGER_OFFLOAD`` in the environment says: 1 or 0, true or false, yes or no, on or off.
+    """Returns the value of ``EAGER_OFFLOAD`` in the environment: 1 or 0, true or false, yes or no, on or off.
 
     Args:
-        default: where it is unset or empty.
+        default: the value if the variable is unset or empty.
 
     Raises:
-        ConfigError: for another text.
+        ConfigError: the variable has another text.
     """
     text = os.environ.get(_SWITCH, "").strip().lower()
     if text and text not in _TRUE + _FALSE:
@@ -126,15 +126,15 @@ def switched_on(default: bool) -> bool:
 
 
 def variable_of(field: str) -> str:
-    """The variable of the environment that is read for a field where nothing else gives it."""
+    """Returns the environment variable that is read for a field that the code does not give."""
     return _ENV_PREFIX + field.upper()
 
 
 class OffloadFields(TypedDict, total=False):
-    """The keywords that take a field of :class:`OffloadConfig`.
+    """The fields of :class:`OffloadConfig` as keywords.
 
-    No type checker derives them from the fields, so they are written here too, for ``**fields`` to be checked and
-    completed by an editor; a test holds their names and types equal to those of the fields.
+    Type checkers and editors cannot derive ``**fields`` from a dataclass. A test holds these names and types equal to
+    those of the fields.
     """
 
     tier: str
@@ -157,12 +157,12 @@ class OffloadFields(TypedDict, total=False):
 
 
 class _BesideFields:
-    """What a config has beside its fields."""
+    """The attributes of a config that are not fields."""
 
     __slots__ = ("_written", "codec_rules")
-    #: The texts that sizes were given as: errors and warnings repeat them.
+    #: The texts in which sizes were given: errors and warnings repeat them.
     _written: Mapping[str, str]
-    #: ``codec`` as rules: a name holds everywhere. Each config has its own, by which ``Offload``s are told apart.
+    #: ``codec`` as rules. Each config has rules of its own, whose identity tells two ``Offload``s apart.
     codec_rules: CodecRules
 
 
@@ -174,97 +174,93 @@ class OffloadConfig(_BesideFields):
     Every size accepts an int (bytes) or a text such as ``"256MiB"``.
 
     Raises:
-        ConfigError: for a value that is not accepted, a pair that cannot work together or a name that is not a field.
+        ConfigError: a value is not accepted, two values cannot work together, or a name is not a field.
     """
 
     tier: str = "auto"
-    """Where saved tensors rest: ``"host"``, ``"disk"``, or ``"auto"``: an accelerator offloads to host memory, and to
-    disk once ``host_budget`` is used up if ``disk_path`` is given; a CPU device to disk, but in a process that has an
-    accelerator only if ``disk_path`` is given: else what is saved on the CPU stays. ``"host"`` on a CPU device copies
-    within host memory: it saves nothing and exists for tests."""
+    """Where saved tensors rest: ``"host"``, ``"disk"`` or ``"auto"``. With ``"auto"`` an accelerator offloads to host
+    memory, and to disk once ``host_budget`` is used up if ``disk_path`` is given. A CPU device offloads to disk, but in
+    a process with an accelerator only if ``disk_path`` is given. ``"host"`` on a CPU device copies within host memory:
+    it saves nothing and exists for tests."""
 
     min_bytes: Size = 1 * MIB
-    """A saved tensor smaller than this many bytes stays where it is."""
+    """A saved tensor of fewer bytes stays on its device."""
 
     max_inflight_bytes: Size = "auto"
-    """Bytes on their way out whose source is still held. Bounds the extra device memory in forward. A single storage
-    that is larger travels alone. ``"auto"`` is the largest of three: an 8th of what the last step could have moved, but
-    at most 256 MiB; a 64th of it; and 4 times the largest size that four of its tensors have. It is at most a quarter
-    of what that step could have moved, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the
-    largest size that four tensors have had so far. The stats say what is in force."""
+    """The in-flight window: bytes on their way out whose source is still held. It bounds the extra device memory in
+    forward. A larger storage travels alone. ``"auto"`` is the largest of an 8th of the movable bytes of the last step,
+    but at most 256 MiB; a 64th of them; and 4 times the largest size that four of its tensors have. It is at most a
+    quarter of those bytes, and a 16th of the device's memory. In a first step it is 64 MiB, or 4 times the largest size
+    that four tensors have had so far. The stats report the window in force."""
 
     prefetch_bytes: Size = "auto"
-    """Bytes brought back before they are asked for. Bounds the extra device memory in backward. A single storage that
-    is larger comes back early alone; with 0 nothing does. ``"auto"`` as for ``max_inflight_bytes``."""
+    """The prefetch window: bytes reloaded before backward asks for them. It bounds the extra device memory in backward.
+    A larger storage is prefetched alone; with 0 nothing is prefetched. ``"auto"`` as for ``max_inflight_bytes``."""
 
     keep_last_bytes: Size = "auto"
-    """The newest saved bytes, which stay resident because backward asks for them at once: a queue of that many bytes
-    for each thread that runs forwards, counted outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in
-    a step of which nothing is known; in one that goes like an earlier one, at most that, and only what was asked for
-    sooner than it could have been away and back. One that goes like an earlier one that saved at most a
-    quarter more than ``prefetch_bytes`` stays as a whole: what moving frees there, reloading takes again."""
+    """The newest saved bytes, which stay because backward asks for them at once: a queue of so many bytes for each
+    thread that runs forwards, outside the in-flight window. ``"auto"`` is ``prefetch_bytes`` in an unknown step. In a
+    step like an earlier one, it is at most that, and only tensors stay that were asked for sooner than they could have
+    been away and back. If the earlier step saved at most a quarter more than ``prefetch_bytes``, all of it stays,
+    because reloading would take the memory that moving frees."""
 
     pin_memory: bool | Auto = "auto"
     """Whether host buffers are pinned; ``"auto"`` pins them for an accelerator and not for a CPU device."""
 
     host_budget: Size = "auto"
-    """Most bytes held in host memory. ``"auto"`` is half of what this process could take when it is first needed, by
-    the limits of its control groups, its own and the machine's, divided by the ranks on the node; once that is used up,
-    of what it could take then, if that is more. It takes memory only while enough is left for others. What is given in
-    bytes is taken whatever the machine says it has, with one warning where that is too little."""
+    """Most bytes held in host memory. ``"auto"`` is half of the memory that this process could take when it is first
+    needed, by the limits of its control groups, its own and the machine's, divided by the ranks on the node. Once that
+    is used up, it is computed anew, and grows if there is more. Memory is taken only while enough is left for others. A
+    budget in bytes is used as given, with one warning if the machine has less."""
 
     disk_budget: Size = "auto"
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
-    needed. Whatever it is, a twentieth of each disk, at most 4 GiB, stays free."""
+    needed. A twentieth of each disk, at most 4 GiB, always stays free."""
 
-    # A command line takes the first of them that fits. A tuple is what a config has, and what shows defaults looks for.
+    # A command line takes the first type that fits. The tuple comes first because a config stores one.
     disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None = None
-    """A directory for the spill file, or several on disks of their own, over which large tensors are spread. ``None``
-    means the first of the temporary, cache and working directories that is on a real disk (never in memory) with
-    room."""
+    """A directory for the spill file, or several on disks of their own, to which tensors go in turn. ``None`` means the
+    first of the temporary, cache and working directories that is on a real disk (never in memory) with room."""
 
     verify: bool = False
-    """Whether what rests on disk is checksummed, and checked on the way back."""
+    """Whether bytes on disk have checksums, which are checked when they come back."""
 
     step_plans: bool | Auto = "auto"
-    """Whether the saves of a step are looked up in what like steps have taught, each checked: ``"auto"`` after 3 that
-    are alike, ``True`` after 1, ``False`` never."""
+    """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
+    that are alike, ``True`` after 1, ``False`` never."""
 
     device_budget: Size | None = None
-    """Bytes of the device that training may take: the least moves that fits. ``"auto"`` is what is used and nine tenths
-    of what is free when it is first used; ``None`` bounds nothing, and what may move does. What fits is learnt from
-    each forward for the next one: see the page on tuning. Of a CPU device it is the process's memory. Compiled code is
-    decided when it is compiled, by what its graphs say that they take: see the page on it."""
+    """Bytes of the device that training may take: as little moves as fits. ``"auto"`` is the used memory and nine
+    tenths of the free memory when it is first needed; ``None`` sets no bound, and everything movable moves. Each
+    forward teaches the next one how much fits: see the page on tuning. For a CPU device it bounds the memory of the
+    process. Compiled code is decided when it is compiled, by the memory that its graphs are estimated to take."""
 
     policy: str = "max"
-    """``"max"`` moves all that may move. ``"free"`` moves what the link hides: so much stays that compute waits for
-    transfers for less than 0.5 % of a step. That is learnt from measured waits: see the page on tuning.
-    What stays is not bounded, but by ``device_budget`` where that is given. Compiled code is decided when it is
-    compiled, by estimated times."""
+    """``"max"`` moves everything movable. ``"free"`` moves only bytes that the link hides: as many stay as keep compute
+    from waiting for more than 0.5 % of a step, learnt from measured waits (see the page on tuning). Only
+    ``device_budget`` bounds the bytes that stay. Compiled code is decided when it is compiled, by estimated times."""
 
     max_slowdown: float | None = None
-    """How much longer a step may take than without offload, such as 0.05: of the saved bytes the fewest stay with which
-    it does, learnt, or in compiled code estimated, as for ``policy="free"``, which is 0. ``None``: as long as it
-    takes."""
+    """How much longer a step may take than without offload, such as 0.05 for 5 %: as few bytes stay as hold it to that,
+    learnt or, in compiled code, estimated as for ``policy="free"``, which is 0. ``None``: no bound."""
 
     codec: CodecLike = "identity"
-    """What packs saved tensors before they travel. ``"identity"``: nothing does. ``"lossless"``: what fits into fewer
-    bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks. ``"bf16"``, ``"int8"``
-    and ``"fp8"`` do so too, and round to nearest the floating-point tensors that require grad, are not parameters and
-    have ``min_bytes`` or more. Or names of codecs by patterns of the names of modules, such as
-    ``{"*": "lossless", "*.mlp": "fp8"}``: of the patterns that match a module, or one around it, the last one counts,
-    and ``"*"`` matches what is saved outside of modules, too. Patterns are resolved as those of ``skip``.
-    ``with eager_offload.codec("bf16"):`` comes before all of that. See the page on codecs. In compiled code what
-    changes no bit is ``bool`` alone."""
+    """The codec that packs saved tensors before they travel. ``"identity"`` packs nothing. ``"lossless"`` packs tensors
+    that fit into fewer bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks (in
+    compiled code ``bool`` alone). ``"bf16"``, ``"int8"`` and ``"fp8"`` do so too, and round to nearest the
+    floating-point tensors that require grad, are not parameters and have ``min_bytes`` or more. A mapping names codecs
+    by patterns of module names, such as ``{"*": "lossless", "*.mlp": "fp8"}``: of the patterns that match a module, or
+    one around it, the last one counts, and ``"*"`` matches saves outside of modules too. Patterns are resolved as those
+    of ``skip``. ``with eager_offload.codec("bf16"):`` overrides this setting. See the page on codecs."""
 
     skip: tuple[str, ...] | Sequence[str] | str = ()
-    """Patterns of the names of modules of which nothing moves that they save, such as ``["lm_head", "*.norm"]``: ``*``
-    stands for any text. A pattern that matches no module of the model is an error that lists near names. In a plain
-    loop :meth:`Offload.skip_in <eager_offload.Offload.skip_in>` is given the model, once. Calls of a module are meant,
-    ``module(x)``: ``module.forward(x)`` is not seen, and a pattern whose modules are never called is warned of."""
+    """Patterns of module names, such as ``["lm_head", "*.norm"]``, whose saved tensors stay; ``*`` stands for any text.
+    A pattern that matches no module of the model is an error that lists near names. A plain loop gives the model once
+    to :meth:`Offload.skip_in <eager_offload.Offload.skip_in>`. A pattern matches calls ``module(x)``:
+    ``module.forward(x)`` is not seen, and a warning names patterns whose modules are never called."""
 
     enabled: bool = True
-    """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment comes before it."""
+    """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment overrides it."""
 
     def __post_init__(self) -> None:
         if not _is_one_of(self.tier, _TIERS):
@@ -336,10 +332,10 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
-        """``base`` (or the defaults) with ``fields`` in place of its own.
+        """Returns ``base`` (or the defaults) with ``fields`` in place of its own.
 
         Raises:
-            ConfigError: for a field that does not exist, besides the errors of the constructor.
+            ConfigError: a field does not exist, besides the errors of the constructor.
         """
         check_names(fields, FIELDS, GONE)
         base = base or cls()
@@ -347,14 +343,14 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
-        """What a user gives where an ``Offload`` is made, with the ``EAGER_OFFLOAD_<FIELD>`` variables for the rest.
+        """Returns the config of a new ``Offload``: the user's values, and the ``EAGER_OFFLOAD_<FIELD>`` variables.
 
         Args:
-            config: an :class:`OffloadConfig`, beside which no variable is asked; a mapping of fields; or ``None``.
-            fields: more of them, which come before all of that.
+            config: an :class:`OffloadConfig`, for which no variable is read; a mapping of fields; or ``None``.
+            fields: fields that override all of that.
 
         Raises:
-            ConfigError: for anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
+            ConfigError: ``config`` is anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
         """
         if isinstance(config, OffloadConfig):
             return cls.from_fields(fields, config)
@@ -366,13 +362,13 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
-        """A config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
+        """Returns a config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
         Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas; a mapping of codecs is
         JSON. An unset or empty variable leaves the default.
 
         Raises:
-            ConfigError: for a variable with the prefix that names no field, or a value that is not accepted.
+            ConfigError: a variable with the prefix names no field, or a value is not accepted.
         """
         environ = os.environ if environ is None else environ
         fields: dict[str, Any] = {}
@@ -387,32 +383,32 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> OffloadConfig:
-        """The config with these fields, as a YAML or JSON file holds them; what is left out is at its default.
+        """Returns the config with these fields, as a YAML or JSON file holds them, and defaults for all others.
 
         Raises:
-            ConfigError: for anything but a mapping, a field that does not exist, or a value that is not accepted.
+            ConfigError: ``fields`` is not a mapping, a field does not exist, or a value is not accepted.
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{fields!r} is not accepted: from_dict takes a mapping of the fields of OffloadConfig")
         return cls.from_fields(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in the types that YAML and JSON have: sizes in bytes, ``disk_path`` as a list of texts."""
+        """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a list of texts."""
         fields: dict[str, Any] = json.loads(json.dumps(vars(self), default=_json))
         return fields
 
     def changed(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+        """Returns the fields that are not at their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:
-        """The fields that are not at their defaults, as one line that ``from_text`` reads: equal for equal configs.
+        """Returns the fields that are not at their defaults as one line for ``from_text``: equal for equal configs.
 
-        It is JSON in printable ASCII without ``"`` and backslashes: compilers write it into source code in C++, between
+        It is JSON in printable ASCII without ``"`` and backslashes, because compilers write it into C++ sources between
         quotes and without escapes.
         """
         given = self.changed()
-        # In the order of names, but for what is in a field: of patterns the last one counts.
+        # Fields are sorted by name. Patterns within a field keep their order, since the last one counts.
         return json.dumps(dict(sorted(given.items())), default=_json).translate(_TO_LITERAL) if given else ""
 
     @classmethod
@@ -423,21 +419,16 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def from_text(cls, text: str) -> OffloadConfig:
-        """The config that ``to_text`` wrote."""
+        """Returns the config that ``to_text`` wrote."""
         return cls(**json.loads(unquote(text.replace("'", '"')))) if text else cls()
 
-    def switched(self) -> OffloadConfig:
-        """With ``enabled`` as ``EAGER_OFFLOAD`` in the environment says, if it does."""
-        enabled = switched_on(self.enabled)
-        return self if enabled == self.enabled else self.from_fields({"enabled": enabled}, self)
-
-    # What the rest of the library reads: the same values, in one type each.
+    # For the rest of the library: the same values, each in one type.
 
     def windows(self, device_bytes: Callable[[], int | None]) -> Windows:
-        """The windows of a device, or of a graph, before anything is known of its steps.
+        """Returns the windows of a device, or of a graph, before its first step.
 
         Args:
-            device_bytes: memory of the device, as of ``auto_window``; asked where it counts.
+            device_bytes: returns the memory of the device, as for ``auto_window``; called if a window is ``"auto"``.
         """
         inflight, prefetch = (
             None if one == "auto" else cast(int, one) for one in (self.max_inflight_bytes, self.prefetch_bytes)
@@ -445,13 +436,13 @@ class OffloadConfig(_BesideFields):
         return Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
 
     def newest_bytes(self, prefetch_bytes: int) -> int:
-        """``keep_last_bytes`` in bytes; ``prefetch_bytes``: what that window comes to where it is ``"auto"``."""
+        """Returns ``keep_last_bytes`` in bytes; ``prefetch_bytes`` is the prefetch window if that is ``"auto"``."""
         if self.keep_last_bytes != "auto":
             return cast(int, self.keep_last_bytes)
         return prefetch_bytes if self.prefetch_bytes == "auto" else cast(int, self.prefetch_bytes)
 
     def small_step_bytes(self, prefetch_bytes: int) -> int:
-        """What a forward may save that stays as a whole once it is known; 0 where the user says what stays.
+        """Returns the size up to which a known step stays as a whole; 0 if a setting decides how much stays.
 
         Args:
             prefetch_bytes: as for ``newest_bytes``.
@@ -460,17 +451,17 @@ class OffloadConfig(_BesideFields):
 
     @property
     def learns_what_stays(self) -> bool:
-        """Whether it is the steps before that say which of the newest bytes stay, and no setting."""
+        """Whether earlier steps decide which of the newest bytes stay, and no setting."""
         return self.keep_last_bytes == "auto" and self.device_budget is None and self.slowdown is None
 
     @property
     def slowdown(self) -> float | None:
-        """How much longer a step may take, as a share of it; ``None`` where it may take as long as it does."""
+        """How much longer a step may take, as a share of it; ``None``: no bound."""
         return 0.0 if self.policy == "free" else self.max_slowdown
 
     @property
     def says_slowdown(self) -> str:
-        """The setting that ``slowdown`` comes from, as a user writes it."""
+        """The setting that gives ``slowdown``, as a user writes it."""
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
 
     @property
@@ -479,16 +470,16 @@ class OffloadConfig(_BesideFields):
         return cast("tuple[Path, ...] | None", self.disk_path)
 
     def check_unit_of_budget(self, used: Callable[[], int | None], what: str) -> None:
-        """Looks whether ``device_budget`` was given without the unit that was meant, such as ``"20"`` for 20 GiB.
+        """Raises if ``device_budget`` seems to lack its unit, such as ``"20"`` for 20 GiB.
 
-        A number is in bytes, and a small one asks for the least that can be had.
+        A number is in bytes, and a small one is a valid request for the least memory.
 
         Args:
-            used: returns the bytes that the budget has to have room for, or ``None``; called where it counts.
-            what: what takes them, for the error: ``"the model alone"``.
+            used: returns the bytes that the budget must have room for, or ``None``; called only for a small budget.
+            what: the owner of these bytes, for the error: ``"the model alone"``.
 
         Raises:
-            ConfigError: so it seems.
+            ConfigError: the budget is smaller than these bytes, and has no unit.
         """
         budget, given = self.device_budget, self.written("device_budget")
         if not isinstance(budget, int) or budget >= _NO_BUDGET or given is None or any(map(str.isalpha, given)):
@@ -500,19 +491,19 @@ class OffloadConfig(_BesideFields):
             )
 
     def given(self, field: str) -> object:
-        """Returns the value of a field as errors repeat it: a size as the text or the number that it was given as."""
+        """Returns the value of a field for errors: a size as the text or the number that the user gave."""
         return self._written.get(field, getattr(self, field))
 
     def written(self, field: str) -> str | None:
-        """Returns the text that the size in ``field`` was given as; ``None`` where it was given as a number, or not."""
+        """Returns the text of the size in ``field``; ``None`` if it was given as a number, or not at all."""
         return self._written.get(field)
 
     def shown(self, field: str) -> object:
-        """Returns the value of a field as a user would write it: a size as it was given."""
+        """Returns the value of a field as a user would write it, a size as the user gave it."""
         return shown(self.given(field))
 
     def size(self, field: str) -> int:
-        """The bytes of a field that holds a size and not ``"auto"``."""
+        """Returns the bytes of a field that holds a size and not ``"auto"``."""
         value = getattr(self, field)
         assert isinstance(value, int), field
         return value
@@ -533,12 +524,12 @@ def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_
 
 
 def _is_one_of(value: object, texts: Sequence[str]) -> bool:
-    """Whether it is one of these texts. Asked so, since an array compares element by element."""
+    """Returns whether ``value`` is one of ``texts``; a plain ``in`` would compare an array element by element."""
     return isinstance(value, str) and value in texts
 
 
 def _number(value: object) -> float | None:
-    """A finite number from 0 on, from one or from a text; ``None`` for anything else."""
+    """Returns a finite number of 0 or more, from a number or a text; ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -573,7 +564,7 @@ def _codec(value: object) -> str | CodecRules:
 
 
 def _json(value: Any) -> object:
-    """What JSON has in place of a value that it does not know."""
+    """Returns the JSON form of a value of a type that ``json`` does not know."""
     return dict(value) if isinstance(value, CodecRules) else os.fspath(value)
 
 
@@ -585,7 +576,7 @@ def _patterns(value: object) -> tuple[str, ...]:
 
 
 def _codec_from_text(text: str) -> object:
-    """A mapping that is written in JSON."""
+    """Returns the mapping that ``text`` has in JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -593,7 +584,7 @@ def _codec_from_text(text: str) -> object:
 
 
 def field_from_text(field: str, text: str) -> object:
-    """The value of a field that is written in a variable or on a command line."""
+    """Returns the value of a field from the text of a variable or of a command line."""
     if field == "disk_path":
         return text.split(os.pathsep)
     if field == "skip":

@@ -1,22 +1,22 @@
-"""Each ``with`` of an ``Offload``: the saved-tensor hooks that it puts on a thread, and what is seen while they are on.
+"""The contexts of ``Offload``: each ``with`` puts saved-tensor hooks on a thread, and watches while they are on.
 
-Contexts of one thread need not nest: of two asyncio tasks, or where a generator holds a ``with`` open, the one that was
-entered first may be left first. What is saved belongs to the one that was entered last and is still open.
+Contexts of one thread need not nest: with two asyncio tasks, or a generator that holds a ``with`` open, the context
+that was entered first may be left first. A saved tensor belongs to the open context that was entered last.
 
 [Note: which hooks hide]
-Autograd calls the innermost hooks only, so what is saved under them is hidden from the outer ones. Hooks of others that
-are entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; those
-that are pushed through torch's private functions cannot. A pair that is entered hides something from a context, unless
+Autograd calls the innermost hooks only, so saves under them are hidden from the outer ones. Hooks of others that are
+entered through ``torch.autograd.graph.saved_tensors_hooks`` (``save_on_cpu`` and most libraries) can be seen; hooks
+that are pushed through torch's private functions cannot. A pair that is entered hides saves from a context, unless
 
 1. it is the context's own pair, which some libraries look up and enter again (``torch_remat``), or another of ours;
-2. ours are not on top: what is saved goes elsewhere without that pair too. Non-reentrant checkpointing puts on hooks
-   that hide what it will compute again, by design, and shows its inputs to the hooks around it. A pair in its function,
-   such as that of ``torch_remat`` for what is not to be computed again, keeps that from the checkpoint and not from us;
-3. it calls our pack hook for what it is given. That shows when it does: our pack hook is called while another one is on
-   top. Libraries make a pair anew for each use, and not each is given something to hand on, so what shows for one of a
-   kind holds for all that the context has seen.
+2. our hooks are not on top, so that saves go elsewhere without that pair too. Non-reentrant checkpointing puts on hooks
+   that hide tensors it will recompute, by design, and shows its inputs to the hooks around it. A pair inside its
+   function, such as that of ``torch_remat`` for tensors not to be recomputed, hides them from the checkpoint alone;
+3. it hands its tensors on to our pack hook. That shows when our pack hook is called while another one is on top.
+   Libraries make a pair anew for each use, and some pairs are given nothing, so one pair of a kind that hands on stands
+   for all pairs of that kind in the context.
 
-So it is known when the context is left, unless by an exception: that step is over.
+The count of hiding pairs is therefore known when the context is left without an exception.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from eager_offload.tiers.forking import ForkSafeLock
 
 
 class Owner(Protocol):
-    """The ``Offload`` that a context is of."""
+    """The ``Offload`` of a context."""
 
     config: OffloadConfig
-    #: Names the configuration in graphs.
+    #: The name of the configuration in compiled graphs.
     config_key: str
-    #: Decides about a saved tensor, and returns what autograd holds in its place.
+    #: Decides about a saved tensor, and returns the handle that autograd holds in its place.
     pack: Callable[[Tensor], Any]
 
     def offloader_of(self, device: torch.device) -> Any:
-        """Returns what carries out the transfers that compiled code asks for on ``device``."""
+        """Returns the offloader that serves compiled code on ``device``."""
 
     def count_kept(self, region: str) -> None:
-        """Counts what a compiled graph keeps that moves nothing."""
+        """Counts the saves of a compiled graph that moves nothing."""
 
 
 class Handle(Protocol):
-    """What pack returns, and autograd holds in place of a saved tensor."""
+    """The object that pack returns, and that autograd holds in place of a saved tensor."""
 
     def unpack(self) -> Tensor:
         """Returns the saved tensor again."""
@@ -80,14 +80,14 @@ class Handle(Protocol):
 
 
 class _Thread(threading.local):
-    """What the calling thread is in, and what it has done so far."""
+    """The open contexts and the counts of the calling thread."""
 
     packed = 0
-    """Saved tensors that hooks of any ``Offload`` were given, but for those in ``outside``."""
+    """Saved tensors given to hooks of any ``Offload``, except in ``outside``."""
     backwards = 0
-    """Backwards that it has begun, but for those in ``outside``."""
+    """Backwards that the thread has begun, except in ``outside``."""
     elsewhere = 0
-    """Autograd nodes that it has made in ``outside``."""
+    """Autograd nodes that the thread has made in ``outside``."""
 
     def __init__(self) -> None:
         #: The open contexts, in the order in which they were entered.
@@ -95,12 +95,12 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-#: Set once a compiler has asked for the graph of a hook: autograd then has nodes of which no saved tensor is seen.
+#: Set once a compiler has asked for the graph of a hook: from then on autograd may have nodes without a visible save.
 compiled = threading.Event()
 
 
 def innermost(is_meant: Callable[[Context], object]) -> Context | None:
-    """Returns the open context that the calling thread has entered last of those that are meant."""
+    """Returns the open context for which ``is_meant`` holds and that the calling thread has entered last."""
     for context in reversed(thread.contexts):
         if is_meant(context):
             return context
@@ -118,9 +118,9 @@ def current() -> Owner | None:
     return contexts[-1].owner if contexts else None
 
 
-#: By the text of their configuration, which of them was entered last in any thread.
+#: For each text of a configuration, the owner that was entered last in any thread.
 _latest: dict[str, weakref.ref[Owner]] = {}
-#: Those that serve graphs whose code is run outside of every context, by the text of their configuration.
+#: For each text of a configuration, the owner that serves graphs run outside every context.
 _standing: dict[str, Owner] = {}
 _standing_lock = ForkSafeLock()
 
@@ -129,12 +129,12 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
     """Returns the ``Offload`` that serves the configuration ``text`` on the calling thread.
 
     1. The innermost of that configuration whose context the thread is in.
-    2. Where hooks of that configuration are in force, the one that was entered last on any thread: hooks travel to the
-       threads that autograd runs a backward on, which are in no context themselves.
+    2. If hooks of that configuration are in force, the one that was entered last on any thread: autograd carries hooks
+       over to the threads on which it runs a backward, and these are in no context themselves.
     3. One for the whole process, made when it is first needed.
 
     Args:
-        is_hooked: takes hooks of that configuration to be in force.
+        is_hooked: hooks of that configuration are known to be in force.
     """
     if (context := innermost(lambda context: context.owner.config_key == text)) is not None:
         return context.owner
@@ -150,24 +150,20 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
     return standing
 
 
-def _make_first_owner(config: OffloadConfig) -> Owner:
-    """Makes one where compiled code is all that has asked for the library."""
-    importlib.import_module("eager_offload.offload")
-    return make_owner(config)
-
-
-#: Makes an ``Offload``. The module of that class, which imports this one, puts the class here.
-make_owner: Callable[[OffloadConfig], Owner] = _make_first_owner
+def make_owner(config: OffloadConfig) -> Owner:
+    """Returns a new ``Offload``. Its module imports this one, and compiled code may run without it."""
+    owner: Owner = importlib.import_module("eager_offload.offload").Offload(config)
+    return owner
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
 class PackHook:
-    """Packs by the configuration ``config_key``. Every pack hook of this library is one, and none of others."""
+    """A pack hook of this library, for the configuration ``config_key``."""
 
     text: str | None = None
-    """What compilers are told of it; ``None``: they leave it to autograd to call it."""
+    """The text that tells compilers of the hook; ``None``: compilers leave it to autograd to call the hook."""
 
     def __init__(self, config_key: str) -> None:
         self.config_key = config_key
@@ -177,14 +173,14 @@ class PackHook:
         if contexts := thread.contexts:
             context = contexts[-1]
             if context.above and not isinstance(top := top_pack_hook(), PackHook):
-                context.delegating.add(_kind_of(top))  # which is what autograd has called
+                context.delegating.add(_kind_of(top))  # autograd has called the hook on top, which has called this one
             if context.owner.config_key == self.config_key:
                 return context.owner.pack(tensor)
         return serving(self.config_key, is_hooked=True).pack(tensor)
 
 
 def unpack(handle: Handle) -> Tensor:
-    """Gives a saved tensor back; called by autograd when backward needs it, each time that it does."""
+    """Returns the saved tensor of ``handle``; autograd calls it each time that backward needs the tensor."""
     if dispatch_modes() or function_modes():
         with without_caller_modes():
             return handle.unpack()
@@ -192,23 +188,23 @@ def unpack(handle: Handle) -> Tensor:
 
 
 def plain_hooks(config_key: str) -> HookFunctions:
-    """Returns hooks of which compilers are told nothing."""
+    """Returns hooks that compilers leave to autograd."""
     return PackHook(config_key), unpack
 
 
 def configuration_on_top() -> str | None:
-    """Returns the text that compilers are told of the hooks in force on the calling thread, if these are ours: see
+    """Returns the text that tells compilers of the hooks on top of the calling thread's stack, if these are ours: see
     [Note: the text of a configuration] in ``compile/aim.py``.
 
-    It is not asked of the innermost context: where hooks of others hide ours, compilers know nothing of us, and would
-    keep a graph with transfers in it for calls that are in no context at all.
+    The innermost context would be the wrong source: if hooks of others hide ours, compilers do not see ours, and would
+    use a graph with transfers for calls outside every context too.
     """
     top = top_pack_hook()
     return top.text if isinstance(top, PackHook) else None
 
 
 def _kind_of(pack_hook: object) -> object:
-    """Returns what pack hooks have in common that a library makes anew for each use: their code, or their class."""
+    """Returns the code or the class of a pack hook: equal for pairs that a library makes anew for each use."""
     while isinstance(pack_hook, partial):
         pack_hook = pack_hook.func
     return getattr(getattr(pack_hook, "__func__", pack_hook), "__code__", type(pack_hook))
@@ -233,10 +229,10 @@ _entering = on_entering_hooks(_watching)
 
 
 class Patches:
-    """What is in torch while anybody uses it, on whichever thread.
+    """Patches that are on while they have a user, on any thread.
 
     Args:
-        make: makes the first patches, when they are first used.
+        make: makes the first patches, when there is a first user.
     """
 
     def __init__(self, make: Callable[[], Iterable[Patch]]) -> None:
@@ -247,7 +243,7 @@ class Patches:
         self._lock = ForkSafeLock()
 
     def add(self, patches: Iterable[Patch]) -> None:
-        """Has ``patches`` be there too from now on, while anybody uses them."""
+        """Adds ``patches``, which are on from now on while there is a user."""
         with self._lock.lock:
             made = self._made()
             for patch in patches:
@@ -257,7 +253,7 @@ class Patches:
                         patch.put_on()
 
     def begin(self, user: object) -> None:
-        """Puts the patches on, if nobody uses them yet."""
+        """Adds a user, and puts the patches on for the first one."""
         with self._lock.lock:
             is_first = not self._users
             self._users.add(user)
@@ -266,7 +262,7 @@ class Patches:
                     patch.put_on()
 
     def end(self, user: object) -> None:
-        """Takes the patches off, if nobody else uses them. Does nothing where ``user`` does not use them."""
+        """Removes a user, and takes the patches off after the last one. Does nothing for another object."""
         with self._lock.lock:
             if self._users:
                 self._users.discard(user)
@@ -276,8 +272,8 @@ class Patches:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Has them on in a ``with``."""
-        user = set[object]()  # which only has to be another one each time
+        """Has the patches on in a ``with``."""
+        user = set[object]()  # any new object that can be referred to weakly
         self.begin(user)
         try:
             yield
@@ -292,7 +288,7 @@ class Patches:
             return self._patches
 
 
-#: What is in torch while any context is open.
+#: The patches that are in torch while any context is open.
 patches = Patches(lambda: [_entering])
 
 
@@ -300,7 +296,7 @@ patches = Patches(lambda: [_entering])
 
 
 class Seen(NamedTuple):
-    """What a thread has done: so far, or since then."""
+    """Counts of a thread: so far, or since a moment."""
 
     packed: int
     backwards: int
@@ -308,23 +304,23 @@ class Seen(NamedTuple):
 
     @classmethod
     def so_far(cls) -> Seen:
-        """Returns what the calling thread has done so far."""
+        """Returns the counts of the calling thread so far."""
         return cls(thread.packed, thread.backwards, autograd_sequence() - thread.elsewhere)
 
 
 @dataclass
 class Forward:
-    """What a thread does from where it enters an ``Offload`` until it is in no context of that any more."""
+    """A forward: from where a thread enters an ``Offload`` until it is in no context of it any more."""
 
     before: Seen
-    """What the thread had done when it began."""
+    """The counts of the thread at the beginning."""
     may_save: bool
-    """Whether autograd was on when it began."""
+    """Whether autograd was on at the beginning."""
     offloaded_before: int = 0
-    """Bytes that the ``Offload`` had moved when it began."""
+    """Bytes that the ``Offload`` had moved before."""
 
     def seen(self) -> Seen:
-        """Returns what the calling thread has done since it began."""
+        """Returns the counts of the calling thread since the beginning."""
         return Seen(*(now - then for now, then in zip(Seen.so_far(), self.before, strict=True)))
 
 
@@ -332,13 +328,13 @@ class Context:
     """One ``with`` of an ``Offload``.
 
     [Note: contexts that overlap]
-    torch takes off the innermost hooks, whichever context leaves. Where contexts do not nest, those are another's:
+    torch takes off the innermost hooks, whichever context is left. If contexts do not nest, those are another's:
 
         ours is entered, theirs is entered, ours is left, theirs is left
 
-    So ours are looked for, and those above them are put back. They are not there if a context of others that was
-    entered before ours was left before it, and took ours off. Then what it has left behind goes in their place: the
-    innermost hooks that are of no context of ours. So as many are gone as have left, and none stays for ever.
+    So our hooks are searched for, and the hooks above them are put back. Our hooks are gone if a context of others that
+    was entered before ours was left before ours, and took them off. Then the innermost hooks that belong to no context
+    of ours are taken off in their place. So as many pairs are gone as contexts were left, and none stays for ever.
 
     Args:
         owner: the ``Offload``.
@@ -350,12 +346,12 @@ class Context:
         self.pack_hook, _ = hooks
         self._hooks = saved_tensors_hooks(*hooks)
         outer = entered(owner)
-        #: Whether the thread enters its ``Offload`` with it.
+        #: Whether the thread was in no other context of the ``Offload``.
         self.is_outermost = outer is None
         self.forward: Forward = Forward(Seen.so_far(), torch.is_grad_enabled()) if outer is None else outer.forward
-        #: The kinds of others' pack hooks that were put right on top of its own, each as often as one was.
+        #: The kinds of others' pack hooks that were put right on top of its own, one entry for each pair.
         self.above: list[object] = []
-        #: Of these, those that call our pack hook for what they are given.
+        #: The kinds that hand their tensors on to our pack hook.
         self.delegating: set[object] = set()
         #: Whether the hooks are on, or may be: an interrupt can come between any two lines.
         self._is_on = False
@@ -377,11 +373,11 @@ class Context:
         patches.begin(self)
 
     def take_off(self) -> None:
-        """Takes the hooks off the calling thread, wherever in its stack they are."""
+        """Takes the hooks off the calling thread, wherever they are in its stack."""
         patches.end(self)
         is_last = thread.contexts[-1] is self
         thread.contexts.remove(self)
-        allow_hooks_again()  # no caller has forbidden them: ours could not have been put on
+        allow_hooks_again()  # no caller has banned hooks, or ours could not have been put on
         if is_last and top_pack_hook() is self.pack_hook:
             self._hooks.__exit__(None, None, None)
         else:
@@ -389,7 +385,7 @@ class Context:
         self._is_on = False
 
     def give_up(self) -> None:
-        """Undoes what is still to be undone, if an error or an interrupt came before that."""
+        """Undoes whatever an error or an interrupt has left of the context."""
         patches.end(self)
         if self in thread.contexts:
             thread.contexts.remove(self)
@@ -399,10 +395,10 @@ class Context:
             replace_hooks(self._take_off)
 
     def _take_off(self, hooks: list[HookFunctions], *, or_theirs: bool = False) -> None:
-        """Takes off of ``hooks`` those of its own that no open context has put on.
+        """Deletes from ``hooks`` its own pairs that no open context has put on.
 
         Args:
-            or_theirs: where there are none, what others have left behind goes in their place.
+            or_theirs: if there are none, the innermost pair that others have left behind goes in their place.
         """
         in_use = [context.pack_hook for context in thread.contexts]
         own = [number for number, (pack, _) in enumerate(hooks) if pack is self.pack_hook]
@@ -412,13 +408,13 @@ class Context:
             del hooks[number]
 
     def hiding(self) -> int:
-        """Returns how many pairs of others' hooks were entered that hid what was saved."""
+        """Returns how many pairs of others' hooks were entered that hid saves."""
         return sum(kind not in self.delegating for kind in self.above)
 
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """The calling thread is in no context meanwhile, and what it saves goes to no hooks; then it is as before."""
+    """Takes the calling thread out of every context, and its saves from all hooks; restores both at the end."""
     contexts, hooks = thread.contexts, list[HookFunctions]()
     packed, backwards, nodes = thread.packed, thread.backwards, autograd_sequence()
 
@@ -439,7 +435,7 @@ def outside() -> Iterator[None]:
 
 
 def explained_ban(error: BaseException | None) -> OffloadError | None:
-    """Returns what to raise in place of ``error`` if torch refused hooks with it, as ``torch.func`` transforms do."""
+    """Returns our error for one with which torch refuses hooks, as in ``torch.func``; ``None`` for any other."""
     if isinstance(error, RuntimeError) and not isinstance(error, OffloadError) and "saved tensor hooks" in str(error):
         return _explained(error)
     return None

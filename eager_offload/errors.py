@@ -1,4 +1,4 @@
-"""Every exception that the library raises on purpose, and the one way in which it warns."""
+"""The exceptions that the library raises on purpose, and its warnings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-#: Whose frames a warning is never about.
+#: Packages whose frames a warning is never attributed to.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
-#: Warnings that the user makes errors of and that were not raised yet, of the whole process.
+#: Warnings of the process that the user's filters turn into errors, and that were not raised yet.
 _untold: deque[str] = deque()
 
 
@@ -22,12 +22,12 @@ class OffloadError(RuntimeError):
 class ConfigError(OffloadError, ValueError):
     """A configuration that cannot work.
 
-    The text names the field, repeats what was given and says what is accepted.
+    The text names the field, repeats the value and lists the accepted ones.
     """
 
 
 class GoneError(ConfigError, AttributeError):
-    """A name of this package that is gone. The text says what to use in its place; ``hasattr`` is ``False``."""
+    """A removed name of this package. The text names its replacement; ``hasattr`` is ``False``."""
 
 
 class CapacityError(OffloadError):
@@ -35,9 +35,9 @@ class CapacityError(OffloadError):
 
 
 class PlanError(OffloadError):
-    """A model cannot be planned without running it: what it does depends on numbers that are computed in the step.
+    """A model cannot be planned without running it, because its control flow depends on numbers computed in the step.
 
-    The text names the module in which that was met, and the operator.
+    The text names the module and the operator.
     """
 
 
@@ -57,12 +57,12 @@ class TransferError(OffloadError):
         self.nbytes = nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An error travels between processes too, and what is built from keywords does not by itself.
+        # Errors are pickled between processes, and keyword arguments are not restored by default.
         return partial(type(self), errno=self.errno, tier=self.tier, nbytes=self.nbytes), self.args, self.__dict__
 
 
 class CorruptionError(OffloadError):
-    """What came back from a tier is not what was written to it: a checksum does not match."""
+    """The bytes that came back from a tier differ from those written to it: a checksum does not match."""
 
 
 class SavedTensorModifiedError(OffloadError):
@@ -74,22 +74,22 @@ class SavedTensorModifiedError(OffloadError):
 
 
 class GraphError(OffloadError):
-    """The base of the errors of ``eager_offload.graphs``, and of a capture in whose way something is."""
+    """The base of the errors of ``eager_offload.graphs``."""
 
 
 class NoAcceleratorError(GraphError):
-    """There is nothing to capture: no accelerator, or one of whose work this torch makes no graphs."""
+    """There is nothing to capture: no accelerator, or one for which this torch has no graphs."""
 
 
 class CaptureStateError(GraphError):
-    """This cannot be done in a capture, or only in one: such as to begin another, to have the host wait, or to launch.
+    """The call is not allowed in a capture, or only in one: to begin another, to make the host wait, to launch.
 
-    The capture is as valid as it was before the call.
+    The capture is as valid as before the call.
     """
 
 
 class CaptureInvalidatedError(GraphError):
-    """A call that the driver does not permit in a capture came before, and made the capture void."""
+    """An earlier call that the driver does not permit in a capture has invalidated it."""
 
 
 class UnjoinedStreamError(GraphError):
@@ -97,7 +97,7 @@ class UnjoinedStreamError(GraphError):
 
 
 class StaleEventError(GraphError):
-    """An event that was recorded in a capture is a part of that graph: outside it stands for no moment."""
+    """An event recorded in a capture is a part of that graph, and has no meaning outside."""
 
 
 class PoolSealedError(GraphError):
@@ -105,34 +105,38 @@ class PoolSealedError(GraphError):
 
 
 class PoolInUseError(GraphError):
-    """Graphs that live, or a capture that is under way, need what the pool holds."""
+    """Live graphs, or a capture that is under way, need the memory of the pool."""
 
 
 class HostAllocationUnderCaptureError(GraphError):
-    """Host memory for a device cannot be had while a graph is captured: to pin it would invalidate the capture.
+    """Host memory for a device cannot be allocated during a capture: to pin it would invalidate the capture.
 
-    The text says how many bytes were asked for, and how many the pool has left.
+    The text has the requested bytes, and the bytes that the pool has left.
     """
 
 
 class ScheduleMismatchError(GraphError):
-    """A step that is captured does not do what its warm-ups did. The text has the first difference, and both sides."""
+    """A captured step differs from its warm-ups. The text has the first difference, and both sides."""
 
 
 class CaptureInputError(GraphError, ValueError):
-    """What a replay is given differs from what was captured. The text names where, and has both sides."""
+    """The inputs of a replay differ from those of the capture. The text has the place, and both sides."""
 
 
 class KernelError(OffloadError, ValueError):
-    """A kernel is given, or made of, what it does not take. The text has what was expected and what was given."""
+    """A kernel, or its source, does not accept an argument. The text has the expected and the given one."""
 
 
 class CapabilityError(OffloadError):
-    """A kernel needs what the device, or what is installed, does not have."""
+    """A kernel needs a capability that the device, or the installed software, does not have."""
 
 
 def captured(what: str) -> CaptureStateError:
-    """What is raised where a stream is being captured into a graph, and ``what`` cannot be a part of it."""
+    """Returns the error for a call that cannot be a part of the graph into which the stream is being captured.
+
+    Args:
+        what: a clause that names the call, for the text.
+    """
     return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
         "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
@@ -141,7 +145,7 @@ def captured(what: str) -> CaptureStateError:
 
 
 def reentered() -> OffloadError:
-    """What a thread is told that calls the library in the midst of a call of its own."""
+    """Returns the error for a call of the library that interrupts another one on the same thread."""
     return OffloadError(
         "this was called in the midst of a call of eager_offload on the same thread, where nothing can be begun: by a "
         "signal handler, a __del__, a callback of the garbage collector or a warnings.showwarning of yours. Nothing "
@@ -151,10 +155,10 @@ def reentered() -> OffloadError:
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the caller's code that led here, past the frames of this library and of torch.
+    """Warns at the user's line that led here, past the frames of this library and of torch.
 
-    Never raises. Where the user's filters make an error of the warning, or a ``warnings.showwarning`` of theirs fails,
-    ``tell`` raises that later: here it would come in the midst of a transfer, a compilation or other hooks.
+    Never raises. If the user's filters turn the warning into an error, or their ``warnings.showwarning`` fails,
+    ``tell`` raises it later: here it would interrupt a transfer, a compilation or other hooks.
     """
     try:
         _warn(message)
@@ -163,7 +167,7 @@ def warn(message: str) -> None:
 
 
 def tell() -> None:
-    """Gives the warnings that would have raised before, at a line of the user's where nothing is under way.
+    """Repeats the warnings that would have raised, at a line of the user's where nothing is under way.
 
     Raises:
         Warning: the first of them that is still an error; the others wait for the next such line.
@@ -183,4 +187,4 @@ def _warn(message: str) -> None:
     warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=level)
 
 
-atexit.register(tell)  # what came after the last such line
+atexit.register(tell)  # for warnings after the last such line

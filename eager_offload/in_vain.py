@@ -1,4 +1,4 @@
-"""Tells the user, once, that a context can do nothing where it stands, or that nothing of a training has moved."""
+"""Warns once of a context that can do nothing where it stands, or of a training in which nothing moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eager_offload.matched_modules import MatchedModules
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_memory import why
 
-#: How many forwards a plain loop runs before it is looked at whether anything moved.
+#: A plain loop is checked after so many forwards.
 _LOOKED_AT = 3
 _EMPTY = (
     "autograd recorded operators inside the context, but no saved tensor could be seen: other hooks inside it hide "
@@ -35,33 +35,33 @@ _FOREIGN = (
 
 
 class InVain:
-    """What one ``Offload`` has warned of, each once, and what it has to know for that."""
+    """The warnings of one ``Offload``, each given once."""
 
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
         self._config, self._accounts = config, accounts
         self._warned: set[str] = set()
-        #: Forwards in which something was saved.
+        #: Forwards in which a tensor was saved.
         self.forwards = 0
-        #: Those, since the last of these, in which nothing was.
+        #: Forwards since the last of these.
         self._unseen = 0
 
     def warn_once(self, what: str, message: str) -> None:
-        """Warns with ``message``, the first time for ``what``."""
+        """Warns with ``message``, unless it has warned of ``what`` before."""
         if what not in self._warned:
             self._warned.add(what)
             warn(message)
 
     def expect_nothing(self) -> None:
-        """Takes it to be meant that nothing moves."""
+        """Suppresses the warning that nothing moved: the user means it."""
         self._warned.add("nothing")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
-        """Looks at a forward that is over.
+        """Checks a forward that is over.
 
         Args:
-            forward: on the calling thread.
+            forward: a forward of the calling thread.
             matched: the modules that patterns of the configuration name.
-            is_own: whether a saved tensor came to this ``Offload``.
+            is_own: whether this ``Offload`` was given a saved tensor.
         """
         with self._accounts.lock:
             seen = forward.seen()
@@ -72,7 +72,7 @@ class InVain:
                     self.warn_once("nested", _NESTED)
                 if self.forwards == _LOOKED_AT:
                     self.warn_if_nothing_moved()
-                    if not contexts.compiled.is_set():  # what a compiler has traced may have called them
+                    if not contexts.compiled.is_set():  # traced code may have called them
                         self._warn_of_patterns(matched)
             elif contexts.compiled.is_set():
                 return
@@ -87,30 +87,23 @@ class InVain:
                     self.warn_once("unseen", _UNSEEN)
 
     def saw_foreign_hooks(self, count: int) -> None:
-        """Counts as many pairs of other hooks, which hid what was saved in a context."""
+        """Counts ``count`` pairs of other hooks that hid saves from a context, and warns of them."""
         if count:
             with self._accounts.lock:
                 self._accounts.counters.foreign_hooks += count
             self.warn_once("foreign", _FOREIGN)
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
-        """Warns, once, if forwards were run and nothing of them was offloaded, and says why.
-
-        A plain loop is looked at after its third forward and in :meth:`Offload.close`, an integration's at the end of
-        training.
-
-        Args:
-            moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
-        """
+        """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
         if self._warned & {"nothing", "empty", "foreign", "nested"}:
             return
         stats = self._accounts.counters.snapshot(self._config)
-        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # by what could not move them
+        reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own
         if stats.offloaded_bytes == moved_before and not reported:
             self.warn_once("nothing", f"nothing moved, because {why(stats, self._config)}")
 
     def _warn_of_patterns(self, matched: MatchedModules) -> None:
-        """Warns, once a field, of patterns of which no module has been called."""
+        """Warns, once for each field, of patterns of which no module has been called."""
         found = matched.without_calls()
         for field, instead in (("skip", "no_offload()"), ("codec", "codec(...)")):
             if patterns := [one.text for one in found if one.field == field]:

@@ -1,4 +1,4 @@
-"""The bytes of saved tensors that are alive at a moment, for the peaks that the stats report."""
+"""The bytes of saved tensors that are alive at a moment, for the peaks of the stats."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from eager_offload.tiers.finalizers import FinalizerRecord
 class LiveBytes:
     """The bytes of saved tensors that are alive. Callers hold the accounts' lock.
 
-    It outlives the counters, which start anew with ``reset_stats()`` in the midst of a step.
+    It outlives the counters, which ``reset_stats()`` replaces within a step.
     """
 
     def __init__(self) -> None:
-        #: What autograd would hold on the device if nothing moved, and what of it stays there.
+        #: Bytes that autograd would hold on the device without offload, and the part of them that stays.
         self.without_offload = 0
         self.kept = 0
         self._records: set[_KeptRecord] = set()
@@ -30,7 +30,8 @@ class LiveBytes:
         self._holders: dict[Hashable, int] = {}
 
     def keep(self, handle: object, tensor: Tensor, nbytes: int, reason: Any) -> None:
-        """``handle``, of autograd, holds ``tensor`` on the device; of a storage, the first that does counts."""
+        """Counts ``tensor``, which ``handle`` holds on the device. Of several handles of a storage, the first
+        counts."""
         if self._finalized:
             self.poll()
         record = _KeptRecord(handle, self._on_death)
@@ -45,13 +46,13 @@ class LiveBytes:
         self.without_offload += record.nbytes
 
     def kept_by(self) -> Iterator[tuple[Any, Module | None, int]]:
-        """What stays: why, of which module, and how many bytes."""
+        """Yields the reason, the module and the bytes of each saved tensor that stays."""
         self.poll()
         for record in self._records:
             yield record.reason, record.module(), record.nbytes
 
     def poll(self) -> None:
-        """Takes up which handles have died."""
+        """Takes the bytes of handles that have died out of the count."""
         while self._finalized:
             record = self._finalized.popleft()
             self._records.discard(record)
@@ -68,6 +69,6 @@ class _KeptRecord(FinalizerRecord[object]):
     __slots__ = ("module", "name", "nbytes", "reason")
     name: Hashable
     nbytes: int
-    #: Why it stays, and the module that saved it.
+    #: The reason to stay, and the module that saved it.
     reason: Any
     module: Callable[[], Module | None]

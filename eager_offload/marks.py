@@ -1,13 +1,13 @@
-"""What a user says about tensors: regions in which nothing moves, or a codec packs, and marks on single storages.
+"""Regions in which nothing moves or a codec packs, and marks on single storages.
 
 [Note: traced marks]
-What a compiler traces has no bytes, but it has storages, and the values of a graph that share memory share one. So a
-mark in compiled code is an operator that does its work while it is traced: it marks the storage that stands for the
-tensor, where the pass that chooses what moves in that graph looks. When the graph runs it does nothing. A region is an
-annotation, which tracers write on every node that is made inside, and on its backward.
+A traced tensor has no bytes, but it has a storage, and the values of a graph that share memory share one. So a mark in
+compiled code is an operator that acts while it is traced: it marks the storage that stands for the tensor, where the
+pass that chooses the offloads of the graph finds it. When the graph runs, the operator does nothing. A region is an
+annotation, which tracers write on every node made inside, and on its backward.
 
-Compilers that keep what they made on disk find it by the operators of a graph, and not by annotations. So an operator
-stands where a region begins, and one where it ends. They fall apart into nothing when the graph is traced further.
+The on-disk caches of compilers find a graph by its operators, and not by annotations. So one operator stands where a
+region begins, and one where it ends. Both decompose into nothing when the graph is traced further.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ T = TypeVar("T", bound=Tensor)
 
 
 class Mark(Enum):
-    """What was asked of one storage."""
+    """The mark of a user on one storage."""
 
     KEEP = "keep"
     PREFER = "prefer"
 
 
 class _Marked(FinalizerRecord[torch.UntypedStorage]):
-    """A weak reference to a storage and the mark that is on it; the address that it is found by proves nothing."""
+    """A weak reference to a storage, with its mark. The address under which it is found may belong to another by
+    now."""
 
     __slots__ = ("address", "mark")
     address: int
@@ -53,16 +54,16 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 
 
 class NamedModule:
-    """That a module is called which patterns of ``codec=...`` name, for those alone whose setting that is.
+    """The patterns of ``codec=...`` that name a module, for the ``Offload`` whose setting that is.
 
-    Two objects may have equal settings and other modules, so they are told apart by which ``rules`` they have; graphs,
-    which belong to settings and not to objects, by how these are written.
+    Two ``Offload``s may have equal settings and different modules, so in eager code the identity of ``rules`` tells
+    them apart. Compiled graphs belong to settings and not to objects, so there the text of the rules does.
     """
 
     __slots__ = ("notes", "patterns", "rules", "text")
 
     def __init__(self, rules: CodecRules, patterns: tuple[str, ...]) -> None:
-        #: Weakly: it stands in the module for longer than an ``Offload`` may live.
+        #: Weak, because this object lives in the module, for longer than an ``Offload`` may live.
         self.rules = weakref.ref(rules)
         self.patterns = patterns
         self.notes = {f"{MODULE_NOTE}{rules.text} {pattern}": True for pattern in patterns}
@@ -70,35 +71,34 @@ class NamedModule:
 
 
 class _Inside(threading.local):
-    """What the calling thread is inside of."""
+    """The regions that the calling thread is in."""
 
     def __init__(self) -> None:
-        #: An empty name for each region in which nothing moves.
+        #: An empty text for each region of ``no_offload()``.
         self.keeps: list[str] = []
         #: The names of the codecs of regions, the innermost one last.
         self.codecs: list[str] = []
-        #: The modules which are called that patterns of ``codec=...`` name.
+        #: The modules being called that patterns of ``codec=...`` name.
         self.modules: list[NamedModule] = []
 
 
-#: Under these names nodes of a graph tell, in ``meta["custom"]``, that they were traced inside of a region: of
-#: ``no_offload()``, of ``codec(...)``, whose name this is, and, with the setting and a pattern of it behind, of a
-#: module that this matches.
+#: Keys in the ``meta["custom"]`` of a node that was traced inside a region: of ``no_offload()``; of ``codec(...)``,
+#: with the codec as value; and, as a prefix of the setting and one of its patterns, of a module that the pattern names.
 REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_codec", "eager_offload_in "
 
 inside = _Inside()
-# Without a lock: each is changed by single operations, which no other thread comes between.
-#: By address: the marks, among them those of storages that have gone since ``any_marks`` was called last.
+# No lock: each is changed by single operations, which no other thread can interrupt.
+#: The marks by address, with those of storages that have gone since the last call of ``any_marks``.
 standing: dict[int, _Marked] = {}
 _gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
-    """A region of eager code: what is saved by the calling thread while it is open.
+    """A region of eager code, for the saves of the calling thread while it is open.
 
     Args:
-        kind: ``"keeps"``, ``"codecs"`` or ``"modules"``, the list of ``_Inside`` that it adds to.
-        added: what it adds.
+        kind: the list of ``_Inside`` that it adds to: ``"keeps"``, ``"codecs"`` or ``"modules"``.
+        added: the entry that it adds.
     """
 
     def __init__(self, kind: str = "keeps", added: str | NamedModule = "") -> None:
@@ -126,12 +126,12 @@ class Region(ContextDecorator):
         return super().__call__(func)
 
     def _recreate_cm(self) -> Region:
-        # For each call of a decorated function, which may be one that is being compiled.
+        # Called for each call of a decorated function, which may be a traced one.
         return no_offload() if self._kind == "keeps" else codec(str(self._added))
 
 
 def _take_last(entries: list[Any], entry: object) -> bool:
-    """Takes the last ``entry`` out of ``entries``; whether there was one. Regions of generators need not nest."""
+    """Deletes the last ``entry`` of ``entries``; regions of generators need not nest. Returns whether there was one."""
     if entry not in entries:
         return False
     del entries[len(entries) - 1 - entries[::-1].index(entry)]
@@ -139,11 +139,11 @@ def _take_last(entries: list[Any], entry: object) -> bool:
 
 
 def no_offload() -> Region:
-    """Nothing that is saved inside moves; it is counted as kept with the reason ``region``.
+    """Keeps everything saved inside on the device, counted with the reason ``region``.
 
     A context manager, and a decorator of functions that have run when they return; for the thread that enters it; may
-    be nested. Inside of compiled code too, where it breaks no graph. Around a call of compiled code it changes nothing,
-    since the graph was made before, and a warning says so.
+    be nested. It may stand inside compiled code, where it breaks no graph. Around a call of compiled code it changes
+    nothing, since the graph was made before, and a warning says so.
 
         with eager_offload.no_offload():
             x = block(x)
@@ -154,11 +154,11 @@ def no_offload() -> Region:
 
 
 def codec(name: str) -> Region:
-    """Packs what is saved inside with the codec ``name``, whatever ``codec=...`` says of it; the innermost one counts.
+    """Packs everything saved inside with the codec ``name``, whatever ``codec=...`` says; the innermost region counts.
 
-    A context manager and a decorator, as :func:`no_offload` is, for the thread that enters it and inside of compiled
-    code. ``"bf16"``, ``"int8"`` and ``"fp8"`` round the floating-point tensors that are saved inside, require grad, are
-    not parameters and have ``min_bytes`` or more. What is saved outside as well, of the same storage, is exact.
+    A context manager and a decorator, as :func:`no_offload` is, for the thread that enters it and inside compiled code.
+    ``"bf16"``, ``"int8"`` and ``"fp8"`` round the floating-point tensors that are saved inside, require grad, are not
+    parameters and have ``min_bytes`` or more. A save of the same storage outside the region stays exact.
 
         with eager_offload.codec("bf16"):
             x = block(x)
@@ -167,7 +167,7 @@ def codec(name: str) -> Region:
         name: ``"identity"``, ``"lossless"``, ``"bf16"``, ``"int8"`` or ``"fp8"``.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: ``name`` is another one.
     """
     check_name(name, f"eager_offload.codec({name!r})")
     if torch.compiler.is_compiling():
@@ -176,14 +176,14 @@ def codec(name: str) -> Region:
 
 
 def in_module(named: NamedModule) -> Region:
-    """A region around the call of a module that patterns of ``codec=...`` name."""
+    """Returns a region around the call of a module that patterns of ``codec=...`` name."""
     if torch.compiler.is_compiling():
         return _traced_region(named.notes, named.text)  # type: ignore[return-value]  # as above
     return Region("modules", named)
 
 
 def region_here() -> str:
-    """What the calling thread is inside of, as a user writes it; empty for nothing."""
+    """Returns the region of the calling thread as a user writes it; empty outside of all."""
     if inside.keeps:
         return "no_offload()"
     if inside.codecs:
@@ -192,7 +192,7 @@ def region_here() -> str:
 
 
 def codec_here(rules: CodecRules) -> str:
-    """Returns the name of the codec for what the calling thread saves now; ``rules`` are those of the setting."""
+    """Returns the name of the codec for the saves of the calling thread; ``rules`` are those of the setting."""
     if inside.codecs:
         return inside.codecs[-1]
     if not inside.modules:
@@ -201,7 +201,7 @@ def codec_here(rules: CodecRules) -> str:
 
 
 def codec_noted(notes: object, rules: CodecRules) -> str:
-    """Returns the same for an operator of a graph with these ``notes`` in ``meta["custom"]``."""
+    """Returns the name of the codec for a node of a graph with these ``notes`` in ``meta["custom"]``."""
     if not isinstance(notes, dict):
         return rules.elsewhere
     before = f"{MODULE_NOTE}{rules.text} "
@@ -212,12 +212,12 @@ def codec_noted(notes: object, rules: CodecRules) -> str:
 def keep(tensor: T) -> T:
     """Marks the storage of ``tensor`` to stay on its device, and returns ``tensor``.
 
-    In force for every view of the storage until its copy has started; a mark that comes later changes nothing. In
-    compiled code, where it breaks no graph, it is in force for all of the graph.
-    A wrapper (a ``DTensor``) stands for the tensors inside it.
+    The mark holds for every view of the storage until its copy has started; a later mark changes nothing. In compiled
+    code, where it breaks no graph, it holds for all of the graph. A mark on a wrapper (a ``DTensor``) marks the tensors
+    inside it.
 
     Raises:
-        OffloadError: it is no tensor, or has no storage of its own (a sparse one, for instance).
+        OffloadError: ``tensor`` is not a tensor, or has no storage of its own (a sparse one, for instance).
     """
     return _mark(tensor, Mark.KEEP)
 
@@ -225,9 +225,8 @@ def keep(tensor: T) -> T:
 def prefer_offload(tensor: T) -> T:
     """Marks the storage of ``tensor`` to leave its device although it is small or new, and returns ``tensor``.
 
-    A wrapper (a ``DTensor``) stands for the tensors inside it.
-
-    In force until its copy has started. Parameters and layouts that cannot move stay all the same.
+    The mark holds until the copy has started. Parameters and layouts that cannot move stay. A mark on a wrapper (a
+    ``DTensor``) marks the tensors inside it.
 
     Raises:
         OffloadError: ``tensor`` has no storage of its own (a sparse one, for instance).
@@ -236,7 +235,7 @@ def prefer_offload(tensor: T) -> T:
 
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
-    """The mark on ``storage``."""
+    """Returns the mark on ``storage``."""
     marked = standing.get(storage_key(storage))
     return None if marked is None or marked() is not storage else marked.mark
 
@@ -246,15 +245,10 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
     standing.pop(storage_key(storage), None)
 
 
-def in_force() -> bool:
-    """Whether anything that a user has said may concern what the calling thread saves."""
-    return bool(inside.keeps) or (bool(standing) and any_marks())
-
-
 def any_marks() -> bool:
-    """Whether there is any mark at all: the common case is none, and then no storage has to be looked up.
+    """Returns whether there is any mark; mostly there is none, and no storage has to be looked up.
 
-    Where ``marks.standing`` is empty this need not be called.
+    If ``marks.standing`` is empty, this need not be called.
     """
     if _gone:
         _forget_gone()
@@ -262,7 +256,7 @@ def any_marks() -> bool:
 
 
 def _forget_gone() -> None:
-    """Ends the marks of storages that have gone."""
+    """Deletes the marks of storages that have gone."""
     while _gone:
         try:
             gone = _gone.popleft()
@@ -324,7 +318,7 @@ def _traced_region(notes: dict[str, Any], what: str) -> Iterator[None]:
         region_operator("ends", what)
 
 
-# What an operator of this kind does is what tracers see in its place.
+# Tracers see the body of a composite operator in place of the operator.
 _library.impl("region", lambda border, what: None, "CompositeImplicitAutograd")
 _library.impl("mark", lambda tensor, mark: None, "CompositeExplicitAutograd")
 register_fake("eager_offload::mark", lambda tensor, mark: _mark_storage(tensor, Mark(mark)), lib=_library)

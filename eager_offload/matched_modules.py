@@ -1,6 +1,6 @@
-"""Modules that ``skip`` and ``codec`` name by patterns: what they save stays, or is packed by the codec named for them.
+"""Modules that patterns of ``skip`` and ``codec`` name: their saves stay, or are packed by the codec named for them.
 
-Matched is the module that is called, and what it saves is what is saved in its call, in that of any module inside too.
+A module is matched when it is called. Its saves are those made in its call, also in the calls of modules inside it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Pattern(NamedTuple):
     text: str
 
 
-#: What a copy or a pickle of a hook takes along.
+#: The state of a copied or pickled hook.
 _HookState: TypeAlias = "tuple[MatchedModules, nn.Module | None, frozenset[Pattern], RemovableHandle]"
 
-#: Classes of modules that stand around another one, and the attribute that they have it as.
+#: Classes of modules that wrap another one, and the attribute that holds it.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
@@ -42,7 +42,6 @@ _WRAPPERS = {
     "torch.optim.swa_utils.AveragedModel": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
 }
-#: These attributes.
 INNER_MODULES = frozenset(_WRAPPERS.values())
 
 
@@ -53,19 +52,19 @@ def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
 
 
 class MatchedModules:
-    """The modules whose calls run in a region, of ``no_offload`` or of a codec, for one ``Offload``.
+    """The modules whose calls run in a region of ``no_offload`` or of a codec, for one ``Offload``.
 
     [Note: copies of matched modules]
-    torch leaves out of a module's copies and pickles what is called in its place, but its hooks go along. So each
-    module has a hook that does nothing but lead to this object. What is copied together, in whatever order, shares one
-    copy of this object, and so the copied ``Offload`` learns from the copied hooks which modules are meant. The copy
-    of an ``Offload`` alone has the modules of the original. Hooks that are copied without the ``Offload`` do nothing.
+    torch copies and pickles a module without its replaced call, but with its hooks. So each matched module has a hook
+    that does nothing but refer to this object. Objects that are copied together, in whatever order, share one copy of
+    this object, so the copied ``Offload`` learns its modules from the copied hooks. A copy of an ``Offload`` alone has
+    the modules of the original. Hooks that are copied without the ``Offload`` do nothing.
     """
 
     def __init__(self) -> None:
-        # Weak references, and no weak set: its callbacks are in Python, see [Note: finalizers] in tiers/finalizers.py.
+        # Not a weak set, whose callbacks are in Python: see [Note: finalizers] in tiers/finalizers.py.
         self._hooks: list[weakref.ref[_Hook]] = []
-        #: Those that copied modules have brought along, until ``begin``.
+        #: Hooks of copied modules, until ``begin``.
         self._arrived: list[weakref.ref[_Hook]] = []
         #: The modules of the original, with the patterns that name each, until ``begin``.
         self._same: list[tuple[weakref.ref[nn.Module], frozenset[Pattern]]] = []
@@ -83,16 +82,16 @@ class MatchedModules:
         return MatchedModules, ()
 
     def add(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
-        """From now on the calls of matching modules run in a region. Those that do already go on so.
+        """Runs the calls of matching modules in a region from now on, beside those that do already.
 
         Args:
-            model: whose modules are meant, wrapped or not.
-            patterns: of names as ``model.named_modules()`` gives them, without the parts that wrappers add; ``*``
-                stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
-            rules: whose patterns those of ``codec`` are.
+            model: the model, wrapped or not.
+            patterns: patterns of names as ``model.named_modules()`` gives them, without the parts that wrappers add;
+                ``*`` stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+            rules: the rules of ``codec``.
 
         Raises:
-            ConfigError: for a pattern that matches no module; it lists near names.
+            ConfigError: a pattern matches no module; the text lists near names.
         """
         found = _matching(model, patterns)
         self._same = []
@@ -102,11 +101,11 @@ class MatchedModules:
         for module, naming in found:
             if (hook := known.get(id(module))) is None:
                 self._match(module, naming, rules)
-            elif not naming <= hook.patterns:  # the names that it has in several models
+            elif not naming <= hook.patterns:  # a module of several models
                 hook.rename(hook.patterns | naming, rules)
 
     def begin(self, rules: CodecRules) -> bool:
-        """Goes on with what copies have brought along. Whether there is any module."""
+        """Takes over the modules of copies. Returns whether there is any module."""
         arrived, self._arrived = self._arrived, []
         same, self._same = self._same, []
         if arrived:
@@ -121,13 +120,13 @@ class MatchedModules:
         return bool(self._hooks)
 
     def without_calls(self) -> list[Pattern]:
-        """The patterns of which no module has been called yet: what such modules save may move."""
+        """Returns the patterns of which no module has been called yet."""
         hooks = [hook for hook, _ in self._alive()]
         called = {pattern for hook in hooks if hook.has_run for pattern in hook.patterns}
         return sorted({pattern for hook in hooks for pattern in hook.patterns} - called)
 
     def end(self) -> None:
-        """Has the modules called as before."""
+        """Restores the calls of the modules."""
         hooks = self._hooks + self._arrived
         self._hooks, self._arrived, self._same = [], [], []
         for one in hooks:
@@ -135,7 +134,7 @@ class MatchedModules:
                 hook.end()
 
     def arrive(self, hook: _Hook) -> None:
-        """Of a module that has just been copied or unpickled, with this object or without."""
+        """Adds the hook of a module that has just been copied or unpickled, with this object or without."""
         self._arrived.append(weakref.ref(hook))
 
     def _match(self, module: nn.Module, patterns: frozenset[Pattern], rules: CodecRules) -> None:
@@ -153,20 +152,18 @@ class _Hook:
 
     def __init__(self, matched: MatchedModules, module: nn.Module, patterns: frozenset[Pattern]) -> None:
         self._matched = matched
-        #: Those that name the module.
+        #: The patterns that name the module.
         self.patterns = patterns
-        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # or a module would hold itself
+        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # a strong one would be a cycle
         self._handle = module.register_forward_pre_hook(self)
         self._call: ModuleCall | None = None
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
-        # It has to be there: Dynamo inlines the forward of a module that has no hooks, and would not come by what is
-        # called in its place.
-        pass
+        pass  # Dynamo inlines the forward of a module without hooks, and would bypass the replaced call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         copied = memo[id(self)] = object.__new__(_Hook)
-        # Looked up: a module that makes its copies by itself may not be there yet, and would be copied without end.
+        # Looked up and not copied: a module that makes its own copies may not be there yet, which would never end.
         module = memo.get(id(self.module()))
         matched, handle = copy.deepcopy(self._matched, memo), copy.deepcopy(self._handle, memo)
         copied.__setstate__((matched, module, self.patterns, handle))
@@ -217,8 +214,7 @@ def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: 
 
 
 class _InCodec:
-    """What stands around the calls of a module that patterns of ``codec`` name. Of one that keeps what it saves none
-    packs."""
+    """Runs the calls of a module that patterns of ``codec`` name in a region of that codec."""
 
     def __init__(self, rules: CodecRules, patterns: frozenset[Pattern]) -> None:
         self._named = NamedModule(rules, tuple(sorted(one.text for one in patterns)))
@@ -228,21 +224,21 @@ class _InCodec:
             return call(*arguments, **named)
 
     def is_over(self) -> bool:
-        """Whether the ``Offload`` has gone without having been closed."""
+        """Returns whether the ``Offload`` has gone without having been closed."""
         return self._named.rules() is None
 
 
 def _attribute_of_inner(module: nn.Module) -> str | None:
-    """The attribute that ``module`` has another one as which it only stands around; ``None`` where it is no wrapper.
+    """Returns the attribute of a wrapper that holds its inner module; ``None`` if ``module`` is not a wrapper.
 
-    Classes are told by their names, so that nothing has to be imported.
+    Classes are recognized by name, so that nothing has to be imported.
     """
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
     return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of ``model`` by their names without the parts that wrappers add; of a wrapper, the module inside."""
+    """Returns the modules of ``model`` by name, without wrappers and the parts that they add to names."""
     inside: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, attribute = name.rpartition(".")
@@ -256,7 +252,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Module, frozenset[Pattern]]]:
-    """The modules that patterns name, and for each those that do."""
+    """Returns the modules that patterns name, each with its patterns."""
     modules = modules_by_name(model)
     names = [name for name in modules if name]
     found: dict[int, tuple[nn.Module, frozenset[Pattern]]] = {}

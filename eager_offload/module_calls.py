@@ -1,15 +1,15 @@
-"""What stands around the calls of one module, where no hook would do.
+"""A function around the calls of one module.
 
-[Note: Not by forward hooks] A forward hook registered with ``always_call=True`` is not called when a
-``KeyboardInterrupt`` comes: saved-tensor hooks would stay installed in a notebook whose cell was stopped. What
-``module.compile()`` uses to call a module in another way lets a plain ``with`` do it, and stands outside of the code of
+[Note: Not by forward hooks] A forward hook registered with ``always_call=True`` is not called after a
+``KeyboardInterrupt``: saved-tensor hooks would stay installed in a notebook whose cell was stopped. The attribute with
+which ``module.compile()`` replaces a module's call allows a plain ``with``, and its value stands outside of the code of
 a compiled module, so that no graph breaks.
 
-[Note: copies of modules that are called in another way]
-A copy is called in its own way. ``nn.Module`` leaves what is called in its place out of copies and pickles; classes
-that copy their attributes by themselves do not: ``DistributedDataParallel``, recurrent layers, parametrized modules. So
-a copy or a pickle of a ``ModuleCall`` is ``None``, which is what a module has there that is called in its own way. If
-attributes are copied as they are, the copy has the ``ModuleCall`` of the original, which looks for whom it is called.
+[Note: copies of modules whose call is replaced]
+A copy has its own call. ``nn.Module`` leaves the attribute out of copies and pickles; classes that copy their
+attributes by themselves do not: ``DistributedDataParallel``, recurrent layers, parametrized modules. So a copy or a
+pickle of a ``ModuleCall`` is ``None``, the value of a module whose call is not replaced. If attributes are copied as
+they are, the copy has the ``ModuleCall`` of the original, which looks for the module that it is called for.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch import nn
 
 from eager_offload._torch import module_call, module_called_by, own_call, set_module_call
 
-#: Is given what it stands around, with the arguments by place and those by name, and returns what that returns.
+#: Is given the inner call, the positional arguments and the named ones; returns the result of the call.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class ModuleCall:
-    """Is called in place of a module, as long as it is used."""
+    """The call of a module, while it has users."""
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        self._module, self._inner = weakref.ref(module), _call_of(module)  # weakly, or a module would hold itself
+        self._module, self._inner = weakref.ref(module), _call_of(module)  # a strong reference would be a cycle
         self._around: Around | None = around
         self._users = 0
-        #: Whether the module has been called. Not known of calls that a compiler has traced.
+        #: Whether the module has been called; calls that a compiler has traced are not seen.
         self.has_run = False
         set_module_call(module, self)
 
     @classmethod
     def begin(cls, module: nn.Module, around: Around) -> ModuleCall:
-        """From now on calls of ``module`` go by ``around``; once, however many users there are of the outermost."""
+        """Puts ``around`` around the calls of ``module`` from now on, once for all users of the same ``around``."""
         call = _call_of(module)
         call = call if isinstance(call, cls) and call._around is around else cls(module, around)
         call._users += 1
         return call
 
     def end(self) -> None:
-        """One user less. After the last one, calls go as before, even where another has put its own around since."""
+        """Ends one use. After the last one, calls go as before, even if another has put its own around them since."""
         self._users -= 1
         if self._users > 0:
             return
@@ -57,18 +57,18 @@ class ModuleCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has no users any more, or what it was for has gone without a word."""
+        """Whether it has no users any more, or its ``Offload`` has gone without ``close``."""
         is_over = getattr(self._around, "is_over", None)
         return self._around is None or (is_over is not None and is_over())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         module = self._module()
-        if not torch.compiler.is_compiling():  # a compiler has no frames to look at
+        if not torch.compiler.is_compiling():  # a traced call has no frames to look at
             called = module_called_by(self)
             if called is not None and called is not module:
                 return own_call(called)(*arguments, **named)
             self.has_run = True
-        assert module is not None  # it is what is being called
+        assert module is not None  # it is being called
         call = self._inner or own_call(module)
         return call(*arguments, **named) if self._around is None else self._around(call, arguments, named)
 
@@ -77,14 +77,13 @@ class ModuleCall:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called for ``module`` in place of its own way, without what is over or is of the module that this one is
-    a copy of."""
+    """Returns the replaced call of ``module``, without calls that are over or belong to the original of a copy."""
     call = _living(module_call(module))
     return None if isinstance(call, ModuleCall) and call._module() is not module else call
 
 
 def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What there is of ``call`` and what it stands around, without what is over."""
+    """Returns ``call`` without the calls in its chain that are over."""
     if not isinstance(call, ModuleCall):
         return call
     call._inner = _living(call._inner)

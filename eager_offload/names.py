@@ -1,4 +1,4 @@
-"""Names that a user may mistype: the error has the nearest that exists, and then all."""
+"""Errors for mistyped names: each has the nearest accepted name, then all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE: Mapping[str, str] = {}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns a question for the nearest of ``known``, with a space behind; an empty text where none is near."""
+    """Returns a question about the nearest of ``known``, with a space behind; an empty text if none is near."""
     by_letters = {one.lower(): one for one in known}
     near = difflib.get_close_matches(str(name).lower(), by_letters, 1)
     return f"did you mean {by_letters[near[0]]}? " if near else ""
@@ -24,12 +24,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def unknown_name(
     what: str, name: object, known: Sequence[str], others: str = "", instead: str | None = None
 ) -> ConfigError:
-    """Returns the error for a name that is none of ``known``.
+    """Returns the error for a name that is not in ``known``.
 
     Args:
-        what: the name as the user has written it, with what it should have been: ``"field 'min_byts'"``.
-        others: what is accepted beside ``known``.
-        instead: what to use in place of a name that was known, and is gone.
+        what: the kind and the name, as in ``"field 'min_byts'"``.
+        others: values that are accepted beside ``known``, as the end of the sentence.
+        instead: the advice for a removed name.
     """
     if instead is not None:
         return ConfigError(f"the {what} is gone: {instead}")
@@ -39,13 +39,13 @@ def unknown_name(
 
 
 def check_names(given: Iterable[object], known: Sequence[str], gone: Mapping[str, str] = _NONE) -> None:
-    """Looks at names of fields.
+    """Raises if a name of a field is unknown.
 
     Args:
-        gone: names that were fields, and what to use in their place.
+        gone: removed names, with the advice for each.
 
     Raises:
-        ConfigError: one of them is none of ``known``.
+        ConfigError: a name is not in ``known``.
     """
     for name in given:
         if name not in known:
@@ -53,9 +53,9 @@ def check_names(given: Iterable[object], known: Sequence[str], gone: Mapping[str
 
 
 def checks_names(gone: Mapping[str, str] = _NONE) -> Callable[[_Class], _Class]:
-    """Has the constructor of a dataclass raise ``ConfigError``, and not ``TypeError``, for a name that is not a field.
+    """Makes the constructor of a dataclass raise ``ConfigError``, and not ``TypeError``, for an unknown field.
 
-    A mapping from a file arrives there as ``cls(**mapping)``, from command lines and from ``dataclasses.replace`` too.
+    Files, command lines and ``dataclasses.replace`` call ``cls(**mapping)``.
 
     Args:
         gone: as for ``check_names``.

@@ -1,4 +1,4 @@
-"""``Offload``: the object that a user holds."""
+"""``Offload``, the object that a user holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from eager_offload.budget import Controller
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
-from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text
+from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
@@ -50,18 +50,18 @@ from eager_offload.tiers.base import Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import can_begin_nothing
 
-#: Every one of the process.
+#: All live objects of the process.
 _alive: Living[Offload] = Living()
-#: Of an object, what the library has not put there: its attributes, and what its slots hold.
+#: The attributes and the slot values of an object that a subclass or a user has added.
 _Added: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Offload:
-    """Moves what autograd saves for backward off the device, and brings it back just before it is needed.
+    """Moves saved tensors off the device, and reloads each just before backward needs it.
 
-    A context manager around forward; backward may run inside or outside. It can be entered again and again, nested,
-    for several forwards before any backward, and in several threads. Outputs and gradients are the same, bit for bit,
-    as without it.
+    A context manager around forward; backward may run inside or outside. It may be entered again and again, nested, for
+    several forwards before any backward, and in several threads. Outputs and gradients are bit-equal to those without
+    it.
 
         offload = Offload(min_bytes="4MiB")
         with offload:
@@ -69,24 +69,22 @@ class Offload:
         loss.backward()
         print(offload.stats())
 
-    A copy, a deep copy or a pickle of it, or of a module that holds one, is a new object of the same configuration: in
-    no ``with``, with counters of its own, and with tiers of its own, which it opens when it first moves something. A
-    copy has the same ``runtime`` and ``around_tier``; a pickle takes the latter along and cannot be made with the
-    former. Attributes that a subclass or a user has added go along as they do with any object; ``__init__`` does not
-    run.
+    A copy, a deep copy or a pickle of it, or of a module that holds one, is a new object of the same configuration. It
+    is in no ``with``, and has its own counters and its own tiers, which it opens when it first moves something. A copy
+    has the same ``runtime`` and ``around_tier``; a pickle keeps ``around_tier``, and is refused with a ``runtime``.
+    Attributes that a subclass or a user has added are copied as of any object; ``__init__`` does not run.
 
     Args:
-        config: an :class:`OffloadConfig`, beside which no variable is asked; or a mapping of its fields, as from a
-            file. What neither this nor ``fields`` give, the ``EAGER_OFFLOAD_<FIELD>`` variables do, else the defaults.
-            ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` does away with ``enabled=False``.
-        plan: what :func:`eager_offload.plan` has made: its windows and its budget hold, beside the settings that are
-            given here. Or a table of a step, as :meth:`step_plan` has returned it for a like one, in which the first
-            forward is looked up. Where it does not fit, a warning says so, once, and the forward is decided as any
-            first one. A copy of this object has none.
-        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of
-            plans, with ``eager_offload.planning.simulated``, and for tests; training leaves it out.
-        around_tier: stands something in front of each tier that is opened. For tests; training leaves it out.
-        **fields: fields of :class:`OffloadConfig`, in place of those of ``config``.
+        config: an :class:`OffloadConfig`, which no environment variable completes; or a mapping of its fields, as from
+            a file. Fields that neither this nor ``fields`` give come from the ``EAGER_OFFLOAD_<FIELD>`` variables, else
+            from the defaults. ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` overrides ``enabled=False``.
+        plan: a plan of :func:`eager_offload.plan`, whose windows and budget hold beside the settings given here. Or the
+            table of a like step, from :meth:`step_plan`, in which the first forward is looked up. If the table does not
+            fit, one warning says so, and the forward goes on as an unknown step. A copy of this object has no plan.
+        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of plans, with
+            ``eager_offload.planning.simulated``, and for tests.
+        around_tier: wraps each tier that is opened. For tests.
+        **fields: fields of :class:`OffloadConfig`, which override those of ``config``.
 
     Raises:
         ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot serve.
@@ -114,31 +112,30 @@ class Offload:
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
     ) -> None:
-        #: What is in force: the switch of the environment comes before the field. A config of its own, whose rules are
-        #: those of this object alone.
-        self.config = OffloadConfig.from_fields({}, config.switched())
-        #: Names the configuration in graphs.
+        #: The settings in force, after the switch of the environment. An object of its own: its codec rules name this
+        #: ``Offload`` alone.
+        self.config = OffloadConfig.from_fields({"enabled": switched_on(config.enabled)}, config)
+        #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
         self._accounts = Accounts()
         self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
         self._hooks = Hooks(self.config, self._accounts, self._offloaders)
-        #: What the saved-tensor hooks of eager code do with a tensor.
+        #: The pack hook of eager code.
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
-        #: Whether compilers put its transfers into their graphs, or cannot.
+        #: Whether ``_prepare_for_compiled_code`` has run.
         self._serves_compiled_code = False
-        #: The codecs by which it may round.
+        #: The rounding codecs that the settings name.
         self._rounding = frozenset(ROUNDING[one] for one in self.config.codec_rules.values() if one in ROUNDING)
-        #: What was warned of.
         self._in_vain = InVain(self.config, self._accounts)
         self._matched = MatchedModules()
-        #: Those that need the names of a model's modules.
+        #: The patterns of the settings that need the names of a model's modules.
         self.patterns = patterns_of(self.config)
         _alive.add(self)
 
     def _take(self, plan: StepTable | ComputedPlan) -> None:
-        """Takes in what ``plan`` says beside its settings."""
+        """Applies ``plan``, apart from its settings."""
         if not isinstance(plan, StepTable | ComputedPlan):
             raise ConfigError(
                 f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
@@ -192,13 +189,13 @@ class Offload:
         self._add(added)
 
     def _another(self) -> Self:
-        """A new object of the same class and configuration. No ``__init__`` runs: a subclass's may want more."""
+        """Returns a new object of the same class and configuration. No ``__init__`` runs: a subclass may change it."""
         another = object.__new__(type(self))
         another._begin(self.config, self._offloaders.given_runtime, self._offloaders.around_tier)
         return another
 
     def _added(self, another: Self) -> _Added:
-        """The attributes and slots that this object has and ``another`` one, fresh, has not: a subclass's, a user's."""
+        """Returns the attributes and slots that this object has and a fresh ``another`` has not."""
         state: Any = object.__getstate__(self)
         attributes, slots = state if isinstance(state, tuple) else (state, {})
         return {name: value for name, value in attributes.items() if name not in vars(another)}, slots
@@ -233,8 +230,8 @@ class Offload:
                 _unprepared.add(self)
                 _first_compile.put_on()
         watch.put_on()
-        # A graph of compiled code would have transfers of its own, which no capture can have: compilers are told
-        # nothing there, and autograd calls the hooks for what the code saves.
+        # A compiled graph would have transfers of its own, which no capture can hold. So compilers are told nothing in
+        # a capture, and autograd calls the hooks for the saves of compiled code.
         hooks = plain_hooks(self.config_key) if is_captured else self._hook_pair
         context = Context(self, hooks)
         try:
@@ -252,7 +249,7 @@ class Offload:
         if not self.config.enabled:
             return
         entered = contexts.thread.contexts
-        # No call until `try`, where interrupts are seen to: contexts that nest are the rule.
+        # No call before `try`, where interrupts are handled: contexts that nest are the rule.
         context = entered[-1] if entered and entered[-1].owner is self else contexts.entered(self)
         if error is not None:
             watch.note(error)
@@ -268,16 +265,16 @@ class Offload:
             context.give_up()
         if (ban := explained_ban(error)) is not None:
             raise ban from error
-        if kind is None and self._hooks.thread.captured is None:  # a step is not captured now
+        if kind is None and self._hooks.thread.captured is None:
             tell()
 
     def _begin_forward(self, context: Context) -> None:
-        """The calling thread enters this object, by ``context``."""
+        """Begins a forward of the calling thread, which has entered ``context``."""
         hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
         hooks.thread.begin(writes_rows=counters.writes_rows)
         context.forward.offloaded_before = counters.offloaded_bytes
-        if hooks is not self._hooks and self._offloaders.is_capturing():  # which may not ask the driver
+        if hooks is not self._hooks and self._offloaders.is_capturing():  # a capture may not call the driver
             return
         counters.begin()
         self._offloaders.release_idle()
@@ -288,10 +285,10 @@ class Offload:
             warn(reason)
 
     def _leave(self, context: Context, *, is_failed: bool) -> None:
-        """The calling thread has left ``context``, and this object if it is in no other of it."""
+        """Ends ``context``, and the forward if the calling thread is in no other context of this object."""
         hooks, is_over = self._hooks.thread.captured or self._hooks, contexts.entered(self) is None
         with without_caller_modes():
-            # With an exception it does not wait: an interrupt would wait for room in a full window.
+            # No wait after an exception: an interrupt would wait for room in a full window.
             hooks.leave(waits=not is_failed, is_outermost=is_over)
         with without_caller_modes(), self._accounts.lock:
             if not is_failed:
@@ -304,7 +301,7 @@ class Offload:
                 counters.failed_bytes += max(counters.offloaded_bytes - context.forward.offloaded_before, 0)
 
     def held(self) -> Held:
-        """What of saved tensors is on the devices now."""
+        """Returns the bytes of saved tensors that are on the devices now."""
         counters, stays, waiting, leaving = self._accounts.counters, Counter[tuple[KeepReason, Any]](), 0, 0
         with self._accounts.lock:
             for reason, module, nbytes in counters.live.kept_by():
@@ -319,7 +316,7 @@ class Offload:
                         module = getattr(record, "module", no_module)()
                         stays[record.kept, module] += record.device_bytes
                         waiting += record.device_bytes if record.state is WAITING else 0
-            written = self._hooks.thread.rows  # of a step that is not over; else of the largest that is
+            written = self._hooks.thread.rows  # of the step that is under way; else of the largest step
             rows = counters.rows if written is None else written.rows
             small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
             returning = max(resident - waiting - leaving, 0)
@@ -329,20 +326,17 @@ class Offload:
             )
 
     def skip_in(self, model: torch.nn.Module) -> None:
-        """Tells the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
+        """Finds the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
 
-        From now on what is saved in calls of those of ``skip`` stays, kept as ``region``, and what is saved in calls of
-        those of ``codec`` is packed by the codec that is named for them.
+        From now on, tensors saved in calls of ``skip`` modules stay, with the reason ``region``, and tensors saved in
+        calls of ``codec`` modules are packed by the codec named for them. :meth:`close` restores the modules. The
+        integrations and :meth:`compile` call this method themselves. A second call for the same model changes nothing.
 
-        The integrations and :meth:`compile` call it by themselves. A second call for the same model changes nothing.
-        :meth:`close` puts the modules back.
+        If this object is copied or pickled together with the model, its copy acts on the copied modules. A copy of this
+        object alone acts on the same modules; a pickle of it alone needs a new call.
 
-        A copy or a pickle of the model has a part in it where this object is copied or pickled with it: its copy does
-        the same there. A copy of this object alone has the same modules; unpickled alone, it is to be told anew.
-
-        It is the call of a module, ``module(x)``, that counts: ``module.forward(x)``, or another method, is not seen. A
-        pattern of which no module has been called after three forwards is warned of, once, in a process that has
-        compiled nothing.
+        A pattern matches calls ``module(x)``: ``module.forward(x)`` and other methods are not seen. One warning names
+        the patterns of which no module was called in three forwards, in a process that has compiled nothing.
 
         Raises:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
@@ -351,15 +345,16 @@ class Offload:
             self._matched.add(model, self.patterns, self.config.codec_rules)
 
     def check_capture(self) -> None:
-        """Looks whether a graph can be captured of a step in a ``with`` of this object, by the calling thread.
+        """Raises if the calling thread cannot capture a step in a ``with`` of this object.
 
         Raises:
-            CaptureStateError: the calling thread is in a ``with`` of this object, this is being traced, or it was
-                given a plan.
+            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced, or its
+                ``plan`` is a step table.
         """
         if self._hooks.given is not None:
             raise CaptureStateError(
-                "an Offload(plan=...) cannot be captured: a capture does what its warm-ups did. Leave plan= out"
+                "an Offload with a StepTable as its plan cannot be captured: a capture does what its warm-ups did. "
+                "Leave plan= out"
             )
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
@@ -370,10 +365,7 @@ class Offload:
 
     @contextmanager
     def in_step(self, hooks: Hooks) -> Iterator[None]:
-        """A ``with`` of this object, around a step of which ``hooks`` take what is saved.
-
-        For ``eager_offload.graphs.capture_step``.
-        """
+        """Enters this object for a step of ``graphs.capture_step``, whose saved tensors ``hooks`` take."""
         thread = self._hooks.thread
         thread.captured = hooks
         try:
@@ -383,20 +375,20 @@ class Offload:
             thread.captured = None
 
     def tiers_of(self, device: torch.device) -> Sequence[Tier]:
-        """Returns where what is saved on ``device`` rests; empty where it stays."""
+        """Returns the tiers for tensors saved on ``device``; empty where they stay."""
         offloader = self._offloaders.of(device)
         return () if isinstance(offloader, KeepReason) else offloader.tiers
 
     def controller_of(self, device: torch.device) -> Controller | None:
-        """Returns what says how much of a step moves on ``device``; ``None`` where no setting asks for that."""
+        """Returns the controller of what moves on ``device``; ``None`` if no setting asks for one."""
         saves = self._hooks.saved_tensors(device)
         return None if isinstance(saves, KeepReason) else saves.tables.controller
 
     def refuse_reentry(self) -> None:
-        """See [Note: reentry] in ``tiers/forking.py``.
+        """Raises if the calling thread is inside a call of the library: see [Note: reentry] in ``tiers/forking.py``.
 
         Raises:
-            OffloadError: the calling thread is in the midst of a call of the library.
+            OffloadError: it is.
         """
         if self._is_reentered():
             raise reentered()
@@ -405,17 +397,17 @@ class Offload:
         return self._accounts.is_held() or can_begin_nothing()
 
     def compile(self, model: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
-        """``torch.compile(model, **torch_compile_kwargs)``, which offloads inside of the compiled graphs.
+        """Returns ``torch.compile(model, **torch_compile_kwargs)``, which offloads inside the compiled graphs.
 
-        Every call runs in a ``with`` of this object. Passes of your own in ``options`` stay in force. A module that
-        this returns has this object as ``eager_offload``; a copy of the module, or a pickle, has a copy of it there.
+        Every call runs in a ``with`` of this object. Your own passes in ``options`` stay in force. A module that is
+        returned has this object as its attribute ``eager_offload``; its copies and pickles have a copy of this object.
 
         Args:
             model: a module or a function.
             **torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``mode``, ``options`` and so on.
 
         Raises:
-            ConfigError: ``backend="eager_offload"``, which takes its configuration from its options.
+            ConfigError: ``backend="eager_offload"`` is given, which takes its configuration from its options.
         """
         if torch_compile_kwargs.get("backend") == "eager_offload":
             raise ConfigError(
@@ -442,17 +434,17 @@ class Offload:
     def serving(
         cls, config: OffloadConfig | Mapping[str, Any] | None = None, **fields: Unpack[OffloadFields]
     ) -> Offload:
-        """The one that serves code compiled with ``backend="eager_offload"`` and these options, on this thread.
+        """Returns the ``Offload`` that serves code compiled with ``backend="eager_offload"`` and these options.
 
-        That is the innermost of an equal configuration whose ``with`` the thread is in; outside of one, the process's
-        own, which lives as long as the process does unless it is closed.
+        It is the innermost of an equal configuration whose ``with`` the thread is in; outside of any, one object for
+        the process, which lives until it is closed.
         """
         found = contexts.serving(OffloadConfig.from_given(config, fields).to_text())
         assert isinstance(found, Offload)
         return found
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does ``call`` in a ``with`` of this object."""
+        """Returns a function that runs ``call`` in a ``with`` of this object."""
 
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
@@ -467,17 +459,17 @@ class Offload:
         moved = f"{size_text(counted.offloaded_bytes)} offloaded of {size_text(counted.saved_bytes)} saved"
         return f"<{type(self).__name__}({given}): {moved if counted.saved_tensors else 'nothing saved yet'}>"
 
-    # -- what it did ----------------------------------------------------------------------------------------------
+    # -- stats, traces, memory ------------------------------------------------------------------------------------
 
     def stats(self, synchronize: bool = False) -> OffloadStats:
-        """A snapshot of the counters.
+        """Returns a snapshot of the counters.
 
-        A signal handler, a ``__del__`` or a callback of the garbage collector may ask for it too. Where it interrupts
-        the library itself on the same thread, or while the current stream is being captured into a graph, it is given
-        the counters as they are: what has arrived since the last save or unpack is not looked for, nor waited for.
+        Signal handlers, ``__del__`` methods and callbacks of the garbage collector may call it too. If such a call
+        interrupts the library on the same thread, or if the current stream is being captured into a graph, the snapshot
+        leaves out transfers that ended since the last save or unpack, and waits for none.
 
         Args:
-            synchronize: first wait until nothing is on its way, so that every figure is final.
+            synchronize: waits until all transfers are over, so that every figure is final.
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
@@ -491,20 +483,20 @@ class Offload:
                 return self._accounts.counters.snapshot(self.config)
 
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
-        """Returns the table of the last step that was looked up, or what that has taught; ``None`` where none was.
+        """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
 
-        ``print`` shows it. Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
+        ``print`` shows the table. Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
 
         Args:
-            device: whose saved tensors; ``None``: those of the device of which a step was looked up.
+            device: the device of the saved tensors; ``None``: the device of the last step.
         """
         return self._hooks.last_table(None if device is None else torch.device(device))
 
     def reset_stats(self) -> None:
-        """Starts every counter anew. What was saved before is not counted any more.
+        """Sets every counter to zero. Tensors saved before are not counted any more.
 
         Raises:
-            OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
+            OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
         with without_caller_modes(), self._accounts.lock:
@@ -517,45 +509,44 @@ class Offload:
                 self._accounts.counters.begin()  # a step goes on
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
-        """A context manager that writes a trace of what runs inside to ``path``, for https://ui.perfetto.dev.
+        """Returns a context manager that writes a trace of its body to ``path``, for https://ui.perfetto.dev.
 
             with offload.trace("step.json"):
                 train_one_step()
 
-        It shows forward and backward by module, every offload, reload, prefetch and stall, and the bytes of saved
-        tensors by where they are, beside those that autograd would hold otherwise. For a few steps: a trace takes
-        memory for each saved tensor. It begins and ends by waiting for all transfers; in between it does not wait. The
-        file appears when it is left, with an exception too; where nothing ran, a warning comes in its place. What is
-        compiled for the first time inside is compiled again when it is called outside.
+        The trace shows forward and backward by module, every offload, reload, prefetch and stall, and the bytes of
+        saved tensors by place, beside the bytes without offload. It takes memory for each saved tensor, so trace a few
+        steps. It begins and ends by waiting for all transfers; in between it does not wait. The file appears when the
+        ``with`` is left, also by an exception; if nothing ran, a warning comes in its place. Code that is compiled for
+        the first time inside is compiled again when it is called outside.
 
         Args:
-            path: a file in a directory that exists. One that exists is replaced and keeps its mode; of a link, the
-                target is written; a device or a pipe is written to.
+            path: a file in a directory that exists. A file that exists is replaced and keeps its mode. The target of a
+                link is written; a device or a pipe is written to.
 
         Raises:
-            ConfigError: at once, if the file could not be written there.
-            OffloadError: when entered, if this object is being traced already; when left, if the file could not be
-                written after all.
+            ConfigError: at once, if the file cannot be written there.
+            OffloadError: on entry, if this object is being traced already; on exit, if the file cannot be written.
         """
         return Tracing(self, path)
 
     def reserve(self, nbytes: int | str) -> None:
-        """Takes host memory now, and pins it, in place of in the first step, which would wait for that.
+        """Allocates and pins host memory now, so that the first step does not wait for it.
 
-        Afterwards the host tier has at least ``nbytes``: what it has already counts, so a second call changes nothing.
-        A step whose saved tensors take at most as much (``host_bytes_peak`` of the stats, and a little for rounding)
-        pins nothing more. The memory is for the accelerator that is selected, stays until :meth:`close`, and counts
-        against ``host_budget``. With ``tier="auto"`` and no accelerator, when saved tensors go to disk, none is taken.
-        ``python -m eager_offload doctor`` says how long pinning takes.
+        Afterwards the host tier has at least ``nbytes``. Memory that it has already counts, so a second call changes
+        nothing. A step whose saved tensors take no more (``host_bytes_peak`` of the stats, and a little for rounding)
+        pins nothing. The memory is for the selected accelerator, stays until :meth:`close`, and counts against
+        ``host_budget``. With ``tier="auto"`` and no accelerator, saved tensors go to disk, and no memory is taken.
+        ``python -m eager_offload doctor`` measures how long pinning takes.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"20GiB"``.
 
         Raises:
-            ConfigError: ``nbytes`` is no size, or ``tier="disk"``: nothing rests in host memory.
-            CapacityError: ``host_budget``, or the machine, has no room for so much. What could be taken stays.
-            OffloadError: the current stream is being captured into a graph, or a signal handler, or the like, calls it
-                in the midst of a call of the library.
+            ConfigError: ``nbytes`` is not a size, or ``tier="disk"`` is set, which uses no host memory.
+            CapacityError: ``host_budget`` or the machine has no room for so much. Memory that could be had stays.
+            OffloadError: the current stream is being captured into a graph, or a signal handler or the like calls it
+                during a call of the library.
         """
         wanted = parse_size(nbytes, "nbytes")
         if not self.config.enabled:
@@ -568,13 +559,13 @@ class Offload:
         tell()
 
     def close(self) -> None:
-        """Waits for what is on its way, then gives back every tier's memory and files. Idempotent.
+        """Waits for all transfers, then gives back the memory and the files of every tier. Idempotent.
 
-        Graphs that are still alive keep what they need until they go. Using the object again opens it again. What is
-        not closed is given back when the object is garbage collected, and at the end of the process.
+        Live graphs keep the slots that they need. The object may be used again, which opens its tiers again. An object
+        that is not closed gives everything back when it is garbage collected, and at the end of the process.
 
         Raises:
-            OffloadError: a signal handler, or the like, calls it in the midst of a call of the library.
+            OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
         self._offloaders.close(self._hooks.restart)
@@ -583,7 +574,7 @@ class Offload:
             _unprepared.discard(self)
             if self._serves_compiled_code:
                 self._serves_compiled_code = False
-                with suppress(ImportError, AttributeError):  # names of torch that are private, and gone
+                with suppress(ImportError, AttributeError):  # a private name of torch is gone
                     from eager_offload.compile.inductor import uninstall
 
                     uninstall(self)
@@ -592,12 +583,12 @@ class Offload:
         tell()
 
     def offloader_of(self, device: torch.device) -> DeviceOffloader:
-        """What carries out the transfers that compiled code asks for on ``device``.
+        """Returns the offloader that serves compiled code on ``device``.
 
         Raises:
-            OffloadError: nothing can be moved off such a device here.
+            OffloadError: this process cannot move tensors off such a device.
         """
-        if contexts.entered(self) is None:  # of code that is run outside of every `with`
+        if contexts.entered(self) is None:  # compiled code may run outside every `with`
             self.replace_crashed()
         offloader = self._offloaders.of(device)
         if offloader is KeepReason.REGION:
@@ -611,17 +602,17 @@ class Offload:
         return offloader
 
     def replace_crashed(self) -> None:
-        """Has new offloaders made in place of those that an interrupt has crashed."""
+        """Replaces the offloaders that an interrupt has crashed."""
         self._offloaders.drop_crashed()
         self._hooks.drop_crashed()
 
     def count_kept(self, region: str) -> None:
-        """Counts what a compiled graph keeps that moves nothing, given as ``reason=bytes,...``."""
+        """Counts the saves of a compiled graph that moves nothing, given as ``reason=bytes,...``."""
         with self._accounts.lock:
             self._accounts.counters.kept_by_graph(region)
 
     def _prepare_for_compiled_code(self) -> None:
-        """Has compilers put transfers into their graphs, or says that they cannot."""
+        """Makes compilers put transfers into their graphs, or warns that they cannot."""
         self._serves_compiled_code = True
         serve_compiled_backwards()
         try:
@@ -629,11 +620,11 @@ class Offload:
 
             inductor.install(self)
             patches = aot_hooks.patches()
-        except (ImportError, AttributeError):  # names of torch that are private, and gone
+        except (ImportError, AttributeError):  # a private name of torch is gone
             patches = ()
         contexts.patches.add(patches)
         if not patches:
-            # Any other hooks: AOTAutograd leaves these to autograd, which calls them for what a graph saves.
+            # AOTAutograd leaves plain hooks to autograd, which calls them for the saves of a graph.
             self._hook_pair = plain_hooks(self.config_key)
             with self._accounts.lock:
                 self._accounts.counters.demote("uncompiled")
@@ -645,23 +636,23 @@ class Offload:
             )
 
     def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
-        """Warns, once, if forwards were run and nothing of them was offloaded, and says why.
+        """Warns once, with the reason, if forwards have run and nothing was offloaded.
 
-        A plain loop is looked at after its third forward and in :meth:`close`, an integration's at the end of training.
+        A plain loop is checked after its third forward and in :meth:`close`, an integration at the end of training.
 
         Args:
-            moved_before: the ``offloaded_bytes`` of the stats when the training that is looked at began.
+            moved_before: the ``offloaded_bytes`` of the stats when training began.
         """
         self._in_vain.warn_if_nothing_moved(moved_before)
 
 
 def _all_held() -> list[tuple[Held, OffloadConfig]]:
-    """Of each that is alive and not in the midst of a call."""
+    """Returns the held bytes of each live object that no call of the library is using."""
     return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
 
 
 def _prepare_all() -> None:
-    """Something is about to be compiled, maybe inside of contexts that were entered before the compiler was loaded."""
+    """Prepares every object that was entered before the compiler was loaded: code is about to be compiled."""
     _first_compile.take_off()
     for offload in _unprepared:
         _unprepared.discard(offload)
@@ -669,9 +660,8 @@ def _prepare_all() -> None:
             offload._prepare_for_compiled_code()
 
 
-#: Those that were entered before anything had loaded the compiler.
+#: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
-contexts.make_owner = Offload
 watch.held, watch.is_wanted = _all_held, _alive.__bool__
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

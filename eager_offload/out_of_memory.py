@@ -1,5 +1,4 @@
-"""What is added to the error of a device that is full: what the library knows of its memory, and the setting that would
-have freed most."""
+"""The note on an out-of-memory error: the saved tensors on the device, and the setting that would have freed most."""
 
 from __future__ import annotations
 
@@ -17,33 +16,33 @@ from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason, SavedRow
 from eager_offload.step_memory import reason_text
 
-#: How many modules a note names of each reason.
+#: How many modules a note names for each reason.
 _MOST_NAMES = 3
-#: What each note begins with.
+#: The beginning of each note.
 _PREFIX = "eager_offload: "
 
 
 class Held(NamedTuple):
-    """Bytes of saved tensors that are on one ``Offload``'s devices at a moment."""
+    """Bytes of saved tensors on the devices of one ``Offload`` at a moment."""
 
     saved: int
-    """What autograd would hold there without offload."""
+    """Bytes that autograd would hold there without offload."""
     stays: Counter[tuple[KeepReason, torch.nn.Module | None]]
-    """What is there and not on its way, by reason and by the module that saved it, where that is known."""
+    """Bytes that stay, by reason and by the module that saved them, if that is known."""
     leaving: int
-    """What is on its way out."""
+    """Bytes on their way out."""
     returning: int
-    """What was brought back, or is on its way."""
+    """Bytes that were brought back, or are on their way."""
     is_saving: bool
-    """Whether the calling thread is in its ``with``, and has saved."""
+    """Whether the calling thread is in its ``with``, and has saved a tensor."""
     prefetch_bytes: int
-    """The window of what comes back, as it is in force."""
+    """The prefetch window in force."""
     small: tuple[SavedRow, ...]
-    """What a step saves of tensors smaller than ``min_bytes``."""
+    """The saves of a step that are smaller than ``min_bytes``."""
 
 
 def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
-    """Adds to ``error`` what is held for each ``Offload``, once."""
+    """Adds a note on the held bytes of each ``Offload`` to ``error``, once."""
     if any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
         return
     names = dict(_names(error.__traceback__))
@@ -74,7 +73,7 @@ def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator
 
 
 def _whose(whose: Counter[torch.nn.Module | None], names: dict[int, str]) -> str:
-    """The modules that have most of it."""
+    """Returns the names of the modules with most of the bytes."""
     known = [(module, nbytes) for module, nbytes in whose.most_common() if module is not None]
     if not known:
         return ""
@@ -89,7 +88,7 @@ def _name(module: torch.nn.Module, names: dict[int, str]) -> str:
 
 
 def _names(trace: TracebackType | None) -> Iterator[tuple[int, str]]:
-    """The names of modules inside of the outermost one that the error has come through."""
+    """Yields the names of the modules inside the outermost one that the error has passed through."""
     while trace is not None:
         if (found := module_called_in(trace.tb_frame)) is not None:
             for name, module in found.named_modules():
@@ -99,7 +98,7 @@ def _names(trace: TracebackType | None) -> Iterator[tuple[int, str]]:
 
 
 def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> str:
-    """The setting that would have freed most, by these numbers."""
+    """Returns a sentence about the setting that would have freed most, by these numbers."""
     newest = reasons[KeepReason.NEWEST]
     if config.device_budget is not None:
         knob = "a smaller device_budget"
@@ -124,22 +123,22 @@ def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> 
 
 
 class _Watch:
-    """Sees backwards, and their errors, which no ``with`` need be around."""
+    """Counts backwards, and adds the note to their errors, also outside every ``with``."""
 
     def __init__(self) -> None:
-        #: What is held for each ``Offload`` that is alive.
+        #: Returns the held bytes of each live ``Offload``.
         self.held: Callable[[], list[tuple[Held, OffloadConfig]]] = list
-        #: Whether any is alive.
+        #: Whether any ``Offload`` is alive.
         self.is_wanted: Callable[[], bool] = lambda: False
         self._patch: Patch | None = on_backwards(self._around)
 
     def put_on(self) -> None:
-        """Errors of backwards have a note from here on, until one runs when every ``Offload`` is gone."""
+        """Begins to watch backwards, until one runs when every ``Offload`` is gone."""
         if self._patch is not None and self._patch.active is None:
             self._patch.put_on()
 
     def note(self, error: BaseException | None) -> None:
-        """Adds to ``error`` what is held now, if it says that there is no memory."""
+        """Adds a note on the held bytes to ``error`` if it is an out-of-memory error."""
         if isinstance(error, Exception) and is_out_of_memory(error):
             add_note(error, self.held())
 

@@ -10,15 +10,15 @@ from typing import Any
 def schema_of(
     cls: type[Any], annotations: Mapping[str, Any], defaults: Mapping[str, Any], generate: Callable[[Any], Any]
 ) -> Any:
-    """Returns what pydantic builds a field of type ``cls`` from: a class that has ``from_dict`` and ``to_dict``.
+    """Returns pydantic's schema for fields of type ``cls``, a class with ``from_dict`` and ``to_dict``.
 
     A model takes an object of ``cls``, or a mapping for ``from_dict``, whose ``ConfigError`` pydantic reports with the
-    place in the file, since it is a ``ValueError``. The model's dump has what ``to_dict`` returns, and its JSON schema
+    place in the file, since it is a ``ValueError``. The model's dump has the result of ``to_dict``, and its JSON schema
     the names, types and defaults of the fields.
 
     Args:
         annotations: the types of the fields, by name.
-        defaults: what ``to_dict`` has for fields that are left out.
+        defaults: the values of ``to_dict`` for fields that are left out.
         generate: makes pydantic's schema of a type; pydantic gives it.
     """
     core_schema = importlib.import_module("pydantic_core.core_schema")  # which pydantic has brought

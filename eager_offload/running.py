@@ -1,7 +1,7 @@
 """``python -m eager_offload run [--settings ...] train.py ...``: a training script offloads without a change.
 
-Every call of an outermost module in training mode runs in a ``with offload``, as far as that can be done from outside:
-what a script saves between its modules stays.
+Every call of an outermost module in training mode runs in a ``with offload``. Tensors that a script saves between its
+modules stay.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the script or module that ``arguments`` name.
 
     Returns:
-        The exit status: 0 when it has ended, 2 for wrong arguments. What the script raises, ``SystemExit`` included,
-        goes through.
+        The exit status: 0 when it has ended, 2 for wrong arguments. Exceptions of the script, ``SystemExit`` included,
+        pass through.
     """
     given, settings = list(arguments), list[str]()
     while given and given[0].partition("=")[0] == "--settings":
@@ -82,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def offload_modules(offload: Offload) -> Iterator[None]:
-    """Inside, calls of outermost modules in training mode run in a ``with offload``.
+    """Runs calls of outermost modules in training mode in a ``with offload``, while it is entered.
 
-    The call of a module is the outermost one where no saved-tensor hooks are in force: inside of a module that is being
-    called ours are, and where a script or a framework has put on its own, an ``Offload`` among them, it is left to
-    these. What checkpointing computes again, in backward, belongs to hooks of torch's.
+    A call is outermost if no saved-tensor hooks are in force. Inside such a call ours are; hooks of the script or of a
+    framework, an ``Offload`` among them, take precedence. Recomputation in backward belongs to the hooks of torch's
+    checkpointing.
     """
     import torch
 
@@ -116,10 +116,10 @@ def offload_modules(offload: Offload) -> Iterator[None]:
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:
-    """The fields that ``--settings`` name, later ones before earlier ones.
+    """Returns the fields that ``--settings`` give; later ones override earlier ones.
 
     Raises:
-        ConfigError: a file that cannot be read, or has anything but fields in it.
+        ConfigError: a file cannot be read, or does not hold a mapping of fields.
     """
     from eager_offload.config import field_from_text
 
@@ -142,7 +142,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _report(offload: Offload) -> None:
-    """What it did, for the user, on the first rank alone."""
+    """Prints the stats, on the first rank alone."""
     from eager_offload.step_memory import why
     from eager_offload.tiers.ranks import rank
 

@@ -24,12 +24,12 @@ _GATHER_BELOW = 4
 
 
 _VIEW_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsqueeze", "UnsafeView", "Alias")
-#: The nodes of views that operators save of a weight, and how many of them may stand between the two: of a subclass two
-#: for each view, of which one is the alias that is given its type.
+#: The nodes of views of a weight that operators save, and how many of them may lie between the two: a subclass has two
+#: for each view, of which one is the alias with its type.
 _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
-#: What the nodes of operators that hand on the numbers they are given are called, but for their ends; and how many of
-#: them are followed.
+#: The names, without their ends, of the nodes of operators that return the numbers of their input; and how many of them
+#: are followed.
 _HAND_ON = frozenset(
     (
         *_VIEW_NAMES,
@@ -39,7 +39,7 @@ _HAND_ON = frozenset(
 )
 _MOST_COPIES = 16
 
-#: What autocast casts to.
+#: The dtypes that autocast casts to.
 _AUTOCAST = (torch.bfloat16, torch.float16)
 
 
@@ -58,20 +58,21 @@ class Footprint(NamedTuple):
 
 
 def keeps_cpu_tensors(config: OffloadConfig) -> bool:
-    """Whether tensors on the CPU stay: beside an accelerator no user has asked for them to be on a disk."""
+    """Returns whether tensors on the CPU stay: the process has an accelerator, and the user has not asked for a
+    disk."""
     if config.tier != "auto" or config.disk_paths is not None:
         return False
     return torch.accelerator.current_accelerator(check_available=True) is not None
 
 
 def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -> KeepReason | None:
-    """The reason why a saved tensor stays, from what it is; ``None`` for one that may move.
+    """Returns the reason for which a saved tensor stays, from its own properties; ``None`` if it may move.
 
     Args:
-        tensor: what autograd hands to the pack hook.
+        tensor: the tensor that autograd hands to the pack hook.
         min_bytes: a tensor that occupies fewer bytes stays, unless it is ``preferred``.
     """
-    # What a tracer puts in the place of a tensor has its kind as a mark: it may be a parameter as well.
+    # A tracer's stand-in for a tensor has its kind as a mark: it may be a parameter as well.
     kind = type(tensor)
     if kind is not Tensor:
         if _is_made_one(tensor):
@@ -91,7 +92,7 @@ def reason_to_stay(tensor: Tensor, min_bytes: int, *, preferred: bool = False) -
 
 
 def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
-    """The tensors that a wrapper subclass is made of, in its own order; those inside a wrapper inside it included."""
+    """Yields the plain tensors inside a wrapper subclass, in its own order, through inner wrappers too."""
     for inner in inner_values(wrapper):
         if is_wrapper(inner):
             yield from plain_tensors(inner)
@@ -100,13 +101,13 @@ def plain_tensors(wrapper: Tensor) -> Iterator[Tensor]:
 
 
 def inner_values(wrapper: Tensor) -> list[Any]:
-    """What a wrapper subclass has in place of memory of its own: tensors, and wrappers, and what stands for one."""
+    """Returns the inner values of a wrapper subclass: tensors, wrappers, and objects that stand for one."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # every wrapper has it
     return [getattr(wrapper, name) for name in names]
 
 
 def logical_bytes(tensor: Tensor) -> int:
-    """The bytes that the stats count for a saved tensor that stays."""
+    """Returns the bytes that the stats count for a saved tensor that stays."""
     kind = type(tensor)
     if kind is not Tensor and not has_own_memory(kind) and is_wrapper(tensor):
         return sum(map(logical_bytes, plain_tensors(tensor)))  # its own number may be that of all processes together
@@ -118,13 +119,13 @@ def logical_bytes(tensor: Tensor) -> int:
 
 
 def root_of(tensor: Tensor) -> Tensor:
-    """The tensor that ``tensor`` is a view of, or itself. Views of one root share one version counter."""
+    """Returns the base of a view, or ``tensor`` itself. Views of one root share one version counter."""
     base = base_of(tensor)
     return tensor if base is None else base
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a parameter, a view of one, or the cast of one that autocast caches.
+    """Returns whether ``tensor`` is a parameter, a view of one, or the cast of one that autocast caches.
 
     Such bytes have another owner for as long as the graph lives, so moving them would free nothing: a leaf that
     requires grad is held by the graph itself. ``nn.Linear`` saves ``weight.t()``, a plain view, and under autocast the
@@ -133,23 +134,23 @@ def is_parameter(tensor: Tensor) -> bool:
     base = base_of(tensor)
     root = tensor if base is None else base
     if (type(root) is not Tensor and _is_made_one(root)) or (type(tensor) is not Tensor and _is_made_one(tensor)):
-        return True  # what is inside of one of a subclass may be a view of a plain tensor
+        return True  # the tensor inside a parameter of a subclass may be a view of a plain tensor
     if not root.requires_grad:
         if root is tensor or not tensor.requires_grad:
             return False
-        root = tensor  # a function made this view: DTensor.to_local, of what is inside
+        root = tensor  # a function made this view: DTensor.to_local, of the tensor inside
     node = root.grad_fn
     if node is None:
         return True
-    # What backward was given, and saves for a backward of its own, is no view any more: its nodes still tell.
+    # A tensor that a backward was given, and saves for a double backward, is not a view any more, but has its nodes.
     if (name := node.name()) not in _VIEWS and name != "ToCopyBackward0":
-        return False  # as of most, which is told without a loop
+        return False  # most tensors, without a loop
     is_cast = root.dtype in _AUTOCAST
     return _leads_to_leaf(node, lambda name: name in _VIEWS or (is_cast and name == "ToCopyBackward0"), _MOST_VIEWS)
 
 
 def is_copy_of_leaf(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a view, a copy, a cast or a padding of a leaf that requires grad."""
+    """Returns whether ``tensor`` is a view, a copy, a cast or a padding of a leaf that requires grad."""
     node = tensor.grad_fn
     return node is not None and _leads_to_leaf(
         node, lambda name: name.rstrip("012").removesuffix("Backward") in _HAND_ON, _MOST_COPIES
@@ -157,7 +158,7 @@ def is_copy_of_leaf(tensor: Tensor) -> bool:
 
 
 def _leads_to_leaf(node: Any, follows: Callable[[str], bool], most: int) -> bool:
-    """Whether at most so many nodes of autograd, of names that it ``follows``, lead from ``node`` to a leaf."""
+    """Returns whether at most ``most`` autograd nodes whose names ``follows`` accepts lead from ``node`` to a leaf."""
     for _ in range(most):
         if not follows(node.name()):
             return False
@@ -170,16 +171,16 @@ def _leads_to_leaf(node: Any, follows: Callable[[str], bool], most: int) -> bool
 
 
 def _is_made_one(tensor: Tensor) -> bool:
-    """``isinstance(tensor, Parameter)``, without a call of a subclass's own ``__getattr__``.
+    """Returns ``isinstance(tensor, Parameter)``, without a call of a subclass's own ``__getattr__``.
 
-    The mark in its place is of parameters of other subclasses, which may copy it to what they compute, and of what a
-    tracer puts in the place of a parameter.
+    Parameters of other subclasses, and a tracer's stand-in for a parameter, have the mark ``_is_param``. A subclass may
+    copy it to its results, so the tensor has to be a leaf too.
     """
     return issubclass(type(tensor), Parameter) or (tensor.is_leaf and bool(attributes_of(tensor).get("_is_param")))
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """The bytes that the distinct elements of ``tensor`` occupy: a broadcast dimension counts once."""
+    """Returns the bytes of the distinct elements of ``tensor``: a broadcast dimension counts once."""
     count = 1
     for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
         if stride != 0:
@@ -189,14 +190,14 @@ def own_bytes(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=256)
 def whole(nbytes: int) -> Footprint:
-    """Returns the footprint of a storage of ``nbytes`` bytes, all of which travel."""
+    """Returns the footprint of a storage of ``nbytes`` bytes that travels whole."""
     return Footprint(True, 0, nbytes, nbytes, False)
 
 
 def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
-    """The bytes that travel when the strided, non-empty ``tensor`` leaves, out of a storage of ``storage_nbytes``.
+    """Returns the bytes that travel when the strided, non-empty ``tensor`` leaves a storage of ``storage_nbytes``.
 
-    A view that covers a good part of its storage takes the storage whole, once, for every view of it. One that covers
+    If a view covers a good part of its storage, the storage travels whole, once for all its views. A view that covers
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
     if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
@@ -210,5 +211,5 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last, both counted."""
+    """Returns the number of elements from the first to the last in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -1,14 +1,14 @@
-"""How many bytes of saved tensors a step holds on the device at most, why, and with which settings it would hold less.
+"""The most bytes of saved tensors that a step holds on the device, the reasons, and settings with which it holds less.
 
-A step is the rows of what it has saved, and its peak is arithmetic over them, with these settings or with others.
-Nothing runs and nothing is timed, so what is said of a setting does not depend on how fast a machine was.
+A step is given by its rows, and its peak is arithmetic over them, with the present settings or with others. Nothing
+runs and nothing is timed, so the result does not depend on the speed of the machine.
 
 [Note: the most that a step holds]
-What an operator has saved leaves no sooner than the next one saves. So forward ends with all that stays, the newest
-bytes (those of one operator at least), a full window of what is on its way out, and what its last operator has saved.
-Backward begins with the same or, if that is more, with the window of what comes back early. A step after one like it
-holds no more, however slow the link is; it holds less where copies are over sooner. Of what stays now, it is not known
-what the program keeps alive besides: of such tensors moving frees nothing.
+The saves of an operator leave no sooner than the next operator saves. So forward ends with all bytes that stay, the
+newest bytes (at least those of one operator), a full in-flight window, and the saves of its last operator. Backward
+begins with the same bytes or, if that is more, with a full prefetch window. A step after one like it holds no more,
+however slow the link is; it holds less if copies are over sooner. Tensors that stay now may be alive in the program
+besides, so that moving them would free nothing; the rows do not tell.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.schedule import auto_window, largest_of
 from eager_offload.stats import KeepReason, OffloadStats, SavedRow
 
-#: A part of what a step would hold without offload, from which it is worth a sentence; and bytes.
+#: A saving is worth a sentence from this share of the peak without offload on, and from so many bytes.
 WORTH, WORTH_BYTES = 0.2, MIB
-#: The parts for which another value of a setting is taken, and a second setting.
+#: The shares from which another value of a setting, and a second setting, are worth it.
 _WORTH_OTHER, _WORTH_SECOND = 0.1, 0.25
-#: The parts of ``min_bytes`` that are tried, the largest first.
+#: The divisors of ``min_bytes`` that are tried.
 _PARTS_OF_MIN_BYTES = (4, 16, 64, 256)
-#: The times of it that are tried for less to move; and the shares of what moves between which that is less, and most.
+#: The factors of ``min_bytes`` that are tried for less to move; and between which shares of the movable bytes it may
+#: be.
 _TIMES_MIN_BYTES, _MOST_OF_IT, _LESS = (4, 16, 64), 0.5, 0.9
-#: What goes on behind the bytes that stay for a reason.
+#: The predicate of a sentence about bytes that stay, by reason.
 REASONS = {
     KeepReason.SMALL: "are of tensors smaller than min_bytes, which is {min_bytes}",
     KeepReason.PARAMETER: "are parameters, which stay in memory anyway: the `with` has to be around the forward",
@@ -59,18 +60,18 @@ class StepPeak(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Settings that were tried, and what a step holds with them."""
+    """Settings that were tried, and the peak of a step with them."""
 
     fields: Mapping[str, Any]
-    """Of ``OffloadConfig``, with the values that were tried."""
+    """Fields of ``OffloadConfig``, with the values that were tried."""
     peak: StepPeak
 
 
 class StepMemory:
-    """The step that the stats of a run know, and how many of them are alive at one time, their backwards yet to come.
+    """The step of a run that the stats know, and the number of forwards alive at one time, before their backwards.
 
-    It has no rows where none were written down, and where they do not say what moves: of a run by a plan, of
-    compiled code, and where bytes were to leave that could not.
+    It has no rows if none were kept, or if they do not decide what moves: in a run by a plan, in compiled code, and if
+    bytes could not leave that should have.
     """
 
     def __init__(self, stats: OffloadStats, config: OffloadConfig) -> None:
@@ -79,27 +80,27 @@ class StepMemory:
         self.rows = () if is_decided_elsewhere or lacks else stats._rows
         self._config = config
         counted = sum(row.nbytes for row in self.rows if row.reason is not KeepReason.SMALL)
-        is_whole = counted and not stats.failed_forwards  # else the peak may be of a forward that is none of these
+        is_whole = counted and not stats.failed_forwards  # else the peak may be of a forward that failed
         self.forwards = max(round(stats.without_offload_bytes_peak / counted), 1) if is_whole else 1
 
     @property
     def small_bytes(self) -> int:
-        """Bytes that are too small to move, which the peaks of the stats leave out."""
+        """Bytes of tensors too small to move, which the peaks of the stats leave out."""
         return self.forwards * sum(row.nbytes for row in self.rows if row.reason is KeepReason.SMALL)
 
     @property
     def peak(self) -> StepPeak:
-        """What such steps hold at most."""
+        """The most that such steps hold."""
         return self.peak_with({})
 
     def peak_with(self, fields: Mapping[str, Any]) -> StepPeak:
-        """What they would with these ``fields`` of the config."""
+        """Returns the most that such steps would hold with these ``fields`` of the config."""
         tried = dataclasses.replace(self._config, **fields)
         return peak_of(self.rows, tried, self.forwards, moves_skipped="skip" in fields)
 
     @property
     def larger_min_bytes(self) -> int | None:
-        """Returns a ``min_bytes`` with which less moves, and still most; ``None`` where there is none."""
+        """A ``min_bytes`` with which fewer bytes move, and still most of them; ``None`` if there is none."""
         least = self._config.size("min_bytes")
         moving = [row for row in self.rows if row.reason is None and row.size >= least]
         moves = sum(row.nbytes for row in moving)
@@ -109,13 +110,13 @@ class StepMemory:
         return None
 
     def best_trial(self, held: int, *, waits: bool) -> Trial | None:
-        """Returns the settings with which it holds least; ``None`` where none lowers that by a worthwhile part.
+        """Returns the settings with which the step holds least; ``None`` if none lowers that enough.
 
-        One setting is taken unless a second is worth its while, and of those that come to about the same the first.
+        It is one setting unless a second lowers the peak enough, and the first of settings with about the same result.
 
         Args:
-            held: bytes that it holds now.
-            waits: whether compute waits for transfers: what has it wait longer is not tried then.
+            held: bytes that the step holds now.
+            waits: whether compute waits for transfers: then no setting is tried that makes it wait longer.
         """
         best: Trial | None = None
         for fields in _tried(self.rows, self._config, waits=waits):
@@ -131,11 +132,11 @@ class StepMemory:
 def peak_of(
     rows: Sequence[SavedRow], config: OffloadConfig, forwards: int = 1, *, moves_skipped: bool = False
 ) -> StepPeak:
-    """Returns what a step of these ``rows`` holds at most, after one like it. See [Note: the most that a step holds].
+    """Returns the most that a step of these ``rows`` holds, after one like it. See [Note: the most that a step holds].
 
     Args:
-        forwards: how many of them are alive at one time.
-        moves_skipped: whether what was saved where nothing may move is taken to move.
+        forwards: how many such forwards are alive at one time.
+        moves_skipped: takes saves in regions where nothing may move to move.
     """
     least = config.size("min_bytes")
     reasons = {None, KeepReason.SMALL, *((KeepReason.REGION,) if moves_skipped else ())}
@@ -144,7 +145,7 @@ def peak_of(
     stays = sum(row.nbytes for row in rows) - moves
     whole = StepPeak((stays + moves) * forwards, (stays + moves) * forwards)
     if not moves or config.device_budget is not None or config.slowdown is not None:
-        return whole  # a budget, or a limit of the slowdown, may let all of it stay
+        return whole  # a budget or a limit of the slowdown may keep all of it
     sizes = [row.nbytes for row in movable]
     auto, largest = auto_window(moves, largest_of(sizes)), max(sizes)
     inflight, prefetch = (
@@ -162,7 +163,7 @@ def peak_of(
 
 
 def _tried(rows: Sequence[SavedRow], config: OffloadConfig, *, waits: bool) -> Iterator[dict[str, Any]]:
-    """Yields each setting that may lower what a step holds, then each pair of them."""
+    """Yields each setting that may lower the peak of a step, then each pair of them."""
     single = list(_candidates(rows, config, waits=waits))
     yield from single
     for one, other in itertools.combinations(single, 2):
@@ -197,11 +198,11 @@ def _candidates(rows: Sequence[SavedRow], config: OffloadConfig, *, waits: bool)
 
 
 def why(stats: OffloadStats, config: OffloadConfig) -> str:
-    """What follows "nothing moved, because": the reason, and the settings that would change it.
+    """Returns the text after "nothing moved, because": the reason, and the settings that would change it.
 
     Args:
-        stats: of a run of which nothing was offloaded.
-        config: that it ran with.
+        stats: the stats of a run in which nothing was offloaded.
+        config: the configuration of the run.
     """
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
         return (
@@ -218,10 +219,10 @@ def why(stats: OffloadStats, config: OffloadConfig) -> str:
 
 
 def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) -> tuple[KeepReason | None, str]:
-    """Returns the reason for which most of a step's bytes stay, and a clause that says so; of parameters at last.
+    """Returns the reason for which most bytes of a step stay, and a clause that says so; parameters come last.
 
     Args:
-        share: of what a step saves; ``None`` and no clause where less stays for each reason.
+        share: the share of a step's saves from which a reason counts; if none does, ``None`` and an empty clause.
     """
     others = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if reason != KeepReason.PARAMETER}
     kept = others or stats.kept_bytes
@@ -261,7 +262,8 @@ def _clause(
 
 
 def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) -> str:
-    """Returns what goes on behind the bytes that stay for ``reason``; ``prefetch_bytes``: the window in force."""
+    """Returns the predicate of a sentence about bytes that stay for ``reason``; ``prefetch_bytes``: the window in
+    force."""
     setting = "prefetch_bytes" if config.keep_last_bytes == "auto" else "keep_last_bytes"
     return REASONS[reason].format(
         min_bytes=config.written("min_bytes") or size_text(config.size("min_bytes")),
@@ -276,7 +278,7 @@ def settings_text(
 
     Args:
         held, waits: as for ``StepMemory.best_trial``.
-        says_none: whether there is a sentence where no setting is worth its while.
+        says_none: whether there is a sentence if no setting is worth it.
     """
     best = step.best_trial(held, waits=waits)
     if best is None:

@@ -561,8 +561,8 @@ class StepTables:
         if not known.is_proven:
             known.is_proven = True
             self._unfit = (
-                f"the step plan that was given does not fit this model: a forward differs from it ({what}). Its rest "
-                "is decided as any first one is; gradients are the same. Give the plan of a step like this one, or none"
+                f"the step table that was given does not fit this model: a forward differs from it ({what}). Its rest "
+                "is decided as any first one is; gradients are the same. Give a table of a step like this one, or none"
             )
         if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:
             self._known.remove(known)

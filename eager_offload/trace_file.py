@@ -1,27 +1,27 @@
-"""A trace: what ran when, what was resident, and what saved it; and its file.
+"""A trace of compute, transfers, resident bytes and the operations that saved them; and the file of a trace.
 
 The file is Chrome trace JSON, which https://ui.perfetto.dev opens, beside a profile of ``torch.profiler`` if there is
 one::
 
     {"traceEvents": [...], "displayTimeUnit": "ms", "eager_offload": {...}}
 
-**Times** are microseconds since the trace began. On an accelerator those of slices are the device's own, by timing
+**Times** are microseconds since the trace began. On an accelerator the times of slices are the device's own, by timing
 events; on a CPU device they are the host's.
 
-**traceEvents** holds slices (``"ph": "X"``) and counters (``"ph": "C"``). Of a slice ``pid`` is a device and ``tid`` a
-track of it; ``cat`` is a :class:`SliceKind`. Tracks:
+**traceEvents** holds slices (``"ph": "X"``) and counters (``"ph": "C"``). The ``pid`` of a slice is a device, its
+``tid`` a track, its ``cat`` a :class:`SliceKind`. Tracks:
 
 ======================== =============================================================================================
-``compute forward``      a module's forward; those of its children lie inside
-``compute backward``     a whole backward, and inside it one slice after the other: from where an operation asks for
-                         what it saved to where the next one does
-``offload``, ``reload``  bytes on their way off the device and back; ``prefetch``: back before they were asked for
-``stall``                compute waits for a transfer, which the name says
+``compute forward``      a module's forward, with those of its children inside
+``compute backward``     a whole backward, with one slice after the other inside: from an operation's first unpack to
+                         that of the next operation
+``offload``, ``reload``  bytes on their way off the device and back; ``prefetch``: back before backward asked for them
+``stall``                compute waits for a transfer, named by the slice
 ======================== =============================================================================================
 
-A second thread has tracks of its own, ``compute forward 2`` and so on. Where an accelerator reaches a disk through host
-memory, the way between that and the disk is on ``offload disk`` and ``reload disk``. Counters have the bytes of a
-:class:`MemorySample`; their times are the host's, which hands memory out.
+A second thread has tracks of its own, ``compute forward 2`` and so on. If an accelerator reaches a disk through host
+memory, the way between host memory and the disk has the tracks ``offload disk`` and ``reload disk``. Counters have the
+bytes of a :class:`MemorySample`; their times are the host's, which hands memory out.
 
 **eager_offload** holds the other fields of a :class:`Trace`, which ``read_trace`` gives back.
 """
@@ -37,12 +37,12 @@ from typing import Any, NamedTuple
 
 from eager_offload.errors import ConfigError, OffloadError
 
-#: Of the file.
+#: The version of the file format.
 FORMAT = 2
 
 
 class SliceKind(StrEnum):
-    """What a slice stands for; the ``cat`` of the file."""
+    """The kind of work of a slice; the ``cat`` of the file."""
 
     COMPUTE = "compute"
     OFFLOAD = "offload"
@@ -53,7 +53,7 @@ class SliceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time."""
+    """A stretch of time on a track."""
 
     kind: SliceKind
     name: str
@@ -65,11 +65,11 @@ class Slice:
     """Seconds since the trace began."""
     seconds: float = 0.0
     nbytes: int = 0
-    """Bytes that travel; 0 for what moves none."""
+    """Bytes that travel; 0 if none do."""
     module: str = ""
-    """The path of the module, beginning with the class of the outermost one; empty where there was none."""
+    """The path of the module, beginning with the class of the outermost one; empty outside of all."""
     operation: str = ""
-    """The autograd node, such as ``"MmBackward0"``; empty where it is not known."""
+    """The autograd node, such as ``"MmBackward0"``; empty if it is not known."""
     tier: str = ""
     """``"host"`` or ``"disk"``, for transfers."""
 
@@ -80,72 +80,72 @@ class Slice:
 
 
 class MemorySample(NamedTuple):
-    """Bytes of what autograd saved, by where they are at one moment; it holds until the next one."""
+    """Bytes of saved tensors by place, from one moment until the next sample."""
 
     seconds: float
-    """Since the trace began."""
+    """The time since the trace began."""
     device: int
-    """On the device: kept there, newest, on their way out, brought back and not handed over. Parameters, which are
+    """Bytes on the device: kept, newest, on their way out, or brought back and not handed over. Parameters, which are
     there anyway, and tensors below ``min_bytes`` do not count, as in the peaks of ``OffloadStats``."""
     host: int
-    """In host memory (on a CPU device: of the host tier)."""
+    """Bytes in host memory (on a CPU device: in the host tier)."""
     disk: int
-    """On disk."""
+    """Bytes on disk."""
     without_offload: int
-    """What autograd would hold on the device at this moment if nothing was moved."""
+    """Bytes that autograd would hold on the device at this moment without offload."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """The saved tensors that one operation of one module saved and that came out alike."""
+    """The saved tensors of one operation of one module with the same outcome."""
 
     operation: str
-    """The autograd node that saved them, such as ``"MmBackward0"``; ``"compiled graph"`` for what a graph moves by
-    itself; empty where backward never came to it."""
+    """The autograd node that saved them, such as ``"MmBackward0"``; ``"compiled graph"`` for tensors that a graph moves
+    by itself; empty if no backward came to the node."""
     module: str
     """The path of the module in whose forward they were saved; empty outside of every module."""
     outcome: str
-    """``"offloaded"``, ``"shared"`` (with one that was) or ``"kept"``."""
+    """``"offloaded"``, ``"shared"`` (with an offloaded one) or ``"kept"``."""
     reason: str
-    """Why they were kept, as in ``OffloadStats.kept_bytes``; else empty."""
+    """The reason why they were kept, as in ``OffloadStats.kept_bytes``; else empty."""
     count: int
-    """How many saves."""
+    """The number of saves."""
     nbytes: int
-    """Bytes of all of them, as ``OffloadStats.saved_bytes`` counts."""
+    """Their bytes, as ``OffloadStats.saved_bytes`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What ran inside ``with offload.trace(path):``."""
+    """The record of the body of ``with offload.trace(path):``."""
 
     seconds: float
-    """From its beginning to its end, transfers over."""
+    """The time from its beginning to its end, when transfers are over."""
     config: Mapping[str, Any]
     """The fields of ``OffloadConfig``."""
     stats: Mapping[str, Any]
     """The fields of ``OffloadStats`` over the traced time; peaks are those since the last ``reset_stats()``."""
     advice: tuple[str, ...] = ()
-    """What limited the run, and which knob to turn; a sentence or two each."""
+    """Sentences on what limited the run and which setting to change."""
     saved: tuple[SavedGroup, ...] = ()
-    """Which operation of which module saved what, most bytes first."""
+    """The saved tensors by operation and module, most bytes first."""
     slices: tuple[Slice, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     """In the order of time."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of ``eager_offload``, ``torch`` and ``python``."""
+    """The versions of ``eager_offload``, ``torch`` and ``python``."""
     error: str = ""
-    """What was raised inside and ended the trace."""
+    """The error that ended the trace."""
     dropped: int = 0
-    """Slices, samples of memory and saves that are left out since there were too many."""
+    """Slices, samples of memory and saves that were too many and are left out."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Those that have slices, in the order in which they first do."""
+        """The devices with slices, in the order of their first slice."""
         return tuple(dict.fromkeys(one.device for one in self.slices))
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes the file; one that exists keeps its mode, of a link the target is written, and to a pipe it is written.
+    """Writes the file of a trace. A file that exists keeps its mode; the target of a link, or a pipe, is written to.
 
     Raises:
         OSError: it cannot be written.
@@ -162,7 +162,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Reads a file that ``write_trace`` wrote.
 
     Raises:
-        ConfigError: it is something else, or of another version.
+        ConfigError: it is another file, or of another version.
         OSError: it cannot be read.
     """
     with open(path, encoding="utf-8") as file:
@@ -193,13 +193,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 # -- the file -------------------------------------------------------------------------------------------------------
 
-#: Fields of a slice that are left out where they are empty, and those of a trace that JSON holds as they are.
+#: Fields of a slice that are left out if empty; and fields of a trace that JSON holds as they are.
 _ARGUMENTS = {"nbytes": "bytes", "module": "module", "operation": "operation", "tier": "tier"}
 _PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped")
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """What the viewer shows."""
+    """Yields the events that the viewer shows."""
     for sample in trace.memory:
         nbytes = sample._asdict()
         at = _microseconds(nbytes.pop("seconds"))

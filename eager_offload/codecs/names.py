@@ -17,7 +17,7 @@ IDENTITY, LOSSLESS = "identity", "lossless"
 ROUNDING: dict[str, Codec] = {one.name: one for one in (BF16(), BlockInt(), BlockFP8())}
 #: What a user may name. Those that round pack what has to be exact as ``"lossless"`` does.
 CODEC_NAMES = (IDENTITY, LOSSLESS, *ROUNDING)
-#: What packs whole storages, by name: as step plans have it.
+#: The codecs that pack whole storages, by the names that step tables have for them.
 _PACKING: dict[str, Codec] = {one.name: one for one in (Narrow(), BitMask())} | ROUNDING
 
 #: Names of codecs that are gone: of 4 bits, with a way of rounding, or with a size of blocks.

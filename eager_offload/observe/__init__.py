@@ -1,1 +1,1 @@
-"""What can be seen of a run: traces, the report's advice, the machine."""
+"""Traces of a run, the report and the advice of its stats, and the doctor of a machine."""

@@ -1,8 +1,8 @@
-"""What limited a run, and which knob to turn: sentences about the stats, the configuration and the rows of a step.
+"""Sentences on what limited a run and which setting to change, from the stats, the configuration and a step's rows.
 
-Memory is what offload is for, so what became of it is said first, and nothing else is praised where it did not fall.
-Shares of time are of the time since counting began, so a run that mostly does something else hears less. Beside a plan
-no knob is named that does not go with one.
+Offload exists to save memory, so the first sentence is about memory, and nothing is praised if memory did not fall.
+Shares of time are of the time since counting began, so a run with much other work gets less advice. Beside a plan, only
+settings are named that may be combined with one.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.stats import KeepReason, OffloadStats
 from eager_offload.step_memory import WORTH, StepMemory, main_reason, reason_text, settings_text, why
 
-#: A share of the time that compute may wait without a word.
+#: Compute may wait for this share of the time without a sentence.
 _STALL = 0.03
-#: A share of the time in which transfers of one way ran: forward and backward take about half of it each.
+#: The link is busy if transfers of one direction ran for this share of the time; forward and backward are about half
+#: each.
 _BUSY = 0.4
-#: A share of the saved bytes from which a reason to stay is worth a sentence.
+#: A reason to stay is worth a sentence from this share of the saved bytes on.
 _MUCH = 0.10
 #: Reasons that no setting changes.
 _STAYS = (KeepReason.ALIVE, KeepReason.DEVICE, KeepReason.LAYOUT)
-#: A share of what was offloaded that no backward asked for, from which a run has saved nothing that it needed.
+#: A run moves everything in vain if no backward asks for this share of the offloaded bytes.
 _ALL_IN_VAIN = 0.9
-#: A share of what a step saves from which a reason to stay explains why memory has not fallen.
+#: A reason to stay explains why memory has not fallen from this share of a step's saves on.
 _EXPLAINS = 0.3
-#: A share of the offloaded bytes from which it is worth a sentence that they were moved in vain.
+#: Moving in vain is worth a sentence from this share of the offloaded bytes on.
 _VAIN = 0.30
-#: Terabytes a day. A disk for consumers is made for a few hundred in its life, one for servers for thousands.
+#: Terabytes a day. A consumer disk is rated for a few hundred in its life, a server disk for thousands.
 _WEARS = 10.0
-#: Of a shorter run nothing is said about a day.
+#: A shorter run gets no sentence about a day.
 WEAR_SECONDS = 60.0
-#: Bytes of a window that there is none of.
+#: The first size, in bytes, to suggest for a window of 0.
 _LEAST_WINDOW = 64 * MIB
-#: Bytes of a step from which it is worth a sentence that a process does not shrink.
+#: A process that does not shrink is worth a sentence from so many bytes of a step on.
 _SHRINKS = 64 * MIB
 
 
 def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
-    """What is to be said of a run, or a part of it, a sentence or two each; that all is well if nothing is."""
+    """Returns the sentences on a run, or a part of it; one of them says that all is well if nothing else applies."""
     context = tuple(_of_the_context(stats, config))
     if not config.enabled or not stats.saved_tensors:
         return context
     memory = _of_memory(stats, config, waits=_stalls(stats))
     parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
-    found = context if stats.offloaded_bytes else ()  # else it is the reason that nothing moved
+    found = context if stats.offloaded_bytes else ()  # else the sentence on memory names it as the reason
     found += tuple(sentence for part in parts for sentence in part(stats, config))
     found += tuple(_of_what_stays(stats, config, memory.reason))
     if memory.fell and not found:
@@ -54,20 +55,20 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
 
 
 class MemoryVerdict(NamedTuple):
-    """What memory has come to."""
+    """The sentence on memory."""
 
     sentence: str
     fell: bool
-    """In the steps that were counted."""
+    """Whether memory fell in the steps that were counted."""
     reason: KeepReason | None = None
-    """To stay, which the sentence has named."""
+    """The reason to stay that the sentence names."""
 
 
 def _of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> MemoryVerdict:
     """Returns whether memory has fallen, by how much or why not, and the settings that would lower it.
 
     Args:
-        stats: of a run in which something was saved.
+        stats: the stats of a run in which tensors were saved.
         waits: whether compute waits for transfers.
     """
     if not stats.offloaded_bytes:
@@ -107,7 +108,7 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Me
 
 
 def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """It does not offload at all."""
+    """Yields sentences on a context that does not offload at all."""
     if not config.enabled:
         yield "Offload is switched off, by enabled=False or EAGER_OFFLOAD=0 in the environment: nothing moves."
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
@@ -120,7 +121,7 @@ def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]
 
 
 def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """What no backward has followed."""
+    """Yields a sentence on forwards that an error has ended."""
     if stats.failed_forwards:
         yield (
             f"{_times(stats.failed_forwards)} a forward ended in an error, and what it had saved was dropped: the "
@@ -129,7 +130,7 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """What did not go where it was to go."""
+    """Yields sentences on bytes that did not reach the intended tier."""
     host_peak, disk_peak = size_text(stats.host_bytes_peak), size_text(stats.disk_bytes_peak)
     if count := stats.demotions.get("write_failed", 0):
         yield (
@@ -161,7 +162,7 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """It takes more of the device than was asked, or its steps differ where one was planned."""
+    """Yields sentences on peaks above a budget, and on steps that differ from a plan."""
     count, plan = stats.demotions.get("over_budget", 0), stats.plan
     if count and plan is None and not stats.keep_last_bytes:  # else it has come down since
         yield (
@@ -187,13 +188,13 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """What it waits for."""
+    """Yields a sentence on the waits of compute."""
     if not _stalls(stats):
         return
     waited, a_step, step = _waited(stats), _of_a_step(stats), StepMemory(stats, config)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
     window, ahead = stats.max_inflight_bytes, stats.prefetch_bytes
-    # What else it may be where transfers cannot be timed.
+    # Without timed transfers the cause may also be the bandwidth.
     timed = stats.out_seconds or stats.in_seconds
     otherwise = "" if timed else " If that changes little, bandwidth is the limit: checkpoint a part of the model."
     if stats.plan is not None:
@@ -215,8 +216,8 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _larger(step: StepMemory, field: str, now: int) -> str | None:
-    """Returns twice the bytes of ``field`` as a config takes them, and what they cost; ``None`` where with them hardly
-    anything would move."""
+    """Returns twice the bytes of ``field`` as a config takes them, with their cost; ``None`` if hardly anything would
+    move with them."""
     larger = 2 * now or _LEAST_WINDOW
     peak = step.peak_with({field: larger})
     if peak.held > (1 - WORTH) * peak.without_offload:
@@ -226,7 +227,7 @@ def _larger(step: StepMemory, field: str, now: int) -> str | None:
 
 
 def _planned_waits(stats: OffloadStats) -> str:
-    """A plan says what moves: less does for a larger budget, and no other knob goes with it."""
+    """Returns the sentence for a run by a plan: only a larger budget makes it move less."""
     plan, planned = stats.plan, stats._planned
     assert plan is not None
     took = "" if plan.step_seconds is None else f", and {plan.step_seconds:,.4g} s were measured"
@@ -244,7 +245,7 @@ def _planned_waits(stats: OffloadStats) -> str:
 
 
 def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> str:
-    """Transfers run all the time, and compute waits for them all the same."""
+    """Returns the advice for transfers that run all the time while compute waits for them."""
     rate, larger = _rate(stats), step.larger_min_bytes
     less = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
     less = less or "To move less, "
@@ -258,10 +259,10 @@ def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> 
 
 
 def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
-    """Each reason for which much of what is saved stays, that no setting changes; parameters take no part.
+    """Yields a sentence on each reason that no setting changes and that keeps many bytes; parameters are left out.
 
     Args:
-        said: the reason that memory has not fallen for, of which enough is said.
+        said: the reason that the sentence on memory names already.
     """
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
     for reason in _STAYS:
@@ -273,7 +274,7 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason 
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """What is moved in vain, and what moving costs besides."""
+    """Yields sentences on bytes moved in vain, and on other costs of moving."""
 
     def much(nbytes: int, sentence: str) -> Iterator[str]:
         if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
@@ -300,7 +301,7 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
 
 
 def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | None:
-    """What has more of the newest bytes stay; empty for nothing that costs little, ``None`` where that is learnt."""
+    """Returns the setting that keeps more of the newest bytes; empty if each costs much, ``None`` if that is learnt."""
     if config.slowdown is not None or 0 < stats.device_memory_peak <= stats.device_budget:
         return None
     if stats.plan is not None:
@@ -317,12 +318,12 @@ def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | Non
 
 
 def stays_within_host(stats: OffloadStats) -> bool:
-    """Whether what left CPU tensors is in host memory still, so that nothing was freed."""
+    """Returns whether bytes of CPU tensors were copied within host memory, so that nothing was freed."""
     return stats.copies_within_host and not stats.disk_bytes_peak
 
 
 def change_text(before: int, after: int) -> str:
-    """A change for a reader, such as ``"-76 %"``."""
+    """Returns a change for a reader, such as ``"-76 %"``."""
     share = f"{after / before - 1:+.0%}" if before else "0%"
     return share.replace("+0%", "0%").replace("-0%", "0%").replace("%", " %")
 
@@ -332,17 +333,17 @@ def _stalls(stats: OffloadStats) -> bool:
 
 
 def _of_a_step(stats: OffloadStats) -> int:
-    """Bytes that a step offloads."""
+    """Returns the bytes that a step offloads."""
     return stats.offloaded_bytes // max(stats.steps, 1)
 
 
 def _busy(stats: OffloadStats) -> float:
-    """The larger share of the time in which transfers ran, of both ways."""
+    """Returns the share of the time in which transfers ran, in the busier direction."""
     return max(stats.out_seconds, stats.in_seconds) / stats.seconds if stats.seconds else 0.0
 
 
 def _rate(stats: OffloadStats) -> int:
-    """Bytes a second of the way that was busier; 0 where it was not timed."""
+    """Returns bytes a second in the busier direction; 0 if it was not timed."""
     if stats.out_seconds >= stats.in_seconds:
         return int(stats.bytes_out / stats.out_seconds) if stats.out_seconds else 0
     return int(stats.bytes_in / stats.in_seconds)
@@ -356,22 +357,22 @@ def _waited(stats: OffloadStats) -> str:
 
 
 def processor_share(stats: OffloadStats) -> float:
-    """What copies took of the processor, as a share of one core."""
+    """Returns the processor time of copies, as a share of one core."""
     return stats.processor_seconds / stats.seconds if stats.seconds else 0.0
 
 
 def percent_text(share: float) -> str:
-    """A share for a reader, such as ``"4.2 %"``."""
+    """Returns a share for a reader, such as ``"4.2 %"``."""
     return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
 
 
 def sizes_text(parts: Mapping[str, int]) -> str:
-    """Bytes of several things for a reader, the most first."""
+    """Returns named sizes for a reader, the largest first."""
     return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in sorted(parts.items(), key=lambda one: -one[1]))
 
 
 def counts_text(parts: Mapping[str, int]) -> str:
-    """How often several things came, for a reader."""
+    """Returns named counts for a reader."""
     return ", ".join(f"{name} {count:,}" for name, count in sorted(parts.items()))
 
 

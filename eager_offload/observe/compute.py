@@ -1,12 +1,11 @@
-"""Compute, while a trace runs: the forwards of modules, and what backward is at.
+"""The compute of a trace: the forwards of modules, and the operations of backward.
 
-[Note: not by torch.profiler] It names the classes of modules and not their places in a model, sees no thread but those
-that it was started on, and cannot run inside of another profile. So a trace learns by hooks of its own which module a
-thread is in. The ranges of the library are in a profile all the same: see ``_torch.profiled``.
+[Note: not by torch.profiler] The profiler names the classes of modules and not their paths in a model, sees only the
+threads on which it was started, and cannot run inside another profile. So a trace has hooks of its own to know the
+module of a thread. The ranges of the library are in profiles all the same: see ``_torch.profiled``.
 
-Torch calls global hooks around every module's forward. They are there only while a trace runs. Compilers leave global
-hooks alone in graphs that they have compiled before; what is compiled while they are there is compiled once more when
-they are gone.
+Torch calls global hooks around every module's forward. A trace registers them while it runs. Graphs that were compiled
+before do not call them; code that is compiled while they are registered is compiled once more when they are gone.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from eager_offload.observe.timeline import Noted, Saver, Timeline
 from eager_offload.runtime.base import Stream
 from eager_offload.trace_file import Slice, SliceKind
 
-#: What torch puts between a module and the one that it compiles.
+#: The name of a module inside torch's wrapper for compiled modules.
 _WRAPPED = "_orig_mod"
-#: Torch says that its own wrapper around a compiled module will be seen as well, and it is.
+#: A warning of torch's that its wrapper around a compiled module is seen too, which is handled here.
 _WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class _Part(NamedTuple):
-    """What a frame stands for: the ``"forward"`` of a module, a ``"backward"``, or an ``"operation"`` of one."""
+    """The subject of a frame: the ``"forward"`` of a module, a ``"backward"``, or an ``"operation"`` of a backward."""
 
     kind: str
     number: int
 
 
 class _Frame(NamedTuple):
-    """Something that a thread is in."""
+    """A forward, a backward or an operation that a thread is in."""
 
     part: _Part
     device: torch.device
-    #: Without its times.
+    #: The slice without its times.
     draft: Slice
     stream: Stream
     began: Noted
 
 
 class Compute:
-    """What each thread is in between ``start`` and ``stop``, as a stack: a forward within a backward that asks for it,
-    a backward within a forward that begins it."""
+    """The stack of frames of each thread between ``start`` and ``stop``: a recomputed forward lies within its backward,
+    and a backward that a forward begins within that forward."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -68,7 +67,7 @@ class Compute:
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        # Functions, and the question first: a compiler that comes here sees that nothing happens.
+        # Plain functions that ask first, so that a compiler which traces them sees that nothing happens.
 
         def begin(module: Module, arguments: tuple[Any, ...]) -> None:
             if not torch.compiler.is_compiling():
@@ -83,7 +82,7 @@ class Compute:
         self._handles.append(register_module_forward_hook(end, always_call=True))
 
     def stop(self) -> None:
-        """May be called again."""
+        """Removes the hooks; may be called again."""
         while self._handles:
             self._handles[-1].remove()
             del self._handles[-1]
@@ -91,7 +90,7 @@ class Compute:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list, whatever its declaration
 
     def break_off(self) -> None:
-        """What has not ended ends now: an interrupt has come, or another thread is still at it."""
+        """Ends all frames, which an interrupt or a thread still at work has left."""
         for thread, stack in list(self._stacks.items()):
             if stack:
                 self._end(stack[0].part, thread)
@@ -101,13 +100,13 @@ class Compute:
         return self.at().module
 
     def at(self) -> Saver:
-        """Returns what the calling thread is in."""
+        """Returns the module and the operation that the calling thread is in."""
         stack = self._stacks[threading.get_ident()]
         return Saver(stack[-1].draft.module, stack[-1].draft.operation) if stack else Saver()
 
     def asked(self, device: torch.device, module: str) -> str:
-        """An operation of ``module`` asks for what it saved on ``device``; returns its name, empty outside of a
-        backward."""
+        """Notes that an operation of ``module`` asks for a tensor on ``device``. Returns the name of the operation;
+        empty outside of a backward."""
         node: Any = current_autograd_node()
         task, thread = current_backward(), threading.get_ident()
         if node is None or task < 0 or self._timeline.is_over:
@@ -126,13 +125,13 @@ class Compute:
         return name
 
     def _enter(self, module: Module, arguments: tuple[Any, ...]) -> None:
-        """A forward begins on the calling thread."""
+        """Notes that a forward begins on the calling thread."""
         stack = self._stack_of(threading.get_ident())
         tensor = next((one for one in chain(arguments, module.parameters()) if isinstance(one, Tensor)), None)
         if self._timeline.is_over or (tensor is not None and is_fake(type(tensor))):
             return  # a compiler is tracing
         if stack and isinstance(module, GraphModule) and module not in self._paths:
-            return  # what a compiler has made runs as one: no module of the user's
+            return  # a compiled graph is not a module of the user's
         outer = stack[-1].device if stack else torch.device("cpu")
         path = self._path_of(module, stack)
         part = _Part("forward", id(module))
@@ -155,7 +154,7 @@ class Compute:
         stack.append(_Frame(part, device, draft, stream, self._timeline.moment(device, stream)))
 
     def _end(self, part: _Part, thread: int) -> None:
-        """``part`` is over on that thread, by a result or an error, and what is inside of it; or it began earlier."""
+        """Ends ``part`` on that thread with all frames inside it; does nothing if it began before the trace."""
         stack = self._stacks[thread]
         while any(frame.part == part for frame in stack):
             frame = stack.pop()
@@ -165,7 +164,7 @@ class Compute:
                 return
 
     def _backward_ended(self, backward: _Part) -> None:
-        """Called by autograd, which must not hear of an error here: nothing below raises."""
+        """Ends the frames of a backward. Called by autograd, so nothing here may raise."""
         for thread in list(self._stacks):
             if not self._timeline.is_over:
                 self._end(backward, thread)
@@ -174,7 +173,7 @@ class Compute:
         if (known := self._paths.get(module)) is not None:
             return known
         name = type(module).__name__
-        if stack:  # made on the way, or hidden in something that is no module
+        if stack:  # a module that was made in the forward, or is hidden in an object that is not a module
             return self._paths.setdefault(module, f"{stack[-1].draft.module}.{name}".lstrip("."))
         self._outermost[name] += 1
         root = name if self._outermost[name] == 1 else f"{name} {self._outermost[name]}"

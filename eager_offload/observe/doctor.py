@@ -1,15 +1,14 @@
-"""Examines a machine: what it offers to offloading, whether offloading pays there, and with which settings.
+"""Examines a machine: its resources for offloading, whether offloading pays there, and with which settings.
 
 ``--json`` prints a :class:`Diagnosis`, whose fields docs/doctor_and_report.md describes. Sizes are bytes, times
-seconds, speeds bytes a second; what could not be measured is ``None``.
+seconds, speeds bytes a second; a quantity that could not be measured is ``None``.
 
 [Note: when it pays]
-What a layer saves is hidden if it has left by the time that forward is over, and has come back by the time that
-backward is, which takes twice as long (DESIGN: the floor of a step). So of a device that does F operations a second,
-whose tier takes W bytes a second and gives R, a saved byte is hidden behind F * max(1 / W, 1 / (2 R)) operations of
-forward. A transformer block of width d without dropout does 24 d^2 operations for a token (Kaplan et al., attention
-left out) and saves the inputs of its products, activation and norms: 16 d numbers. A checkpointed one saves its d
-inputs.
+The saves of a layer are hidden if they have left when forward is over, and are back when backward is, which takes twice
+as long. So on a device with F operations a second, whose tier takes W bytes a second and gives R, a saved byte is
+hidden behind F * max(1 / W, 1 / (2 R)) operations of forward. A transformer block of width d without dropout does
+24 d^2 operations for a token (Kaplan et al., attention left out) and saves the inputs of its products, activation and
+norms: 16 d numbers. A checkpointed one saves its d inputs.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from eager_offload.version import VERSION
 
 _T = TypeVar("_T")
 
-#: The version of the keys. New keys leave it as it is; a key that goes or changes its meaning adds one.
+#: The version of the keys. It grows when a key goes or changes its meaning, and not for a new key.
 FORMAT = 2
 #: Seconds for one probe.
 _ONE_PROBE = 10.0
-#: Bytes that have to fit on a disk to measure it, those that are enough, and the part of what is free that it may take.
+#: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
 #: Columns of the text.
 WIDTH = 80
@@ -67,7 +66,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Device:
-    """Something that trains: a CPU in numbers of 32 bits, an accelerator in numbers of 16."""
+    """A device that trains: a CPU in numbers of 32 bits, an accelerator in numbers of 16."""
 
     name: str
     model: str
@@ -93,7 +92,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Disk:
-    """A directory that a spill file could be in."""
+    """A directory for a spill file."""
 
     path: str
     filesystem: str = ""
@@ -116,7 +115,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from all that."""
+    """The conclusions of an examination."""
 
     works: bool
     summary: str
@@ -128,7 +127,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All of it."""
+    """The results of an examination."""
 
     format: int
     seconds: float
@@ -143,10 +142,10 @@ class Diagnosis:
 
 
 def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
-    """Examines this machine for about 10 seconds. Nothing that fails raises; it becomes a line of ``failures``.
+    """Examines this machine for about 10 seconds. A probe that fails does not raise; it adds a line to ``failures``.
 
     Args:
-        paths: directories for a spill file. ``None``: those that are tried where ``disk_path`` is ``None``.
+        paths: directories for a spill file. ``None``: the directories that ``disk_path=None`` tries.
     """
     started, run = time.perf_counter(), _Probes()
     memory: Memory | None = run("host memory", _memory, None)
@@ -157,11 +156,11 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     for path in usual_directories() if paths is None else paths:
         disks += run(f"directory {path}", partial(_disk, path, tuple(disks)), list[Disk]())
     settings = recommended(devices, memory, disks)
-    # Beside an accelerator the CPU does not train, and what is saved there stays.
+    # Beside an accelerator the CPU does not train, and tensors saved there stay.
     trains = [device.name for device in devices if device.name != "cpu"] or ["cpu"]
     results = [run(f"self test on {name}", partial(_self_test, name, settings), None) for name in trains]
     tests = [test for test in results if test is not None]
-    # After the rest: where no byte code is cached, the modules that it looks into take long to import.
+    # Last, because the modules that it imports take long without cached byte code.
     missing = run("private names of torch", _missing, dict[str, str]())
     end = verdict(devices, disks, tests, settings)
     seconds = time.perf_counter() - started
@@ -175,7 +174,8 @@ class _Probes:
         self.failures: list[str] = []
 
     def __call__(self, what: str, probe: Callable[[], _T], otherwise: _T) -> _T:
-        """Returns what ``probe`` does, or ``otherwise`` if it fails or takes too long, with a line that says so."""
+        """Returns the result of ``probe``, or ``otherwise`` and a line of ``failures`` if it fails or takes too
+        long."""
         results: list[_T] = []
         errors: list[BaseException] = []
 
@@ -213,7 +213,7 @@ def _software() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The CPU, and how many threads torch uses of it."""
+    """Returns the name of the CPU, and the number of threads that torch uses."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(errors="replace").splitlines() if table.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -251,7 +251,7 @@ def _memory() -> Memory:
 
 
 def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
-    """``path`` as the disk tier finds it; its speed is that of one transfer at a time, measured once for each disk."""
+    """Examines ``path`` for the disk tier. The speed is that of one transfer at a time, measured once for each disk."""
     try:
         free = shutil.disk_usage(path).free
         disk = Disk(str(path), filesystem_of(path), path.stat().st_dev, free, disk_budget(path))
@@ -269,7 +269,7 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
 
 
 def _missing() -> dict[str, str]:
-    """Names of torch that the library uses and this torch has not, each with what happens without it."""
+    """Returns the names of torch that the library uses and this torch lacks, each with the consequence."""
     return {
         name: without
         for without, names in (*_torch.PRIVATE_NAMES.items(), *_torch.PUBLIC_NAMES.items())
@@ -281,7 +281,7 @@ def _missing() -> dict[str, str]:
 
 
 def _resolves(dotted: str) -> bool:
-    """Whether ``package.module.name.attribute`` is there, on the class or on an instance of it."""
+    """Returns whether ``package.module.name.attribute`` exists, on the class or on an instance of it."""
     with contextlib.suppress(ImportError, AttributeError):
         pkgutil.resolve_name(dotted)
         return True
@@ -295,7 +295,7 @@ def _self_test(device_name: str, settings: Mapping[str, Any]) -> SelfTest:
     """Trains four layers for a step with everything offloaded, in small windows, and compares the gradients."""
     small = {"max_inflight_bytes": 8 << 20, "prefetch_bytes": 8 << 20, "keep_last_bytes": 0, "min_bytes": 1 << 20}
     device = torch.device(device_name)
-    generator = torch.Generator(device)  # not torch's own, whose numbers belong to the user's training
+    generator = torch.Generator(device)  # leaves the random numbers of the user's training alone
     random = partial(torch.randn, device=device, generator=generator)
     weights = [(random(256, 256) / 16).requires_grad_() for _ in range(4)]
     rows = random(4096, 256)
@@ -326,32 +326,32 @@ def recommended(devices: Sequence[Device], memory: Memory | None, disks: Sequenc
     accelerators = [one for one in devices if one.name != "cpu"]
     best = _best_disk(disks)
     if not accelerators:
-        # A directory that was refused too: the self test shows what is wrong with it.
+        # A refused directory is recommended too: the self test shows its problem.
         return {"tier": "disk"} | ({"disk_path": (best or disks[0]).path} if disks else {})
     room = min((one.memory_bytes for one in accelerators if one.memory_bytes), default=0)
     return {"disk_path": best.path} if best and memory is not None and memory.budget_bytes < room else {}
 
 
 def _best_disk(disks: Sequence[Disk]) -> Disk | None:
-    """The disk that hides the most; of several directories on one disk, the first."""
+    """Returns the disk that hides the most; of several directories on one disk, the first."""
     return min((one for one in disks if one.speed), key=lambda one: _seconds_a_byte(one.speed), default=None)
 
 
 def _seconds_a_byte(speed: Speed | None) -> float:
-    """Seconds of forward that a saved byte takes to be hidden: [Note: when it pays]."""
+    """Returns the seconds of forward that hide a saved byte: [Note: when it pays]."""
     assert speed is not None
     return max(1 / speed.out, 1 / (2 * speed.back))
 
 
 def hidden_from_width(flop_per_byte: float, itemsize: int, *, checkpointed: bool = False) -> int:
-    """Returns the width of a transformer block from which everything that it saves is hidden: [Note: when it pays]."""
+    """Returns the width from which on all saves of a transformer block are hidden: [Note: when it pays]."""
     return round(flop_per_byte * itemsize / (24 if checkpointed else 24 / 16))
 
 
 def verdict(
     devices: Sequence[Device], disks: Sequence[Disk], tests: Sequence[SelfTest], settings: Mapping[str, Any]
 ) -> Verdict:
-    """Returns what follows from an examination."""
+    """Returns the conclusions of an examination."""
     passed = [test.device for test in tests if test.equal and test.moved_bytes]
     wrong = [test.device for test in tests if not test.equal]
     best = _best_disk(disks)
@@ -380,7 +380,7 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
         f"block saves is hidden from a width of {width:,} on"
     )
     if width < 768:  # blocks that are worth offloading are at least this wide
-        # Threads copy what a CPU computes, on cores that it computes with: no link's speed tells what that takes.
+        # On a CPU, threads copy on the cores that compute, a cost that no link's speed tells.
         return text + (", and copies take a part of the processor." if device.name == "cpu" else ".")
     checkpointed = hidden_from_width(flop_per_byte, device.itemsize, checkpointed=True)
     return text + (
@@ -393,7 +393,7 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """Returns all of it in lines of 80 columns, by the keys of ``--json``; it ends in the verdict."""
+    """Returns the diagnosis as text in lines of 80 columns, by the keys of ``--json``; it ends in the verdict."""
     found, end = asdict(diagnosis), diagnosis.verdict
     sections = {name: found[name] for name in found if name not in ("format", "seconds", "verdict")}
     parts = [f"eager_offload doctor, in {diagnosis.seconds:.1f} seconds"]
@@ -405,7 +405,7 @@ def to_text(diagnosis: Diagnosis) -> str:
 
 
 def _rows(value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, str]]:
-    """Returns the rows of a section: of each a name, or ``-`` for an item of a list, and what is said of it."""
+    """Yields the rows of a section: a name, or ``-`` for an item of a list, and a text."""
     if isinstance(value, dict):
         yield from ((name, _shown(name, one)) for name, one in value.items() if one not in (None, ""))
     else:
@@ -413,7 +413,7 @@ def _rows(value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Returns what stands under the key ``name`` for a reader, without what is not known."""
+    """Returns the value of the key ``name`` for a reader, without unknown quantities."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_shown(key, one)}" for key, one in value.items() if one not in (None, ""))
     if name.endswith("_bytes"):
@@ -426,7 +426,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _wrapped(row: tuple[str, str]) -> str:
-    """A row of a name and what is said of it, an item of a list (``-``), or a paragraph without a name."""
+    """Returns a wrapped row: a name and a text, an item of a list (``-``), or a paragraph without a name."""
     name, text = row
     if text.startswith("eo."):
         return f"    {text}"  # to be copied

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.errors import OffloadError
-from eager_offload.observe.report import Tile, notes, peaks, saved_rows, summary, time_text, title
+from eager_offload.observe.report import Tile, kind_of, notes, peaks, saved_rows, summary, time_text, title
 from eager_offload.trace_file import MemorySample, Slice, SliceKind, Trace
 
 #: Slices and samples that are drawn; a browser zooms slowly in more.
 _MOST_SLICES, _MOST_SAMPLES = 20_000, 8_192
-#: Pixels: of a line in a table, of a lane, of a plot, and between parts; between those that belong together.
+#: Pixels: of a line in a table, of a lane, of a plot, between parts, and between parts that belong together.
 _LINE, _LANE, PLOT, GAP, _NEAR = 24, 22, 300, 60, 20
 #: Where plots begin, of the width, so that there is room for the names of lanes.
 _LEFT = 0.1
@@ -57,7 +56,7 @@ def needs_plotly() -> Any:
 
 
 def write_page(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes ``figure`` as one page that needs nothing else: no network, no other file.
+    """Writes ``figure`` as one page that needs no network and no other file.
 
     Raises:
         OSError: it cannot be written.
@@ -115,14 +114,14 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
 
 
 class _Lane(NamedTuple):
-    """What is drawn in one line: slices of one track that do not overlap."""
+    """One line of the drawing: slices of one track that do not overlap."""
 
     name: str
     slices: list[Slice]
 
 
 def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
-    """By device, then in the order of ``SliceKind``, forward above backward; what lies inside others is lower."""
+    """Returns the lanes by device, then in the order of ``SliceKind``, forward above backward, inner slices lower."""
     tracks: dict[tuple[str, str], list[Slice]] = {}
     for one in slices:
         tracks.setdefault((one.device, one.track), []).append(one)
@@ -139,11 +138,11 @@ def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
 
 
 def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Slices of a track, by how many others of it they lie inside of."""
+    """Returns the slices of a track by the number of others that they lie inside of."""
     found: list[list[Slice]] = []
     around: list[Slice] = []
     for one in sorted(slices, key=lambda one: (one.start, -one.stop)):
-        # Times are rounded: what ends a moment after its neighbour began lies beside it, not inside of it.
+        # Times are rounded: a slice that ends a moment after its neighbour began lies beside it, not inside it.
         while around and (around[-1].stop <= one.start or around[-1].stop < one.stop):
             around.pop()
         if len(around) == len(found):
@@ -154,13 +153,13 @@ def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _longest(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
-    """The slices that are drawn, in the order of time, and how many are not."""
+    """Returns the slices to draw, in the order of time, and how many are left out."""
     found = sorted(slices, key=lambda one: -one.seconds)[:_MOST_SLICES]
     return sorted(found, key=lambda one: (one.start, -one.seconds)), len(slices) - len(found)
 
 
 def _thinned(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """So many samples that a browser can draw them: of neighbours, the most of each."""
+    """Returns as many samples as a browser can draw, each the most of its neighbours."""
     every = -(-len(samples) // _MOST_SAMPLES) or 1
     parts = (samples[first : first + every] for first in range(0, len(samples), every))
     return [MemorySample(*map(max, zip(*part, strict=True)))._replace(seconds=part[0].seconds) for part in parts]
@@ -212,13 +211,13 @@ class Stack:
         )
 
     def tiles(self, tiles: Sequence[Tile]) -> None:
-        """The summary: names, and below them their numbers."""
+        """Adds the summary: names, and below them their numbers."""
         lines = max(-(-len(tile.rest) // (_NARROW // len(tiles))) for tile in tiles)
         cells = [[f"<b>{_escaped(tile.value)}</b>", _escaped(tile.rest)] for tile in tiles]
         self._table([f"<b>{tile.name}</b>" for tile in tiles], cells, [1.0] * len(tiles), 2 * _LINE + 18 * lines + 22)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[float]) -> None:
-        """Rows of text; a long one takes several lines."""
+        """Adds rows of text; a long one takes several lines."""
         room = [_WIDTH * width / sum(widths) for width in widths]
         lines = [max(-(-len(cell) // int(place)) for cell, place in zip(row, room, strict=True)) or 1 for row in rows]
         cells = [[_escaped(row[column]).replace("`", "") for row in rows] for column in range(len(titles))]
@@ -236,7 +235,7 @@ class Stack:
         self._parts.append(_Part(height, _NEAR if follows_table else GAP, "", self.drawing.data[-1]))
 
     def memory(self, times: Sequence[float], curves: Sequence[Curve], what: str) -> str:
-        """Curves of bytes over milliseconds; returns the name of the axis of time."""
+        """Adds curves of bytes over milliseconds. Returns the name of the axis of time."""
         x, y = self.axis(PLOT)
         for curve in curves:
             is_device, is_other = curve.colour == DEVICE, curve.colour not in (DEVICE, WITHOUT)
@@ -262,15 +261,16 @@ class Stack:
         return x
 
     def lanes(self, lanes: Sequence[_Lane], x: str) -> None:
-        """A bar for each slice, on the axis of time ``x``, which goes below them."""
+        """Adds a bar for each slice, on the axis of time ``x``, which goes below them."""
         _, y = self.axis(_LANE * max(len(lanes), 1), _NEAR, x)
         colours: dict[str, str] = {}
         for kind in SliceKind:
             placed = [(row, one) for row, lane in enumerate(lanes) for one in lane.slices if one.kind is kind]
             if placed and kind is SliceKind.COMPUTE:
                 for _, one in placed:
-                    colours.setdefault(_kind_of(one), _MODULES[len(colours) % len(_MODULES)])
-                self._bars(placed, x, y, "compute, by module", [colours[_kind_of(one)] for _, one in placed], "white")
+                    colours.setdefault(kind_of(one.module or one.name), _MODULES[len(colours) % len(_MODULES)])
+                shown = [colours[kind_of(one.module or one.name)] for _, one in placed]
+                self._bars(placed, x, y, "compute, by module", shown, "white")
             elif placed:
                 self._bars(placed, x, y, kind.value, _KINDS[kind], _KINDS[kind])
         ticks = [row for row, lane in enumerate(lanes) if lane.name]
@@ -305,7 +305,7 @@ class Stack:
         )
 
     def figure(self) -> Any:
-        """The figure, each part in its place."""
+        """Returns the figure, with each part in its place."""
         height = sum(part.height + part.gap for part in self._parts) - self._parts[0].gap
         top = height + self._parts[0].gap
         for part in self._parts:
@@ -324,7 +324,7 @@ class Stack:
         return self.drawing
 
     def axis(self, height: int, gap: int = GAP, x: str = "") -> tuple[str, str]:
-        """The names of a pair of axes, one of y and one of x, which may be there already."""
+        """Adds an axis of y, and one of x unless that exists. Returns their names, x first."""
         number = next(self._axes)
         suffix = "" if number == 1 else str(number)
         self._parts.append(_Part(height, gap, f"y{suffix}"))
@@ -337,7 +337,7 @@ class Stack:
         self.drawing.update_layout({f"{axis[0]}axis{axis[1:]}": values})
 
     def bytes_at(self, axis: str, most: int, least: int = 0) -> None:
-        """Ticks in powers of two."""
+        """Sets the ticks of an axis of bytes, in powers of two."""
         step = 1 << max(((most - least) // 4).bit_length() - 1, 0)
         step *= 2 if most - least > 6 * step else 1
         ticks = list(range(least - least % step, most + step, step))
@@ -346,23 +346,19 @@ class Stack:
 
 
 def _exact(nbytes: int) -> str:
-    """Bytes at an axis, such as ``"2.125 GiB"``."""
+    """Returns bytes for the tick of an axis, such as ``"2.125 GiB"``."""
     unit = size_text(nbytes).split()[1]
     return f"{nbytes / 1024 ** _UNITS.index(unit):.4g} {unit}"
 
 
-def _kind_of(one: Slice) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one.module or one.name)
-
-
 def _label(one: Slice) -> str:
-    """The last name of a path, and of numbers what is numbered."""
+    """Returns the last name of a path, with the name before it if the last one is a number."""
     *_, outer, last = ["", *one.name.split(".")]
     return _escaped(f"{outer}.{last}" if last.isdigit() and outer else last)
 
 
 def _reading(one: Slice) -> str:
-    """What is said of a slice that is pointed at."""
+    """Returns the text of a slice under the pointer."""
     when = f"{time_text(one.seconds)}, {time_text(one.start)} after the beginning"
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""
@@ -371,5 +367,5 @@ def _reading(one: Slice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """``text`` as plotly shows it, which knows no ``&quot;``."""
+    """Returns ``text`` escaped for plotly, which does not know ``&quot;``."""
     return escape(text, quote=False)

@@ -1,12 +1,12 @@
-"""Writes down what one ``Offload`` does while a trace runs, and makes a ``Trace`` of it.
+"""Records the work of one ``Offload`` while a trace runs, and makes a ``Trace`` of it.
 
-pack, unpack      in place of the hooks' own: what saves, what asks
-copies, waits     from the log of the engine                            -> timeline.py
-compute           by global module hooks, and by what backward asks for -> compute.py
+pack, unpack      in place of the hooks' own: who saves, who asks
+copies, waits     from the log of the engine                       -> timeline.py
+compute           by global module hooks, and by unpacks           -> compute.py
 
 [Note: handles that report]
 While a trace runs, autograd is given a ``RecordedHandle`` around each handle. It learns the operation when backward
-comes to it. After the trace it only hands on.
+asks for the tensor. After the trace it only calls the inner handle.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from eager_offload.version import VERSION
 
 
 class _Save(NamedTuple):
-    """A saved tensor, or a plain one inside it, by which it is known what became of it."""
+    """A saved tensor, or a plain one inside it, whose outcome is known later."""
 
     saver: Saver
     nbytes: int
-    #: Why it was kept, where that is known at once.
+    #: The reason to keep it, if that is known at once.
     reason: str = ""
-    #: Knows the state of a storage whether or not that is still alive.
+    #: The state of its storage, whether or not the storage is still alive.
     record: CountedBytes | None = None
     shares: bool = False
 
     def outcome(self) -> tuple[str, str]:
-        """As ``SavedGroup`` has it, with the reason."""
+        """Returns the outcome and the reason, as in ``SavedGroup``."""
         record = self.record
         if record is None:
             return "kept", self.reason
@@ -60,7 +60,7 @@ class _Save(NamedTuple):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class RecordedHandle:
-    """What autograd holds while a trace runs, and for as long as it holds it; see the note."""
+    """The handle that autograd gets while a trace runs, and holds for longer; see the note."""
 
     inner: Packed
     saver: Saver
@@ -73,11 +73,11 @@ class RecordedHandle:
 
 
 class TraceRecorder:
-    """See the module.
+    """The recorder of one trace; see the module.
 
     Args:
         before: the stats when the trace begins.
-        pack: what packs a tensor when no trace runs.
+        pack: the pack hook without a trace.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class TraceRecorder:
         self._timeline = Timeline(offloaders.runtime_of)
         self._compute = Compute(self._timeline)
         self._saves: list[_Save] = []
-        #: What saved a storage first, by its key.
+        #: The first saver of each storage, by its key.
         self._savers: dict[int, Saver] = {}
         self._memory: list[MemorySample] = []
         self._log, self._reader = offloaders.transfer_log, offloaders.transfer_log.reader()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is written down any more."""
+        """Whether the recording has ended."""
         return self._timeline.is_over
 
     def start(self) -> None:
@@ -112,14 +112,14 @@ class TraceRecorder:
         self._sample()
 
     def stop(self) -> None:
-        """Takes away what reports to this; may be called again."""
+        """Removes the hooks of the recorder; may be called again."""
         if self._log.on_entry == self._read_log:
             self._log.on_entry = None
         self._compute.stop()
         self._timeline.stop()
 
     def finish(self, after: OffloadStats) -> Trace:
-        """Returns everything, once transfers are over and the stats are ``after``."""
+        """Returns the trace, once transfers are over and the stats are ``after``."""
         timeline = self._timeline
         with self._accounts.lock:
             self._sample()
@@ -144,8 +144,8 @@ class TraceRecorder:
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed | RecordedHandle:
-        """In place of the pack hook."""
-        with without_torch_function():  # a subclass hears no more of it than without a trace
+        """Packs ``tensor``, in place of the pack hook."""
+        with without_torch_function():  # a subclass sees no more calls than without a trace
             handle = self._pack(tensor)
             with self._accounts.lock:
                 if self.is_over:
@@ -155,7 +155,7 @@ class TraceRecorder:
             return RecordedHandle(handle, saver, tensor.device, weakref.ref(self))
 
     def unpack(self, handle: RecordedHandle) -> Tensor:
-        """In place of the unpack hook."""
+        """Unpacks ``handle``, in place of the unpack hook."""
         saver = handle.saver
         saver.operation = self._compute.asked(handle.device, saver.module) or saver.operation
         try:
@@ -164,13 +164,13 @@ class TraceRecorder:
             self._sample()
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
-        """Takes note of a saved tensor; returns what saved it."""
+        """Records a saved tensor. Returns its saver."""
         saver = Saver(self._compute.module())
         if isinstance(handle, KeptTensor):
             self._timeline.keep(self._saves, _Save(saver, logical_bytes(tensor), handle.reason.value))
             return saver
         if isinstance(handle, SavedView) and not handle.shares:
-            saver = self._savers.setdefault(handle.storage.record.key, saver)  # its copy may have started
+            saver = self._savers.setdefault(handle.storage.record.key, saver)  # the copy's entry may have come before
         for one in [handle] if isinstance(handle, SavedView) else handle.views():
             nbytes = one.size.numel() * one.dtype.itemsize
             self._timeline.keep(self._saves, _Save(saver, nbytes, "", one.storage.record, one.shares))
@@ -179,7 +179,7 @@ class TraceRecorder:
     # -- the log ------------------------------------------------------------------------------------------------------
 
     def _read_log(self) -> None:
-        """Takes in what was written since the last call: see the note in ``engine/transfer_log.py``."""
+        """Reads the entries written since the last call: see the note in ``engine/transfer_log.py``."""
         for entry in self._log.read(self._reader):
             if isinstance(entry, Waited):
                 self._waited(entry)
@@ -194,14 +194,14 @@ class TraceRecorder:
         draft = Slice(SliceKind(copy.what), copy.what, str(device), copy.what, nbytes=copy.nbytes, tier=copy.tier)
         self._timeline.copied(draft, device, copy.event, saver)
         if copy.what != SliceKind.OFFLOAD:
-            self._compute.asked(device, "")  # a graph asks, whose saves have no handle here
+            self._compute.asked(device, "")  # by a graph, whose saves have no handle here
         self._sample()
 
     def _waited(self, wait: Waited) -> None:
         device, at = wait.device, self._compute.at()
         called = self._timeline.seconds_at(wait.called)
         if not wait.what or called < 0:
-            return  # for no transfer of its own, or begun before the trace
+            return  # not for a transfer of this Offload, or begun before the trace
         track = SliceKind.STALL.value
         draft = Slice(SliceKind.STALL, wait.what, str(device), track, module=at.module, operation=at.operation)
         began, ended = Noted(device, wait.before, called), Noted(device, wait.after, self._timeline.now())
@@ -216,7 +216,7 @@ class TraceRecorder:
         self._sample()
 
     def _sample(self) -> None:
-        """Looks at what is held."""
+        """Adds a sample of the bytes that are held now."""
         with self._accounts.lock:
             live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
             live.poll()
@@ -228,11 +228,11 @@ class TraceRecorder:
                 without_offload=live.without_offload,
             )
             if (not memory or memory[-1][1:] != sample[1:]) and not self._timeline.keep(memory, sample):
-                memory[-1] = sample  # the last one stays, which shows what the trace leaves behind
+                memory[-1] = sample  # the last sample stays, which shows the bytes held at the end
 
 
 def _groups_of(saves: Iterable[_Save]) -> tuple[SavedGroup, ...]:
-    """Which operation of which module saved what, most bytes first."""
+    """Returns the saves by operation and module, most bytes first."""
     sizes: dict[tuple[str, str, str, str], list[int]] = {}
     for one in saves:
         sizes.setdefault((one.saver.operation, one.saver.module, *one.outcome()), []).append(one.nbytes)

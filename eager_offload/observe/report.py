@@ -1,4 +1,4 @@
-"""The report of a trace: its numbers, and the text of them."""
+"""The report of a trace, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from eager_offload.observe.advice import change_text, counts_text, percent_text,
 from eager_offload.runtime.base import covered_seconds
 from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
-#: Rows of the table of what saved most; what is left is one more.
+#: Rows of the table of savers; all others are one more row.
 _MOST_SAVERS = 15
 
 
 class Tile(NamedTuple):
-    """A number of the summary: its name, itself, and what it is to be compared with."""
+    """A number of the summary, with its name and a text to compare it with."""
 
     name: str
     value: str
@@ -27,23 +27,23 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedRow:
-    """What saved something: an operation of a module, or of several that differ in numbers alone."""
+class SaverRow:
+    """The saves of an operation of a module, or of several modules whose paths differ in numbers alone."""
 
     operation: str
     module: str
-    """``*`` stands for a number that differs."""
+    """The path, with ``*`` for a number that differs."""
     modules: int
-    """How many modules that are."""
+    """The number of modules."""
     count: int
-    """Saves."""
+    """The number of saves."""
     nbytes: int
     outcomes: dict[str, int]
-    """Bytes by what became of them: ``offloaded``, ``shared``, or the reason for which they were kept."""
+    """Bytes by outcome: ``offloaded``, ``shared``, or the reason for which they were kept."""
 
     @property
     def became(self) -> str:
-        """What became of them, most bytes first."""
+        """The outcomes, most bytes first."""
         return sizes_text(self.outcomes)
 
 
@@ -54,7 +54,7 @@ def peaks(trace: Trace) -> MemorySample:
 
 
 def summary(trace: Trace) -> list[Tile]:
-    """Returns the numbers that a reader looks at first."""
+    """Returns the numbers of the summary."""
     stats, most = trace.stats, peaks(trace)
     saved, offloaded = stats.get("saved_bytes", 0), stats.get("offloaded_bytes", 0)
     shared, kept = stats.get("shared_bytes", 0), stats.get("kept_bytes", {})
@@ -91,15 +91,14 @@ def summary(trace: Trace) -> list[Tile]:
     ]
 
 
-def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[SavedRow]:
-    """Returns what saved most, first, and a last row for all others.
+def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[SaverRow]:
+    """Returns the savers of most bytes, and a last row for all others.
 
     ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``.
     """
     members: dict[tuple[str, str], list[SavedGroup]] = {}
     for group in groups:
-        module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", group.module)
-        members.setdefault((group.operation or "unknown operation", module), []).append(group)
+        members.setdefault((group.operation or "unknown operation", kind_of(group.module)), []).append(group)
     ordered = sorted(members.items(), key=lambda item: -sum(group.nbytes for group in item[1]))
     rows = [_row_of(operation, module, those) for (operation, module), those in ordered[:most]]
     if others := ordered[most:]:
@@ -107,17 +106,22 @@ def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[S
     return rows
 
 
-def _row_of(operation: str, module: str, groups: Sequence[SavedGroup]) -> SavedRow:
+def kind_of(path: str) -> str:
+    """Returns the path of a module with ``*`` for each number, which is equal for modules of one kind."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _row_of(operation: str, module: str, groups: Sequence[SavedGroup]) -> SaverRow:
     outcomes: Counter[str] = Counter()
     for group in groups:
         outcomes[group.reason or group.outcome] += group.nbytes
     names, count = {group.module for group in groups}, sum(group.count for group in groups)
     module = next(iter(names)) if len(names) == 1 else module
-    return SavedRow(operation, module, len(names), count, sum(outcomes.values()), dict(outcomes))
+    return SaverRow(operation, module, len(names), count, sum(outcomes.values()), dict(outcomes))
 
 
 def notes(trace: Trace) -> list[str]:
-    """Returns what a reader has to know of a trace before its numbers."""
+    """Returns caveats on the numbers of a trace."""
     found = [f"The run ended early: {trace.error}"] if trace.error else []
     if trace.dropped:
         found.append(
@@ -127,13 +131,13 @@ def notes(trace: Trace) -> list[str]:
 
 
 def title(trace: Trace) -> str:
-    """Returns where and with what it ran."""
+    """Returns the duration, the devices and the versions of a trace."""
     versions = ", ".join(f"{what} {version}" for what, version in trace.versions.items())
     return " · ".join(filter(None, (time_text(trace.seconds), ", ".join(trace.devices) or "no device", versions)))
 
 
 def to_text(trace: Trace) -> str:
-    """Returns the report as text: summary, advice and what saved most."""
+    """Returns the report as text: summary, advice and the savers of most bytes."""
     return "\n".join(_lines(trace))
 
 
@@ -156,7 +160,7 @@ def time_text(seconds: float) -> str:
 
 
 def _rate(trace: Trace, *kinds: SliceKind) -> str:
-    """Returns bytes a second over the link, while at least one copy ran."""
+    """Returns the rate of the link while at least one copy ran."""
     copies = [one for one in trace.slices if one.track in kinds]
     seconds = covered_seconds((one.start, one.stop) for one in copies)
     return f" at {rate_text(sum(one.nbytes for one in copies) / seconds)}" if seconds else ""

@@ -19,7 +19,7 @@ from eager_offload.stats import OffloadStats
 
 
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
-    """The report of a run that was configured so; ends in advice."""
+    """Returns the report of a run with that configuration; it ends in advice."""
     lines = [_headline(stats, config), *_table(stats), *_peaks(stats)]
     if stats.max_inflight_bytes:
         out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
@@ -60,7 +60,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
 
 
 def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
-    """What it came to."""
+    """Returns the first line: the peaks, and the share of time that compute waited."""
     if not config.enabled:
         return "switched off"
     before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
@@ -76,7 +76,7 @@ def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
 
 
 def _table(stats: OffloadStats) -> Iterator[str]:
-    """Amounts, for a step and in all."""
+    """Yields the lines of amounts, for a step and in all."""
     steps = max(stats.steps, 1)
 
     def row(name: str, nbytes: int, rest: str = "") -> str:
@@ -104,7 +104,7 @@ def _table(stats: OffloadStats) -> Iterator[str]:
 
 
 def _step_times(stats: OffloadStats) -> str:
-    """What a step takes beside one without offload, where both were measured."""
+    """Returns the times of a step with and without offload, if both were measured."""
     plan = stats.plan
     if plan is None or plan.step_seconds is None or plan.without_offload_seconds is None:
         return ""
@@ -112,7 +112,7 @@ def _step_times(stats: OffloadStats) -> str:
 
 
 def _codecs_text(stats: OffloadStats) -> str:
-    """What codecs came to."""
+    """Returns the bytes that each codec has packed, and how often it refused."""
     found = []
     for name, nbytes in sorted(stats.coded_bytes.items()):
         packed = stats.packed_bytes[name]
@@ -133,13 +133,13 @@ def _peaks(stats: OffloadStats) -> Iterator[str]:
 
 
 def _column(nbytes: int) -> str:
-    """A size with its unit below the others' units."""
+    """Returns a size for a column, units below each other."""
     number, unit = size_text(nbytes).split()
     return f"{number:>9} {unit:<3}"
 
 
 def _short(nbytes: int) -> str:
-    """A size in three digits."""
+    """Returns a size in three digits."""
     number, unit = size_text(nbytes).replace(",", "").split()
     return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
 

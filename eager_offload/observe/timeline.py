@@ -1,4 +1,4 @@
-"""What took time while a trace ran: noted as moments of a device, which become times when the trace ends."""
+"""The timeline of a trace: work is noted as moments of a device, which become times when the trace ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
 from eager_offload.trace_file import Slice, SliceKind
 
-#: Slices, samples and saves each, beyond which a trace only counts: a viewer could not show them, and memory is finite.
+#: The most slices, samples and saves of a trace; more are only counted, because no viewer could show them.
 MOST = 1 << 20
-#: Seconds; a wait that is shorter has not waited.
+#: Seconds; a shorter wait is not shown.
 _NO_WAIT = 1e-6
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ class Noted(NamedTuple):
 
 
 class _Both(NamedTuple):
-    """One moment of a device, and when it was on the host's clock."""
+    """One moment of a device, and its time on the host's clock."""
 
     moment: Moment
     seconds: float
@@ -39,45 +39,45 @@ class _Both(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Saver:
-    """What has saved something."""
+    """The module and the operation that have saved a tensor."""
 
     module: str = ""
-    #: Empty until backward has come to it.
+    #: Empty until backward has come to the operation.
     operation: str = ""
 
 
 class Timeline:
-    """The time of all devices that a trace comes across, and everything that took some.
+    """The clocks of all devices of a trace, and the work that took time on them.
 
-    [Note: two clocks] A device's moments lie on a clock of its own. Both clocks are read when all that was noted is
-    over, and each moment is placed by what lies between it and that one. So nothing waits while the trace runs.
+    [Note: two clocks] A device's moments lie on a clock of its own. Both clocks are read when all noted work is over,
+    and each moment is placed by its distance from that reading. So nothing waits while the trace runs.
 
     Args:
-        runtime_of: what serves a device.
+        runtime_of: returns the runtime of a device.
     """
 
     def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:
         self._runtime_of = runtime_of
         self._runtimes: dict[torch.device, Runtime] = {}
         self._lock = threading.RLock()
-        #: Its clock may be a simulated one.
+        #: The host's runtime, whose clock may be a simulated one.
         self._host = runtime_of(torch.device("cpu")) or host_runtime()
         self._began = self._host.moment(None)
-        #: Give the slices of what took time, once it is over.
+        #: Functions that return the slices of noted work, once it is over.
         self._entries: list[Callable[[], Iterator[Slice]]] = []
-        #: The moments of devices that these come from.
+        #: The moments that these use.
         self._noted: list[Noted] = []
-        #: See [Note: two clocks]; of each device that has a clock of its own.
+        #: For each device with a clock of its own, the reading of both clocks: see [Note: two clocks].
         self._ends: dict[torch.device, _Both] = {}
-        #: The threads that were on a track of a device, in order: each has a track of its own.
+        #: The threads of each track of a device, in order: each thread gets a track of its own.
         self._threads: dict[tuple[str, str], list[int]] = {}
-        #: What there was no room for.
+        #: The number of entries without room.
         self.dropped = 0
-        #: Whether nothing is written down any more.
+        #: Whether the recording has ended.
         self.is_over = False
 
     def runtime(self, device: torch.device) -> Runtime:
-        """Returns what tells the time of ``device``: of one that nothing is moved from, the host."""
+        """Returns the runtime that tells the time of ``device``: the host's, if nothing moves off the device."""
         with self._lock:
             if device not in self._runtimes:
                 try:
@@ -88,7 +88,7 @@ class Timeline:
             return self._runtimes[device]
 
     def stop(self) -> None:
-        """Writes nothing down any more, and forgets what was; may be called again."""
+        """Ends the recording and drops its entries; may be called again."""
         self.is_over = True
         self._entries.clear()
         self._noted.clear()
@@ -104,13 +104,13 @@ class Timeline:
         return seconds
 
     def moment(self, device: torch.device, stream: Stream | None = None) -> Noted:
-        """Returns the moment when ``stream`` comes to this point; by default the one that ``device`` computes on."""
+        """Returns the moment when ``stream`` reaches this point; the default is the compute stream of ``device``."""
         runtime = self.runtime(device)
         stream = runtime.current_stream(device) if stream is None else stream
         return Noted(device, runtime.moment(stream), self.now())
 
     def keep(self, entries: list[_T], entry: _T) -> bool:
-        """Writes ``entry`` down, or counts it where there is no room; returns whether there was. For any thread."""
+        """Appends ``entry``, or counts it if there is no room; returns whether there was. For any thread."""
         if self.is_over or len(entries) >= MOST:
             self.dropped += not self.is_over
             return False
@@ -118,7 +118,7 @@ class Timeline:
         return True
 
     def worked(self, draft: Slice, began: Noted, ended: Noted, thread: int) -> None:
-        """A thread, or the stream that it computes on, did what ``draft`` says, which has no times yet."""
+        """Notes work of a thread, or of its compute stream; ``draft`` is its slice without times."""
 
         def slices() -> Iterator[Slice]:
             start = self._seconds_of(began)
@@ -134,14 +134,14 @@ class Timeline:
             self._noted += began, ended
 
     def copied(self, draft: Slice, device: torch.device, event: Event, saver: Saver) -> None:
-        """Bytes of ``saver`` travelled to or from ``device``, as ``event`` tells."""
+        """Notes a copy of bytes of ``saver`` to or from ``device``, which ``event`` has timed."""
         runtime = self.runtime(device)
 
         def slices() -> Iterator[Slice]:
             try:
                 runtime.synchronize(event)
             except OffloadError:
-                return  # the bytes are where they were
+                return  # the copy failed, and the bytes are in their old place
             for span in runtime.spans(event):
                 start, stop = self._place(device, span.began), self._place(device, span.ended)
                 if start is not None and stop is not None:
@@ -152,7 +152,7 @@ class Timeline:
         self.keep(self._entries, slices)
 
     def slices(self) -> tuple[Slice, ...]:
-        """Returns all, in the order of their beginning, outer ones first; the host waits until they are over."""
+        """Returns all slices by their beginning, outer ones first; the host waits until their work is over."""
         for one in self._noted:
             if not isinstance(one.moment, float):
                 self.runtime(one.device).seconds_between(one.moment, one.moment, synchronize=True)
@@ -165,12 +165,12 @@ class Timeline:
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
 
     def _seconds_of(self, noted: Noted) -> float:
-        """Returns when ``noted`` was; where its device does not tell that, when it was enqueued."""
+        """Returns the time of ``noted``; if its device does not tell the time, the time when it was enqueued."""
         seconds = self._place(noted.device, noted.moment)
         return noted.enqueued if seconds is None else seconds
 
     def _place(self, device: torch.device, moment: Moment) -> float | None:
-        """Returns the seconds since the trace began; ``None`` where ``device`` does not tell them."""
+        """Returns the seconds from the beginning of the trace; ``None`` if ``device`` does not tell the time."""
         if isinstance(moment, float):
             return self.seconds_at(moment)
         end = self._ends.get(device)

@@ -1,4 +1,5 @@
-"""``with offload.trace(path):``: what a trace needs before, what it puts in place, and that all of it goes again."""
+"""``with offload.trace(path):`` checks the path, installs a recorder, writes the file, and removes the recorder
+again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from eager_offload.trace_file import write_trace
 
 
 class _Traced(Protocol):
-    """What a trace needs of an ``Offload``, which imports this module."""
+    """The part of ``Offload`` that a trace uses; ``Offload`` imports this module."""
 
     config: OffloadConfig
     pack: Callable[[Tensor], object]
@@ -40,7 +41,7 @@ class Tracing:
 
     def __init__(self, offload: _Traced, path: str | os.PathLike[str]) -> None:
         self._offload = offload
-        #: Where the file will be.
+        #: The path of the file.
         self.path = _writable(path)
         self._recorder: TraceRecorder | None = None
         self._process = os.getpid()
@@ -99,7 +100,7 @@ class Tracing:
             warn(message)
 
     def _take_all_away(self) -> None:
-        """Does so where an interrupt comes into it too."""
+        """Removes the recorder, also if an interrupt comes in its midst."""
         try:
             self._take_away()
         except BaseException:
@@ -107,7 +108,7 @@ class Tracing:
             raise
 
     def _take_away(self) -> None:
-        """Takes away all that was put in place; may be called again."""
+        """Removes the recorder; may be called again."""
         offload, recorder = self._offload, self._recorder
         if recorder is not None:
             offload.pack = offload._hooks.pack
@@ -116,7 +117,7 @@ class Tracing:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """Returns ``path``; raises ``ConfigError`` where no file can be put there."""
+    """Returns ``path``; raises ``ConfigError`` if no file can be written there."""
     try:
         found = Path(os.fsdecode(path)).absolute()
     except TypeError:

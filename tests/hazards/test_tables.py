@@ -30,7 +30,7 @@ from tests.threads import collect
 
 SIDE = 16
 SIZE = SIDE * SIDE * 4
-NEEDS_OTHERS = pytest.mark.filterwarnings("ignore:eager_offload. the step plan that was given does not fit")
+NEEDS_OTHERS = pytest.mark.filterwarnings("ignore:eager_offload. the step table that was given does not fit")
 
 
 def chain(x: Tensor, count: int = 3) -> Tensor:
@@ -360,7 +360,7 @@ def test_h54_a_table_serves_another_process_and_one_of_another_model_is_told_of(
     with warnings.catch_warnings(record=True, action="always") as warned:
         for seed in range(3):
             assert_identical(branches(Run(), layers, seed), branches(Run(Settled(other)), layers, seed))
-    assert ["the step plan that was given does not fit this model" in str(one.message) for one in warned] == [True]
+    assert ["the step table that was given does not fit this model" in str(one.message) for one in warned] == [True]
     assert_moved(assert_settled(other))
     with pytest.raises(eo.ConfigError, match="does not go with step_plans=False"):
         Offload(plan=plan, step_plans=False)

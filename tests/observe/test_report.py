@@ -11,7 +11,7 @@ import pytest
 
 from eager_offload.__main__ import main
 from eager_offload.observe.figure import trace_figure, write_page
-from eager_offload.observe.report import SavedRow, saved_rows, summary, to_text
+from eager_offload.observe.report import SaverRow, saved_rows, summary, to_text
 from eager_offload.trace_file import FORMAT, MemorySample, SavedGroup, Slice, SliceKind, Trace, read_trace, write_trace
 
 MIB = 1 << 20
@@ -81,13 +81,13 @@ def test_the_report_has_the_numbers_of_the_trace() -> None:
         "Compute stalled": ("15.0 ms", "1.7 % of 900.0 ms; the host waited 6.00 s"),
         "Fallbacks": ("2", "budget 2"),
     }
-    first = SavedRow("Mm", "Net.layers.*.mlp", 2, 4, 70, {"offloaded": 30, "newest": 40})
+    first = SaverRow("Mm", "Net.layers.*.mlp", 2, 4, 70, {"offloaded": 30, "newest": 40})
     assert saved_rows(SAVED) == [
         first,
-        SavedRow("Mm", "Net.head2", 1, 1, 5, {"newest": 5}),
-        SavedRow("Mm", AWKWARD, 1, 1, 3, {"shared": 3}),
+        SaverRow("Mm", "Net.head2", 1, 1, 5, {"newest": 5}),
+        SaverRow("Mm", AWKWARD, 1, 1, 3, {"shared": 3}),
     ]
-    assert saved_rows(SAVED, most=1) == [first, SavedRow("2 others", "", 2, 2, 8, {"newest": 5, "shared": 3})]
+    assert saved_rows(SAVED, most=1) == [first, SaverRow("2 others", "", 2, 2, 8, {"newest": 5, "shared": 3})]
     text = to_text(EXAMPLE)
     assert "Net.layers.*.mlp (newest 40 B, offloaded 30 B)" in text
     assert "The run ended early: ValueError" in text

@@ -69,8 +69,8 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs observe/doctor "
-    "runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
+    "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs "
+    "observe/doctor runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )
 _DEVICE = (

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from eager_offload import CapacityError, Offload
+import eager_offload
+from eager_offload import CapacityError, Offload, OffloadConfig
 from eager_offload.engine.captured import CapturedCopy, CapturedTransfers, lay_out
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
@@ -471,6 +472,26 @@ def test_what_cannot_be_captured_is_an_error_before_the_first_warm_up(name: str,
     with pytest.raises(error, match=message):
         capture_step(lambda: calls.append(1), **arguments(offloads, tmp_path))
     assert not calls
+
+
+def test_a_plan_may_be_captured_and_a_step_table_not() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(3)))
+    batch, config = torch.randn(1024, 256), OffloadConfig(tier="host", min_bytes="64KiB", step_plans=True)
+    plan = eager_offload.plan(model, (batch,), device="h100", policy="max", config=config)
+    model, batch = model.to(NAME), batch.to(NAME)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+
+    offload = Offload(plan=plan)
+    with capture_step(step, offload=offload) as captured:
+        assert captured.plan is not None
+        assert captured.plan.moved_bytes
+    for _ in range(3):
+        with offload:
+            step()
+    with pytest.raises(CaptureStateError, match="with a StepTable as its plan"):
+        capture_step(step, offload=Offload(config, plan=offload.step_plan()))
 
 
 def test_where_a_step_cannot_be_captured(tmp_path: Path, offloads: Any) -> None:
