@@ -214,7 +214,7 @@ class OffloadStats:
     prefetch_bytes: int = 0
     """The prefetch window in force, likewise."""
     keep_last_bytes: int = 0
-    """The newest saved bytes for which the budget leaves room, or which ``policy="free"`` or ``max_slowdown`` keeps."""
+    """Bytes of the last known step that stayed because of ``device_budget``, ``policy="free"`` or ``max_slowdown``."""
     slowdown: float = 0.0
     """The share of a step without offload for which compute waited for transfers, by the device's own clock, in the
     last steps that ``policy="free"`` or ``max_slowdown`` has judged."""

@@ -35,7 +35,7 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     if stats.device_budget:
         lines.append(
             f"budget     {size_text(stats.device_budget)} of the device, whose peak was "
-            f"{size_text(stats.device_memory_peak)}: the newest {size_text(stats.keep_last_bytes)} may stay"
+            f"{size_text(stats.device_memory_peak)}: {size_text(stats.keep_last_bytes)} may stay"
         )
     learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
     if (setting := config.slowdown) is not None and learns:
