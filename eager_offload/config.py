@@ -227,7 +227,8 @@ class OffloadConfig(_BesideFields):
 
     step_plans: bool | Auto = "auto"
     """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
-    that are alike, ``True`` after 1, ``False`` never."""
+    that are alike, ``True`` after 1, ``False`` never. ``device_budget``, ``policy="free"`` and ``max_slowdown`` look
+    steps up after 1, whatever is given here."""
 
     device_budget: Size | None = None
     """Bytes of the device that training may take: as little moves as fits. ``"auto"`` is the used memory and nine
