@@ -137,17 +137,19 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             saves.forget_storage(self)
         super().on_finalized()
 
+    def stay(self, reason: KeepReason) -> None:
+        super().stay(reason)
+        if (saved := self()) is not None:
+            saved.slot = None
+
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         saved = self()
         if saved is not None and failure is None:
             saved.saves.on_arrival(saved, transfer)
         super().on_transferred(transfer, failure)
-        if saved is not None:
-            if failure is None:
-                saved.packed = None
-                saved.release_source()
-            else:
-                saved.slot = None
+        if saved is not None and failure is None:
+            saved.packed = None
+            saved.release_source()
 
 
 class ViewRecord(FinalizerRecord["SavedView"]):

@@ -33,10 +33,10 @@ class Reloading:
         """The saved tensor again, for the stream that is current now; brings back early what is expected next."""
         offloader, order, saved, step = self._offloader, self.order, view.storage, view.step
         runtime, record = offloader.runtime, saved.record
+        if offloader.is_captured:
+            offloader.send_one(lambda one: one is record or order.holds(one))
         with offloader.lock:
             offloader.poll()
-            if offloader.is_captured:
-                offloader.send_one(lambda one: one is record or order.holds(one))
             stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
             reload = None if tensor is not None else self._reload_for(saved, stream)
@@ -116,7 +116,7 @@ class Reloading:
         """Backward has come to a storage, so that to move it from now on would be in vain."""
         record = saved.record
         if record.state is LEAVING and self._offloader.cancel_copy_of(record):
-            self._offloading.stay_after_all(saved)
+            record.stay(KeepReason.NEWEST)
         elif record.state is WAITING:
             self.stay(saved)
 

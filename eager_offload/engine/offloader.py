@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from eager_offload.engine.transfer import Transfer
+from eager_offload.engine.transfer import CountedBytes, Transfer
 from eager_offload.engine.transfer_log import TransferLog, Waited
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
@@ -189,6 +189,12 @@ class DeviceOffloader(Transfers):
         with self.lock:
             self.poll()
             return oldest not in self._out
+
+    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
+        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
+
+        Outside of captures each goes when its copy is over.
+        """
 
     # -- either way -------------------------------------------------------------------------------------------------
 

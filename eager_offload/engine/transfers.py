@@ -20,7 +20,7 @@ that takes the next ones by itself when it has done what it was given (``poll_fr
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
@@ -140,12 +140,6 @@ class Transfers:
     def refuses_saves(self) -> bool:
         """Whether what is saved now stays."""
         return self.is_capturing()
-
-    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
-
-        Outside of captures each goes when its copy is over.
-        """
 
     def warn(self, message: str) -> None:
         """A warning to the user."""
