@@ -45,8 +45,7 @@ class Reloading:
                     self._stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                now = runtime.moment(stream if runtime.knows_moments else None)
-                assert isinstance(now, float)
+                now = runtime.clock()
                 expected = step.asked(view.number, now)
                 if expected is not None:  # other than before
                     order.arrange(step.sequence, expected)

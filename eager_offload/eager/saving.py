@@ -314,8 +314,7 @@ class SavedTensors:
         number = len(step.log.facts)
         first = known.first if known is not None and known.step is step else number
         stream, codec = runtime.current_stream(self.device), codec_here(self.rules)
-        now = runtime.moment(stream if runtime.knows_moments else None)
-        assert isinstance(now, float)
+        now = runtime.clock()
         facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first, codec
         row = step.save(*facts, now, offloader.inflight_bytes)
         if known is not None:
@@ -433,8 +432,7 @@ class SavedTensors:
     def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> None:
         """Logs a save of a known storage, with ``nbytes`` bytes; written out in ``_save``, where it would be a call."""
         runtime, ahead = self._runtime, self.offloader.inflight_bytes
-        now = runtime.moment(stream if runtime.knows_moments else None)
-        assert isinstance(now, float)
+        now = runtime.clock()
         step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:

@@ -140,8 +140,9 @@ class DeviceOffloader(Transfers):
             except MustGrow:
                 slot = self._grow(tier, nbytes)
             if slot is not None:
-                with self.lock:
-                    self._note_tier(tier)
+                if tier is not self.tiers[0]:
+                    with self.lock:
+                        self._note_tier(tier)
                 return slot
         with self.lock:
             self._note_no_room(nbytes, fallback)
@@ -212,7 +213,8 @@ class DeviceOffloader(Transfers):
         """
         runtime, event = self.runtime, transfer.event
         if runtime.query(event):
-            runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
+            if runtime.may_have_failed(event):
+                runtime.synchronize(event)
             return
         with self._counting_wait(stream, event, what=what, fills_window=fills_window):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)

@@ -209,9 +209,11 @@ class AcceleratorRuntime(Runtime):
     def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
         if isinstance(before, float):
             return super().seconds_between(before, after)
+        if self._inherited:
+            return 0.0
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
-        with suppress(OffloadError):  # of a graph that was captured, or of the parent of this process
+        with suppress(OffloadError):  # of a graph that was captured
             for moment in (after, before):
                 if not self.query(moment):
                     if not synchronize:

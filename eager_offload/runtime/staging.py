@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class _Room:
 
     def after_fork(self) -> None:
         self._lock.after_fork()
-        self._given_back = threading.Condition(self._lock.lock)
+        self._given_back = threading.Condition(cast(Any, self._lock.lock))
         #: How many parts are taken.
         self._taken = 0
 
