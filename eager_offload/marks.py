@@ -246,11 +246,6 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
     standing.pop(storage_key(storage), None)
 
 
-def in_force() -> bool:
-    """Whether anything that a user has said may concern what the calling thread saves."""
-    return bool(inside.keeps) or (bool(standing) and any_marks())
-
-
 def any_marks() -> bool:
     """Whether there is any mark at all: the common case is none, and then no storage has to be looked up.
 

@@ -25,7 +25,6 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -180,18 +179,10 @@ class CapturedTransfers(DeviceOffloader):
         self._failure: OffloadError | None = None
         self._is_over = False
 
-    @cached_property
-    def _stream_out(self) -> Stream:
-        return self._stream(Direction.OUT)
-
-    @cached_property
-    def _stream_in(self) -> Stream:
-        return self._stream(Direction.IN)
-
-    def _stream(self, direction: Direction) -> torch.Stream:
+    def _stream(self, direction: Direction) -> Stream:
         """A capture has streams of its own: the process's stay free for other threads meanwhile."""
         if self._slab is None:
-            return self.runtime.transfer_stream(self.device, direction)
+            return super()._stream(direction)
         streams = self.runtime.capture_streams(self.device)
         return streams.outward if direction is Direction.OUT else streams.inward
 

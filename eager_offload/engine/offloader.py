@@ -17,18 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-import torch
-
 from eager_offload.engine.transfer import CountedBytes, Transfer
-from eager_offload.engine.transfer_log import TransferLog, Waited
+from eager_offload.engine.transfer_log import Waited
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Event, Runtime, Stream
-from eager_offload.schedule import Windows
-from eager_offload.stats import Accounts
+from eager_offload.runtime.base import Event, Stream
 from eager_offload.tiers.base import MustGrow, Slot, Tier
-from eager_offload.tiers.forking import tell_after_fork
 
 
 class Census(NamedTuple):
@@ -47,30 +42,6 @@ class DeviceOffloader(Transfers):
     What this class adds takes the lock itself where it needs it. The host waits in it, so whoever calls it does not
     hold the lock; what is of ``Transfers`` is for those who do, see ``locked``.
     """
-
-    def __init__(
-        self,
-        device: torch.device,
-        runtime: Runtime,
-        tiers: Sequence[Tier],
-        accounts: Accounts,
-        transfer_log: TransferLog,
-        *,
-        windows: Windows,
-    ) -> None:
-        super().__init__(device, runtime, tiers, accounts, transfer_log, windows=windows)
-        #: That of the accounts.
-        self.lock = self.accounts.lock
-        self.runtime.poll_when_idle(self)
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
-        self.lock = self.accounts.lock
-        for transfer in self.held_back():
-            self.cancel(transfer)
-            assert transfer.record is not None
-            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
 
     @contextmanager
     def locked(self) -> Iterator[Transfers]:

@@ -36,6 +36,7 @@ from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, Slot, Tier
+from eager_offload.tiers.forking import tell_after_fork
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -102,7 +103,8 @@ class Transfers:
         self.device = device
         self.runtime = runtime
         self.tiers = tiers
-        self.accounts = accounts
+        #: Whose lock all of this needs.
+        self.accounts, self.lock = accounts, accounts.lock
         self.transfer_log = transfer_log
         #: See [Note: an interrupt is a crash of the offloader] in ``offloader.py``.
         self.is_crashed = False
@@ -133,6 +135,15 @@ class Transfers:
         if not runtime.copies_hold_their_ends:
             runtime.outlive(self, self._out)
             runtime.outlive(self, self._in)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
+        self.lock = self.accounts.lock
+        for transfer in self.held_back():
+            self.cancel(transfer)
+            assert transfer.record is not None
+            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work goes into a graph that is being captured."""
@@ -151,11 +162,14 @@ class Transfers:
 
     @cached_property
     def _stream_out(self) -> Stream:
-        return self.runtime.transfer_stream(self.device, Direction.OUT)
+        return self._stream(Direction.OUT)
 
     @cached_property
     def _stream_in(self) -> Stream:
-        return self.runtime.transfer_stream(self.device, Direction.IN)
+        return self._stream(Direction.IN)
+
+    def _stream(self, direction: Direction) -> Stream:
+        return self.runtime.transfer_stream(self.device, direction)
 
     # -- out --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import abc
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -50,15 +50,6 @@ class Layout(NamedTuple):
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
     alignment_offset: int = 0
-
-
-def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds during which at least one of the spans, each from its start to its stop, goes on."""
-    covered = reached = 0.0
-    for start, stop in sorted(spans):
-        covered += max(stop - max(start, reached), 0.0)
-        reached = max(reached, stop)
-    return covered
 
 
 class Span(NamedTuple):

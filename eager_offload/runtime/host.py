@@ -74,8 +74,8 @@ class HostRuntime(Runtime):
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
         # [Note: copies that are held back] in engine/transfers.py: it takes the next ones.
-        self._out.runs_dry = partial(_refill, self._polled)
-        self._out.pauses = partial(_poll_all, self._polled)
+        self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
+        self._out.pauses = partial(_poll, self._polled)
         self._bandwidth: float | None = None
         self._process = psutil.Process()
         tell_after_fork(self)
@@ -159,15 +159,9 @@ class HostRuntime(Runtime):
         self._process = psutil.Process()
 
 
-def _poll_all(pollables: Living[Pollable]) -> bool:
-    """Whether each of them, and none is left out, has taken up what is over."""
-    polled = [one.poll_from_thread() for one in pollables]
-    return all(polled)
-
-
-def _refill(pollables: Living[Pollable]) -> bool:
-    """Does the same for those alone that hold copies back."""
-    polled = [one.poll_from_thread() for one in pollables if one.holds_copies()]
+def _poll(pollables: Living[Pollable], *, holding_copies: bool = False) -> bool:
+    """Whether all of them, or those alone that hold copies back, have taken up what is over; none is left out."""
+    polled = [one.poll_from_thread() for one in pollables if not holding_copies or one.holds_copies()]
     return all(polled)
 
 
