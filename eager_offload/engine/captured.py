@@ -24,6 +24,7 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -87,17 +88,17 @@ def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
 
     First fit: each storage takes the first hole that is large enough, from its copy out to its last copy back.
     """
-    last_back = {copy.key: number for number, copy in enumerate(copies) if copy.is_back}
+    last_back = {one.key: number for number, one in enumerate(copies) if one.is_back}
     holes: list[_Hole] = []
     ending: list[tuple[int, _Hole]] = []  # a heap: by the copy after which each is a hole
     places: dict[int, Place] = {}
     end = 0
-    for number, copy in enumerate(copies):
+    for number, one in enumerate(copies):
         while ending and ending[0][0] < number:
             _insert(holes, heapq.heappop(ending)[1])
-        if copy.is_back:
+        if one.is_back:
             continue
-        nbytes = -(-copy.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
         index = next((index for index, hole in enumerate(holes) if hole.stop - hole.start >= nbytes), None)
         if index is None:
             start, behind = end, -1
@@ -105,8 +106,8 @@ def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
         else:
             start, stop, behind = holes[index]
             holes[index : index + 1] = [_Hole(start + nbytes, stop, behind)] if stop - start > nbytes else []
-        places[copy.key] = Place(start, behind)
-        last = last_back.get(copy.key, -1)
+        places[one.key] = Place(start, behind)
+        last = last_back.get(one.key, -1)
         heapq.heappush(ending, (max(last, number), _Hole(start, start + nbytes, max(last, behind))))
     return SlabLayout(places, end)
 
@@ -175,7 +176,8 @@ class CapturedTransfers(DeviceOffloader):
         self._events: list[Event] = []
         #: What a source that goes is being packed from, with the event behind that; ``None`` where nothing is.
         self._packing: tuple[Event, object] | None = None
-        #: Why there is no graph: a copy of a capture that differs from the step before, or that failed.
+        #: Why there is no graph: a copy of a capture that differs from the step before, or that failed. Copies of it
+        #: are raised: an error that is raised holds the frames that it has come through, and they hold this.
         self._failure: OffloadError | None = None
         self._is_over = False
 
@@ -280,7 +282,7 @@ class CapturedTransfers(DeviceOffloader):
         super()._fail(transfer, failure)
         if self._slab is not None:
             self._failure = failure
-            raise failure
+            raise copy(failure)
 
     def _note(self, copied: CapturedCopy) -> None:
         """Writes a copy down.
@@ -294,7 +296,7 @@ class CapturedTransfers(DeviceOffloader):
                 f"a step has to do the same in its warm-ups and in the capture, and differs first at copy {number}, of "
                 f"{copied.nbytes:,} bytes. What holds graphs alive until the garbage collector comes cannot be captured"
             )
-            raise self._failure
+            raise copy(self._failure)
         self.log.copies.append(copied)
 
     # -- back -------------------------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ class CapturedTransfers(DeviceOffloader):
                 gone on.
         """
         if self._failure is not None:
-            raise self._failure
+            raise copy(self._failure)
         for direction in (False, True):
             if any(copied.is_back is direction for copied in self.log.copies):
                 stream = self._stream_in if direction else self._stream_out
