@@ -353,7 +353,7 @@ class CapturedTransfers(DeviceOffloader):
     def close(self) -> None:
         """Nothing more is copied."""
         with self.lock:
-            for transfer in self.held_back():
+            for transfer in list(self._held_back):
                 self.cancel(transfer)
                 assert transfer.record is not None
                 transfer.record.stay(KeepReason.NEWEST)

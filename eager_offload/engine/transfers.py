@@ -140,7 +140,7 @@ class Transfers:
     def after_fork(self) -> None:
         """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
         self.lock = self.accounts.lock
-        for transfer in self.held_back():
+        for transfer in list(self._held_back):
             self.cancel(transfer)
             assert transfer.record is not None
             transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
@@ -267,10 +267,6 @@ class Transfers:
             self._held_back[transfer] = _HeldBack(source, slot, computed, key)
             self._held_back_bytes += transfer.moved
             self._start_held_back()
-
-    def held_back(self) -> list[Transfer]:
-        """The copies out that no stream was given yet."""
-        return list(self._held_back)
 
     @property
     def leaving_bytes(self) -> int:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -46,14 +46,6 @@ from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
-
-
-class Enqueue(Protocol):
-    """Puts a copy of bytes on a stream, behind events of the device."""
-
-    def __call__(
-        self, target: Tensor, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
-    ) -> AcceleratorEvent: ...
 
 
 class StagedEvent:
@@ -160,11 +152,11 @@ class Staging:
 
     Args:
         device: the runtime that it belongs to.
-        enqueue: how that runtime puts a copy on a stream.
+        enqueue: puts a copy of bytes on a stream, behind events of the device.
         limit: bytes of staging memory for each way.
     """
 
-    def __init__(self, device: Runtime, enqueue: Enqueue, limit: int = STAGING_BYTES) -> None:
+    def __init__(self, device: Runtime, enqueue: Callable[..., AcceleratorEvent], limit: int = STAGING_BYTES) -> None:
         self._device = device
         self._enqueue = enqueue
         self._writer = TransferThread("eager_offload-write")
