@@ -6,8 +6,13 @@
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
 and while one is copied back, the next is read: the room that was read into last is held, or the next read would be
-given that one again and wait for its copy. Room is bounded for each way, for all disks together; a copy without it
-waits until a thread has done with some. A storage that is larger than the bound has all of it alone.
+given that one again and wait for its copy. Room is bounded for each way, for all disks together. A storage that is
+larger than the bound has all of it alone.
+
+[Note: no room]
+The caller holds a lock, so it does not wait for room. Without room the copy off the device is left to the writer, which
+waits, like the reader, until another thread has done with some. From then on all copies are left to it, until it has
+come to the last of these: room that is taken for a later write would be waited for in vain.
 
 [Note: where the bytes are safe]
 An offload is over when its bytes are in the tier, not when they are in staging: until then the source lives, and a
@@ -27,7 +32,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -103,14 +109,28 @@ class _Room:
     def after_fork(self) -> None:
         self._lock.after_fork()
         self._given_back = threading.Condition(cast(Any, self._lock.lock))
-        #: How many parts are taken.
-        self._taken = 0
+        #: How many parts are taken, and how many ``take_later`` is still to take.
+        self._taken = self._left = 0
 
-    def take(self, nbytes: int) -> HostSlot | None:
-        """Takes room for ``nbytes``, until ``give_back``; waits while others have too much.
+    def take_at_once(self, nbytes: int) -> HostSlot | None:
+        """Takes room if it is there; ``None`` where it is left to ``take_later``: see [Note: no room]."""
+        with self._given_back:
+            slot = None if self._left else self.take(nbytes, waits=False)
+            self._left += slot is None
+            return slot
+
+    def take_later(self, nbytes: int) -> HostSlot | None:
+        """Does ``take`` for what was left to it."""
+        slot = self.take(nbytes)
+        with self._given_back:
+            self._left -= 1
+        return slot
+
+    def take(self, nbytes: int, *, waits: bool = True) -> HostSlot | None:
+        """Takes room for ``nbytes``, until ``give_back``; may wait while others have too much.
 
         Returns:
-            ``None`` where the system has no memory.
+            ``None`` where the system has no memory, or where it would have to wait.
         """
         with self._given_back:
             pool = self._pool
@@ -120,6 +140,8 @@ class _Room:
             while (slot := pool.allocate(nbytes, limit=self._limit)) is None:
                 if self._latest is not None:
                     self._latest = None
+                elif self._taken and not waits:
+                    return None
                 elif self._taken:
                     self._given_back.wait()
                 else:
@@ -162,27 +184,36 @@ class Staging:
         self._writer = TransferThread("eager_offload-write")
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
+        #: Of what takes room, until its write stands in the queue.
+        self._order = ForkSafeLock()
 
     def offload(
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
-        """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
-        event, room = StagedEvent(), self._out.take(slot.nbytes)
-        if room is None:
-            event.work = self._writer.submit(partial(_refuse, slot))
-            return event
-        rooms = [room]  # the writer takes it out, so that it is free when the writer gives it back
-        try:
-            copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after), timed=timed)
+        """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
+        event, writer, events = StagedEvent(), self._writer.lane(slot.lane), _of_device(after)
+        with self._order.lock:
+            room = self._out.take_at_once(slot.nbytes)
+            if room is None:
+                event.work = writer.submit(partial(self._copy_and_write, event, slot, source, stream, events, timed))
+                return event
+            rooms = [room]  # the writer takes it out, so that it is free when the writer gives it back
             del room
-            event.work = self._writer.lane(slot.lane).submit(partial(self._write, event, slot, rooms, copied))
+            with self._keeping(rooms, stream):
+                copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, events, timed=timed)
+                event.work = writer.submit(partial(self._write, event, slot, rooms, copied))
+        return event
+
+    @contextmanager
+    def _keeping(self, rooms: list[HostSlot], stream: torch.Stream) -> Iterator[None]:
+        """Around what enqueues a copy into a room: what has failed may come after it, and its event is lost then."""
+        try:
+            yield
         except BaseException:
-            # What has failed may come after the copy, whose event is lost then.
             if rooms:
                 self._device.keep_until(self._device.record(stream), rooms.pop())
                 self._out.give_back()
             raise
-        return event
 
     def reload(
         self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], *, timed: bool
@@ -196,6 +227,18 @@ class Staging:
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
     # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
+
+    def _copy_and_write(
+        self, event: StagedEvent, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], timed: bool
+    ) -> None:
+        room = self._out.take_later(slot.nbytes)
+        if room is None:
+            _refuse(slot)
+        rooms = [room]
+        del room
+        with self._keeping(rooms, stream):
+            copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, after, timed=timed)
+        self._write(event, slot, rooms, copied)
 
     def _write(self, event: StagedEvent, slot: Slot, rooms: list[HostSlot], copied: AcceleratorEvent) -> None:
         room = rooms.pop()

@@ -117,40 +117,25 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
     assert_moved(assert_settled(offload))
 
 
-def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
-    backend: VirtualBackend,
-    disk: Callable[..., Offload],
-    limited: Callable[[int], Staging],
-    monkeypatch: pytest.MonkeyPatch,
+def test_pack_goes_on_where_all_staging_room_is_taken(
+    backend: VirtualBackend, disk: Callable[..., Offload], limited: Callable[[int], Staging]
 ) -> None:
-    offload, staging, waits, wait = (
-        disk(step_plans=False),
-        limited(1 << 16),
-        threading.Event(),
-        threading.Condition.wait,
-    )
+    offload, staging = disk(step_plans=False), limited(1 << 16)
     steps = [Step(seed) for seed in range(8)]
-
-    def forward() -> None:
+    expected = [Step(seed).forward(nullcontext()).backward() for seed in range(8)]
+    with gate_before(DiskSlot, "write") as gate:
         with backend.watching(), copies_given_at_once(backend):
             for step in steps:
                 step.forward(offload)
-
-    def noted(condition: threading.Condition, timeout: float | None = None) -> bool:
-        if threading.current_thread() is thread:
-            waits.set()
-        return wait(condition, timeout)
-
-    monkeypatch.setattr(threading.Condition, "wait", noted)
-    thread = threading.Thread(target=forward)
-    with gate_before(DiskSlot, "write") as gate:
-        thread.start()
-        assert waits.wait(60), "eight forwards do not fit into 64 KiB of staging"
-        assert staging_bytes(staging) == 1 << 16, "all of it is taken"
+        gate.wait_until_reached()
+        assert staging_bytes(staging) == 1 << 16, "all of it is taken: eight forwards do not fit into 64 KiB"
         gate.open()
-        thread.join()
-    steps[-1].backward()
+    assert offload.stats(synchronize=True).offloaded_bytes > 1 << 16
+    assert staging_bytes(staging) == 1 << 16
+    for step, alone in zip(steps, expected, strict=True):
+        assert_identical(alone.result, step.backward().result)
     steps.clear()
+    del step
     assert_moved(assert_settled(offload))
 
 
@@ -404,7 +389,7 @@ def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
     synchronize = runtime.synchronize
 
     def forgetful(event: Any) -> None:
-        if thread is None or not threading.current_thread().name.endswith(thread):
+        if thread is None or not threading.current_thread().name.endswith(f"-{thread}"):
             synchronize(event)
 
     def gradient(around: AbstractContextManager[object]) -> Tensor:
