@@ -175,12 +175,15 @@ def test_a_copy_lies_between_the_moments_around_it_and_one_that_failed_has_no_ti
     runtime.synchronize(copied := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
     after = runtime.moment(runtime.current_stream(CPU))
     (span,) = runtime.spans(copied)
-    parts = [between(before, span.began), between(span.began, span.ended), between(span.ended, after)]
-    assert all(seconds is not None and seconds >= 0 for seconds in parts)
+    for waits in (False, True):
+        parts = [between(before, span.began, synchronize=waits), between(span.ended, after, synchronize=waits)]
+        assert all(seconds is not None and seconds >= 0 for seconds in parts)
+    assert runtime.copy_seconds(copied) == pytest.approx(between(span.began, span.ended))
     slot.before = raising(OSError(errno.EIO, "broken"))
     with pytest.raises(eo.TransferError):
         runtime.synchronize(failed := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
     assert runtime.spans(failed) == ()
+    assert runtime.copy_seconds(failed) is None
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

@@ -128,12 +128,15 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             saves.forget_storage(self)
         super().on_finalized()
 
+    def stay(self, reason: KeepReason) -> None:
+        super().stay(reason)
+        if (saved := self()) is not None:
+            saved.slot = None
+
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         saved = self()
         if failure is not None:
             self.stay(KeepReason.FAILED)
-            if saved is not None:
-                saved.slot = None
             return
         if saved is not None:
             saved.saves.on_arrival(saved, transfer)

@@ -82,11 +82,6 @@ class Offloading:
         saved.record.stay(reason)
         self.transfers.resident_bytes -= saved.footprint.nbytes
 
-    def stay_after_all(self, saved: SavedStorage) -> None:
-        """The copy of a storage was cancelled."""
-        saved.slot = None
-        saved.record.stay(KeepReason.NEWEST)
-
     def _reason_to_stay(self, saved: SavedStorage) -> KeepReason | None:
         """Why a storage whose turn it is stays after all."""
         area, storage = saved.footprint, saved.aliases[0].untyped_storage()

@@ -67,7 +67,7 @@ class Reloading:
         """Backward has come to a storage, so that to move it from now on would be in vain."""
         record = saved.record
         if record.state is LEAVING and self._transfers.cancel_copy_of(record):
-            self._offloading.stay_after_all(saved)
+            record.stay(KeepReason.NEWEST)
         elif record.state is WAITING:
             self.stay(saved)
 

@@ -192,10 +192,10 @@ class SavedTensors(Saving):
         """Returns the tensor once its bytes are there; brings back early what is expected next."""
         offloader, order, saved, step = self.offloader, self.order, view.storage, view.step
         runtime, reloading, record = offloader.runtime, self.reloading, saved.record
+        if offloader.is_captured:
+            offloader.send_one(lambda one: one is record or one in order.promised)
         with offloader.lock:
             offloader.poll()
-            if offloader.is_captured:
-                offloader.send_one(lambda one: one is record or one in order.promised)
             stream = runtime.current_stream(offloader.device)
             tensor = reloading.resident(view, stream)
             reload = None if tensor is not None else reloading.reload_for(saved, stream)
@@ -204,9 +204,7 @@ class SavedTensors(Saving):
                     reloading.stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                now = runtime.moment(stream if runtime.knows_moments else None)
-                assert isinstance(now, float)
-                expected = step.asked(view.number, now)
+                expected = step.asked(view.number, runtime.now())
                 if expected is not None:  # other than before
                     order.arrange(step.uses, expected)
                 backward = current_backward()

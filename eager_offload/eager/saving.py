@@ -28,7 +28,7 @@ from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.kernels.codecs import Workspaces
 from eager_offload.marks import Mark, codec_here
-from eager_offload.runtime.base import Layout, Stream
+from eager_offload.runtime.base import Layout
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
 from eager_offload.selection import footprint, root_of
@@ -162,10 +162,8 @@ class Saving(abc.ABC):
         number = len(step.log.facts)
         first = known.first if known is not None and known.step is step else number
         stream, codec = runtime.current_stream(self.device), codec_here(self.rules)
-        now = runtime.moment(stream if runtime.knows_moments else None)
-        assert isinstance(now, float)
         facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first, codec
-        row = step.save(*facts, now, transfers.inflight_bytes)
+        row = step.save(*facts, runtime.now(), transfers.inflight_bytes)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
@@ -263,8 +261,9 @@ class Saving(abc.ABC):
             if counters is record.counters:
                 record.shared_bytes += nbytes
         number = len(step.log.facts)
-        owner, stream = saved.first if saved.step is step else -1, self._runtime.current_stream(self.device)
-        self._note(step, tensor, saved.footprint.nbytes, owner, stream, codec_here(self.rules))
+        owner, codec = saved.first if saved.step is step else -1, codec_here(self.rules)
+        facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner, codec
+        step.save(*facts, self._runtime.now(), self.transfers.inflight_bytes)
         if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
         return self._view(saved, tensor, step, number)
@@ -274,16 +273,9 @@ class Saving(abc.ABC):
         kept = step.kept.get(storage_key(storage))
         if kept is None or kept.storage() is not storage:
             return False
-        stream, nbytes = self._runtime.current_stream(self.device), step.log.facts[kept.number][1]
-        self._note(step, tensor, nbytes, kept.number, stream, codec_here(self.rules))
+        facts = tensor.nbytes, step.log.facts[kept.number][1], tensor.requires_grad, kept.number, codec_here(self.rules)
+        step.save(*facts, self._runtime.now(), self.transfers.inflight_bytes)
         return True
-
-    def _note(self, step: Step, tensor: Tensor, nbytes: int, owner: int, stream: Stream, codec: str) -> None:
-        """Logs a save of a known storage, with ``nbytes`` bytes; written out in ``take``, where it would be a call."""
-        runtime, ahead = self._runtime, self.transfers.inflight_bytes
-        now = runtime.moment(stream if runtime.knows_moments else None)
-        assert isinstance(now, float)
-        step.save(tensor.nbytes, nbytes, tensor.requires_grad, owner, codec, now, ahead)
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
         coding, nbytes = saved.coding, saved.footprint.nbytes

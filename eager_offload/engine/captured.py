@@ -23,23 +23,22 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import CountedBytes, Transfer
-from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.engine.transfers import FoundSlot
-from eager_offload.errors import CaptureStateError, ScheduleMismatchError, reentered
+from eager_offload.errors import CaptureStateError, OffloadError, ScheduleMismatchError, reentered
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
-from eager_offload.schedule import Windows
-from eager_offload.stats import Accounts, KeepReason
-from eager_offload.tiers.base import Slot, Tier
+from eager_offload.stats import KeepReason
+from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.memory import view_of
 
 
@@ -89,17 +88,17 @@ def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
 
     First fit: each storage takes the first hole that is large enough, from its copy out to its last copy back.
     """
-    last_back = {copy.key: number for number, copy in enumerate(copies) if copy.is_back}
+    last_back = {one.key: number for number, one in enumerate(copies) if one.is_back}
     holes: list[_Hole] = []
     ending: list[tuple[int, _Hole]] = []  # a heap: by the copy after which each is a hole
     places: dict[int, Place] = {}
     end = 0
-    for number, copy in enumerate(copies):
+    for number, one in enumerate(copies):
         while ending and ending[0][0] < number:
             _insert(holes, heapq.heappop(ending)[1])
-        if copy.is_back:
+        if one.is_back:
             continue
-        nbytes = -(-copy.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
         index = next((index for index, hole in enumerate(holes) if hole.stop - hole.start >= nbytes), None)
         if index is None:
             start, behind = end, -1
@@ -107,8 +106,8 @@ def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
         else:
             start, stop, behind = holes[index]
             holes[index : index + 1] = [_Hole(start + nbytes, stop, behind)] if stop - start > nbytes else []
-        places[copy.key] = Place(start, behind)
-        last = last_back.get(copy.key, -1)
+        places[one.key] = Place(start, behind)
+        last = last_back.get(one.key, -1)
         heapq.heappush(ending, (max(last, number), _Hole(start, start + nbytes, max(last, behind))))
     return SlabLayout(places, end)
 
@@ -157,41 +156,30 @@ class CapturedTransfers(DeviceOffloader):
 
     Args:
         slab: of the capture; ``None`` for a real step.
+        arguments, named: those of ``Transfers`` behind the device.
     """
 
     is_captured = True
     runtime: AcceleratorRuntime
 
-    def __init__(
-        self,
-        stream: torch.Stream,
-        runtime: AcceleratorRuntime,
-        tiers: Sequence[Tier],
-        accounts: Accounts,
-        *,
-        windows: Windows,
-        slab: GraphSlab | None = None,
-    ) -> None:
-        super().__init__(stream.device, runtime, tiers, accounts, TransferLog(), windows=windows)
+    def __init__(self, stream: torch.Stream, slab: GraphSlab | None, *arguments: Any, **named: Any) -> None:
+        super().__init__(stream.device, *arguments, **named)
         self._compute, self._slab = stream, slab
         #: What the step has copied so far.
         self.log = CopyLog()
         #: Behind each copy of a capture.
         self._events: list[Event] = []
+        #: What a source that goes is being packed from, with the event behind that; ``None`` where nothing is.
+        self._packing: tuple[Event, object] | None = None
+        #: Why there is no graph: a copy of a capture that differs from the step before, or that failed. Copies of it
+        #: are raised: an error that is raised holds the frames that it has come through, and they hold this.
+        self._failure: OffloadError | None = None
         self._is_over = False
 
-    @cached_property
-    def _stream_out(self) -> Stream:
-        return self._stream(Direction.OUT)
-
-    @cached_property
-    def _stream_in(self) -> Stream:
-        return self._stream(Direction.IN)
-
-    def _stream(self, direction: Direction) -> torch.Stream:
+    def _stream(self, direction: Direction) -> Stream:
         """A capture has streams of its own: the process's stay free for other threads meanwhile."""
         if self._slab is None:
-            return self.runtime.transfer_stream(self.device, direction)
+            return super()._stream(direction)
         streams = self.runtime.capture_streams(self.device)
         return streams.outward if direction is Direction.OUT else streams.inward
 
@@ -219,53 +207,77 @@ class CapturedTransfers(DeviceOffloader):
         self.log.found.append(slot is not None)
         return slot
 
+    def has_room(self, nbytes: int) -> bool:
+        return self._packing is None and super().has_room(nbytes)
+
     def offload(self, *arguments: Any, keepalive: object = None, **named: Any) -> None:
-        """As in any step, but that ``keepalive`` goes at once: what it holds is the stream's that computes."""
-        if keepalive is not None and self._slab is None:
-            self.runtime.synchronize(self.runtime.record(self._compute))
+        """As in any step, but that ``keepalive`` goes before anything else leaves or is asked for.
+
+        In a capture it goes at once: what it holds is the stream's that computes.
+        """
+        if keepalive is not None:
+            self._packing = (None, None) if self._slab is not None else (self.runtime.record(self._compute), keepalive)
         super().offload(*arguments, **named)
 
     def _start_held_back(self) -> None:
         """A copy is enqueued where its source has to go, and not before."""
 
     def wait_for_room(self) -> bool:
-        with self.lock:
-            if self._held_back:
-                self._send(next(iter(self._held_back)))
+        if self._packing is None:
+            self._send_first(lambda record: False)
+        else:
+            self._await_packing()
         return True
 
     def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        for transfer in self._held_back:
-            assert transfer.record is not None
-            if not stays(transfer.record):
+        self._await_packing()
+        self._send_first(stays)
+
+    def _await_packing(self) -> None:
+        if self._packing is not None and self._slab is None:
+            with self._counting_wait(None):
+                self.runtime.synchronize(self._packing[0])
+        self._packing = None
+
+    def _send_first(self, stays: Callable[[CountedBytes], bool]) -> None:
+        """Sends the oldest copy out, but for those that ``stays`` names, and in a real step waits for it."""
+        with self.lock:
+            self.poll()
+            found = (transfer for transfer in self._held_back if not stays(cast(CountedBytes, transfer.record)))
+            transfer = next(found, None)
+            if transfer is not None:
                 self._send(transfer)
-                return
+        if transfer is not None and self._slab is None:
+            with suppress(OffloadError):  # `poll` sees to that
+                self.wait(transfer, None, "window is full", fills_window=True)
+            with self.lock:
+                self.poll()
 
     def _send(self, transfer: Transfer) -> None:
-        """Enqueues a copy out, has compute wait for it, and lets go of its source."""
-        source, slot, computed, key = self._held_back.pop(transfer)
-        self._held_back_bytes -= transfer.moved
+        """Enqueues a copy out; in a capture compute waits for it, and its source goes."""
+        held_back = self._held_back[transfer]
+        key, slot = held_back.key, held_back.slot
         assert key is not None
-        assert isinstance(source, Tensor), "this runtime copies no storages"
-        after = (computed, *self._place(slot, key))
-        self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
+        self._note(CapturedCopy(key, False, slot.nbytes))
+        del self._held_back[transfer]
+        self._held_back_bytes -= transfer.moved
+        if self._slab is not None:
+            assert isinstance(slot, GraphSlot)
+            assert self._slab.memory is not None
+            start, behind = self._slab.layout.places[key]
+            slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
+            slot.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
+        self._start(transfer, *held_back)
         self._events.append(transfer.event)
-        if self._slab is None:
-            self._complete_queried(transfer)  # for which the host waits
-        else:
+        if self._slab is not None:
             self.runtime.wait(self._compute, transfer.event)
             self.complete(transfer, None)
 
-    def _place(self, slot: Slot, key: int) -> list[Event]:
-        """Notes that a slot is written; returns what comes before."""
-        self._note(CapturedCopy(key, False, slot.nbytes))
-        if self._slab is None:
-            return [fence.event for fence in slot.fences if fence.runtime is self.runtime and not fence.passed()]
-        assert isinstance(slot, GraphSlot)
-        assert self._slab.memory is not None
-        start, behind = self._slab.layout.places[key]
-        slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
-        return [] if behind < 0 else [self._events[behind]]
+    def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
+        super()._fail(transfer, failure)
+        if self._slab is not None:
+            self._failure = failure
+            raise copy(failure)
 
     def _note(self, copied: CapturedCopy) -> None:
         """Writes a copy down.
@@ -275,10 +287,11 @@ class CapturedTransfers(DeviceOffloader):
         """
         number = len(self.log.copies)
         if self._slab is not None and self._slab.log.copies[number : number + 1] != [copied]:
-            raise ScheduleMismatchError(
+            self._failure = ScheduleMismatchError(
                 f"a step has to do the same in its warm-ups and in the capture, and differs first at copy {number}, of "
                 f"{copied.nbytes:,} bytes. What holds graphs alive until the garbage collector comes cannot be captured"
             )
+            raise copy(self._failure)
         self.log.copies.append(copied)
 
     # -- back -------------------------------------------------------------------------------------------------------
@@ -318,7 +331,14 @@ class CapturedTransfers(DeviceOffloader):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """The step is over: both streams of copies of a capture join that which computes."""
+        """The step is over: both streams of copies of a capture join that which computes.
+
+        Raises:
+            OffloadError: a copy was not as in the step before, or has failed, be it that the step was told so and has
+                gone on.
+        """
+        if self._failure is not None:
+            raise copy(self._failure)
         for direction in (False, True):
             if any(copied.is_back is direction for copied in self.log.copies):
                 stream = self._stream_in if direction else self._stream_out
@@ -328,7 +348,7 @@ class CapturedTransfers(DeviceOffloader):
     def close(self) -> None:
         """Nothing more is copied."""
         with self.lock:
-            for transfer in self.held_back():
+            for transfer in list(self._held_back):
                 self.cancel(transfer)
                 assert transfer.record is not None
                 transfer.record.stay(KeepReason.NEWEST)

@@ -17,18 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-import torch
-
-from eager_offload.engine.transfer import Transfer
-from eager_offload.engine.transfer_log import TransferLog, Waited
+from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.engine.transfer_log import Waited
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
 from eager_offload.live_bytes import LiveBytes
-from eager_offload.runtime.base import Event, Runtime, Stream
-from eager_offload.schedule import Windows
-from eager_offload.stats import Accounts
+from eager_offload.runtime.base import Event, Stream
 from eager_offload.tiers.base import MustGrow, Slot, Tier
-from eager_offload.tiers.forking import tell_after_fork
 
 
 class Census(NamedTuple):
@@ -47,30 +42,6 @@ class DeviceOffloader(Transfers):
     What this class adds takes the lock itself where it needs it. The host waits in it, so whoever calls it does not
     hold the lock; what is of ``Transfers`` is for those who do, see ``locked``.
     """
-
-    def __init__(
-        self,
-        device: torch.device,
-        runtime: Runtime,
-        tiers: Sequence[Tier],
-        accounts: Accounts,
-        transfer_log: TransferLog,
-        *,
-        windows: Windows,
-    ) -> None:
-        super().__init__(device, runtime, tiers, accounts, transfer_log, windows=windows)
-        #: That of the accounts.
-        self.lock = self.accounts.lock
-        self.runtime.poll_when_idle(self)
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
-        self.lock = self.accounts.lock
-        for transfer in self.held_back():
-            self.cancel(transfer)
-            assert transfer.record is not None
-            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
 
     @contextmanager
     def locked(self) -> Iterator[Transfers]:
@@ -140,8 +111,9 @@ class DeviceOffloader(Transfers):
             except MustGrow:
                 slot = self._grow(tier, nbytes)
             if slot is not None:
-                with self.lock:
-                    self._note_tier(tier)
+                if tier is not self.tiers[0]:
+                    with self.lock:
+                        self._note_tier(tier)
                 return slot
         with self.lock:
             self._note_no_room(nbytes, fallback)
@@ -190,6 +162,12 @@ class DeviceOffloader(Transfers):
             self.poll()
             return oldest not in self._out
 
+    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
+        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
+
+        Outside of captures each goes when its copy is over.
+        """
+
     # -- either way -------------------------------------------------------------------------------------------------
 
     def wait(self, transfer: Transfer, stream: Stream | None, what: str, *, fills_window: bool = False) -> None:
@@ -206,7 +184,8 @@ class DeviceOffloader(Transfers):
         """
         runtime, event = self.runtime, transfer.event
         if runtime.query(event):
-            runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)
+            if runtime.may_have_failed(event):
+                runtime.synchronize(event)
             return
         with self._counting_wait(stream, event, what=what, fills_window=fills_window):
             runtime.wait(stream, event) if stream is not None else runtime.synchronize(event)

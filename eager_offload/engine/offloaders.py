@@ -221,6 +221,7 @@ class Offloaders:
         offloader = self._offloaders[device] = DeviceOffloader(
             device, runtime, tiers, self._accounts, self.transfer_log, windows=windows
         )
+        runtime.poll_when_idle(offloader)
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:

@@ -20,7 +20,7 @@ that takes the next ones by itself when it has done what it was given (``poll_fr
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
@@ -36,6 +36,7 @@ from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, Slot, Tier
+from eager_offload.tiers.forking import tell_after_fork
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -60,7 +61,7 @@ class _HeldBack(NamedTuple):
 
     source: Tensor | torch.UntypedStorage
     slot: Slot
-    #: Stands behind what computes ``source``.
+    #: Stands behind what computes ``source``; ``None`` where that is the host, and over.
     computed: Event
     key: int | None
 
@@ -102,7 +103,8 @@ class Transfers:
         self.device = device
         self.runtime = runtime
         self.tiers = tiers
-        self.accounts = accounts
+        #: Whose lock all of this needs.
+        self.accounts, self.lock = accounts, accounts.lock
         self.transfer_log = transfer_log
         #: See [Note: an interrupt is a crash of the offloader] in ``offloader.py``.
         self.is_crashed = False
@@ -130,8 +132,18 @@ class Transfers:
         self._leaving: dict[CountedBytes, Transfer] = {}
         self._warns_later = False
         self._deferred: deque[str] = deque()
-        runtime.outlive(self, self._out)
-        runtime.outlive(self, self._in)
+        if not runtime.copies_hold_their_ends:
+            runtime.outlive(self, self._out)
+            runtime.outlive(self, self._in)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The accounts, which are older, have another lock by now; copies that no stream was given are the parent's."""
+        self.lock = self.accounts.lock
+        for transfer in list(self._held_back):
+            self.cancel(transfer)
+            assert transfer.record is not None
+            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work goes into a graph that is being captured."""
@@ -140,12 +152,6 @@ class Transfers:
     def refuses_saves(self) -> bool:
         """Whether what is saved now stays."""
         return self.is_capturing()
-
-    def send_one(self, stays: Callable[[CountedBytes], bool]) -> None:
-        """Backward asks for something: lets go of one source that is on its way out and that ``stays`` does not name.
-
-        Outside of captures each goes when its copy is over.
-        """
 
     def warn(self, message: str) -> None:
         """A warning to the user."""
@@ -156,11 +162,14 @@ class Transfers:
 
     @cached_property
     def _stream_out(self) -> Stream:
-        return self.runtime.transfer_stream(self.device, Direction.OUT)
+        return self._stream(Direction.OUT)
 
     @cached_property
     def _stream_in(self) -> Stream:
-        return self.runtime.transfer_stream(self.device, Direction.IN)
+        return self._stream(Direction.IN)
+
+    def _stream(self, direction: Direction) -> Stream:
+        return self.runtime.transfer_stream(self.device, direction)
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -187,7 +196,8 @@ class Transfers:
             del slot
         for tier in self.tiers:
             if (slot := tier.at_hand(nbytes)) is not None:
-                self._note_tier(tier)
+                if tier is not self.tiers[0]:
+                    self._note_tier(tier)
                 return slot
         self._note_no_room(nbytes)
         return None
@@ -195,7 +205,7 @@ class Transfers:
     def _note_tier(self, tier: Tier) -> None:
         """Counts, and warns once, that a slot is in a further ``tier`` since the first one is full."""
         first = self.tiers[0]
-        if tier is not first and self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
+        if self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
             reason, remedy = first.shortage
             self.warn(
                 f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
@@ -227,7 +237,6 @@ class Transfers:
         at_once: bool = False,
         keepalive: object = None,
         key: int | None = None,
-        computed: Event = None,
     ) -> None:
         """Has ``source`` copied into ``slot``, as it is after what ``stream`` has to do so far.
 
@@ -239,20 +248,18 @@ class Transfers:
             at_once: whether the copy is waited for soon; else see [Note: copies that are held back].
             keepalive: what ``source`` is computed from, which is held until ``stream`` has got so far.
             key: of the saved storage, for traces.
-            computed: an event that stands behind what computes ``source``, where there is one already.
         """
-        counters, record = transfer.counters, transfer.record
+        runtime, counters, record = self.runtime, transfer.counters, transfer.record
         assert record is not None
-        computed = self.runtime.record(stream) if computed is None else computed
-        if keepalive is not None and not self.runtime.query(computed):
-            self.runtime.keep_until(computed, keepalive)
+        computed = None if runtime.has_one_stream else runtime.record(stream)
+        if keepalive is not None and not (computed is None or runtime.query(computed)):
+            runtime.keep_until(computed, keepalive)
         record.leave()
         self._leaving[record] = transfer
         counters.bytes_out += transfer.moved
         self.inflight_bytes += transfer.moved
         if self.inflight_bytes > counters.inflight_bytes_peak:
             counters.inflight_bytes_peak = self.inflight_bytes
-        runtime = self.runtime
         is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
         if at_once or is_little or not runtime.holds_copies_back:
             self._start(transfer, source, slot, computed, key)
@@ -260,10 +267,6 @@ class Transfers:
             self._held_back[transfer] = _HeldBack(source, slot, computed, key)
             self._held_back_bytes += transfer.moved
             self._start_held_back()
-
-    def held_back(self) -> list[Transfer]:
-        """The copies out that no stream was given yet."""
-        return list(self._held_back)
 
     @property
     def leaving_bytes(self) -> int:
@@ -309,7 +312,7 @@ class Transfers:
     def _start(self, transfer: Transfer, source: Any, slot: Slot, computed: Event, key: int | None) -> None:
         """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
         runtime = self.runtime
-        after: tuple[Event, ...] = (computed,)
+        after: tuple[Event, ...] = () if computed is None else (computed,)
         for fence in slot.record.fences:
             # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
             # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
@@ -397,24 +400,28 @@ class Transfers:
         del self._in[transfer]
         if not transfer.held_after:
             self.release(transfer)
-        counters, spans = transfer.counters, self.runtime.spans(transfer.event)
-        seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
-        counters.in_seconds += self.in_rate.add(transfer.slot.carried, seconds)
-        counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
+        runtime, counters, event = self.runtime, transfer.counters, transfer.event
+        counters.in_seconds += self.in_rate.add(transfer.slot.carried, runtime.copy_seconds(event))
+        counters.processor_seconds += runtime.processor_seconds(event)
         return True
 
     def poll(self) -> None:
         """Notices owners that have died and transfers that are over; never blocks."""
         runtime, finalized, out, back = self.runtime, self.finalized, self._out, self._in
         log = self.transfer_log
-        runtime.poll()
+        if not runtime.copies_hold_their_ends:
+            runtime.poll()
         while finalized:
             record = finalized.popleft()
             self.records.discard(record)
             if not self.is_crashed:  # else it may be half made, or what it is entered in half changed
                 record.on_finalized()
         while out and runtime.query((transfer := next(iter(out))).event):
-            self._complete_queried(transfer)
+            failure = self._failure_of(transfer.event) if runtime.may_have_failed(transfer.event) else None
+            used = transfer.slot
+            if failure is None and len(used.fences) == 1 and used.fences[0].event is transfer.event:
+                used.fences = ()  # the host knows that it has passed, and no read has come
+            self.complete(transfer, failure)
         if self._held_back:
             self._start_held_back()
         while back and runtime.query((transfer := next(iter(back))).event):
@@ -459,18 +466,13 @@ class Transfers:
         if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
             self._deferred.append(_NO_THREAD)
 
-    def _complete_queried(self, transfer: Transfer) -> None:
-        """A copy out is over."""
-        failure: OffloadError | None = None
+    def _failure_of(self, event: Event) -> OffloadError | None:
+        """Returns what made a copy that is over fail, if anything."""
         try:
-            self.runtime.synchronize(transfer.event)  # raises what made it fail; nothing is left to wait for
+            self.runtime.synchronize(event)  # nothing is left to wait for
         except OffloadError as error:
-            failure = error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
-        else:
-            fences = transfer.slot.fences
-            if len(fences) == 1 and fences[0].event is transfer.event:
-                transfer.slot.fences = ()  # the host knows that it has passed, and no read has come
-        self.complete(transfer, failure)
+            return error.with_traceback(None)  # it holds this frame, which holds the error: a cycle
+        return None
 
     def complete(self, transfer: Transfer, failure: OffloadError | None) -> None:
         """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
@@ -490,9 +492,7 @@ class Transfers:
         if failure is None:
             if transfer.codec:
                 counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
-            spans = self.runtime.spans(transfer.event)
-            seconds = self.runtime.seconds_between(spans[0].began, spans[0].ended) if spans else None
-            counters.out_seconds += self.out_rate.add(carried, seconds)
+            counters.out_seconds += self.out_rate.add(carried, self.runtime.copy_seconds(transfer.event))
             counters.bytes_out -= transfer.moved - carried
         else:
             counters.bytes_out -= transfer.moved

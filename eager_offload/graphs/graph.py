@@ -51,8 +51,6 @@ class CapturedGraph:
         """How many times it was launched."""
         self.is_uploaded = False
         """Whether ``upload`` has sent it to the device."""
-        self.pool_buffer_count = 0 if pool is None else pool.buffer_count
-        """How many buffers the pool kept when the capture ended; 0 without a pool."""
         #: What the captured function returned: tensors that each replay writes anew.
         self.result: Any = None
         #: What a replay needs to live: that which was captured, with all that it refers to.
@@ -122,10 +120,6 @@ class CapturedGraph:
         if not self._can_dump:
             raise CaptureStateError("a graph can be dumped that was captured with debug=True")
         self._graph.debug_dump(os.fspath(path))
-
-    @property
-    def has_pool(self) -> bool:
-        return self.pool is not None
 
     def keep(self, *used: object) -> None:
         """Has ``used`` live as long as a replay may need it."""

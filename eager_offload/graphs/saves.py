@@ -21,6 +21,7 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.saved_tensors import SavedTensors
 from eager_offload.engine.captured import CapturedTransfers, GraphSlab, lay_out
 from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.stats import Accounts, KeepReason
@@ -170,14 +171,9 @@ class CapturedSaves:
     def _new(
         self, config: OffloadConfig, accounts: Accounts, tables: StepTables, slab: GraphSlab | None = None
     ) -> _Saves:
-        device = self._stream.device
+        windows = config.windows(partial(self._runtime.total_memory, self._stream.device))
         transfers = CapturedTransfers(
-            self._stream,
-            self._runtime,
-            self._tiers,
-            accounts,
-            windows=config.windows(partial(self._runtime.total_memory, device)),
-            slab=slab,
+            self._stream, slab, self._runtime, self._tiers, accounts, TransferLog(), windows=windows
         )
         tables = tables if slab is None else tables.frozen()
         return _Saves(self._offload, config, transfers, SavedTensors(transfers, config, tables))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from eager_offload.config import rate_text, size_text
 from eager_offload.observe.advice import change_text, counts_text, percent_text, sizes_text
-from eager_offload.runtime.base import covered_seconds
 from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
 #: Rows of the table of savers; all others are one more row.
@@ -162,9 +161,18 @@ def time_text(seconds: float) -> str:
 def _rate(trace: Trace, *kinds: SliceKind) -> str:
     """Returns the rate of the link while at least one copy ran."""
     copies = [one for one in trace.slices if one.track in kinds]
-    seconds = covered_seconds((one.start, one.stop) for one in copies)
+    seconds = _covered_seconds((one.start, one.stop) for one in copies)
     return f" at {rate_text(sum(one.nbytes for one in copies) / seconds)}" if seconds else ""
 
 
 def _share(part: float, whole: float) -> str:
     return percent_text(part / whole if whole else 0.0)
+
+
+def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds during which at least one of the spans, each from its start to its stop, goes on."""
+    covered = reached = 0.0
+    for start, stop in sorted(spans):
+        covered += max(stop - max(start, reached), 0.0)
+        reached = max(reached, stop)
+    return covered

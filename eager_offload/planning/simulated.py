@@ -80,8 +80,6 @@ class RehearsalRuntime(Runtime):
         host_waits: the host waits for each operator, as where it computes itself.
     """
 
-    knows_moments = True
-
     def __init__(self, *, out_bandwidth: float, in_bandwidth: float, launch_seconds: float, host_waits: bool) -> None:
         super().__init__()
         self.launch_seconds = launch_seconds
@@ -115,6 +113,9 @@ class RehearsalRuntime(Runtime):
     def transfer_stream(self, device: torch.device, direction: Direction) -> RehearsalStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         return self._transfers[direction]
+
+    def now(self) -> float:
+        return self._reached(self.current_stream(torch.device("cpu")))
 
     def moment(self, stream: Stream | None) -> Moment:
         return self.now if stream is None else self._reached(stream)

@@ -44,6 +44,14 @@ class TransferStreams(NamedTuple):
     inward: torch.Stream
 
 
+class _Streams(NamedTuple):
+    """The streams of a device that copies run on."""
+
+    process: TransferStreams
+    #: Of captures, one of which at a time takes place on a device: the process's stay free for other threads meanwhile.
+    capture: TransferStreams
+
+
 class AcceleratorRuntime(Runtime):
     """Streams, events, copies and memory of the accelerator that torch names.
 
@@ -73,8 +81,7 @@ class AcceleratorRuntime(Runtime):
         #: What kind of device this runtime serves, such as ``"cuda"``.
         self.device_type: str = accelerator.type
         self._lock = threading.Lock()
-        self._transfer_streams: dict[torch.device, TransferStreams] = {}
-        self._capture_streams: dict[torch.device, TransferStreams] = {}
+        self._streams: dict[torch.device, _Streams] = {}
         self._separate_streams: dict[torch.device, torch.Stream] = {}
         self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
@@ -88,7 +95,7 @@ class AcceleratorRuntime(Runtime):
         tell_after_fork(self)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        return self._api.current_stream(device if device in self._transfer_streams else self._indexed(device))
+        return self._api.current_stream(device if device in self._streams else self._indexed(device))
 
     def is_capturing(self, device: torch.device | None = None) -> bool:
         return not self._inherited and self._api.is_capturing(None if device is None else _index(device))
@@ -120,28 +127,12 @@ class AcceleratorRuntime(Runtime):
         self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
-        streams = self._transfer_streams.get(device)
-        if streams is None:
-            device = self._indexed(device)
-            with self._lock:
-                streams = self._transfer_streams.get(device)
-                if streams is None:
-                    streams = self._transfer_streams[device] = TransferStreams(*self._copy_streams(device))
+        streams = (self._streams.get(device) or self._streams_of(device)).process
         return streams.outward if direction is Direction.OUT else streams.inward
 
     def capture_streams(self, device: torch.device) -> TransferStreams:
-        """Those of captures of ``device``: the process's transfer streams stay free for other threads meanwhile.
-
-        One capture at a time takes place on a device, so one pair serves all.
-        """
-        device = self._indexed(device)
-        self.transfer_stream(device, Direction.OUT)
-        with self._lock:
-            streams = self._capture_streams.get(device)
-            if streams is None:
-                streams = TransferStreams(*self._copy_streams(device, self._transfer_streams[device]))
-                self._capture_streams[device] = streams
-            return streams
+        """The streams of ``device`` that copies of a capture run on."""
+        return self._streams_of(device).capture
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
@@ -209,9 +200,11 @@ class AcceleratorRuntime(Runtime):
     def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
         if isinstance(before, float):
             return super().seconds_between(before, after)
+        if self._inherited:
+            return 0.0
         assert isinstance(before, AcceleratorEvent)
         assert isinstance(after, AcceleratorEvent)
-        with suppress(OffloadError):  # of a graph that was captured, or of the parent of this process
+        with suppress(OffloadError):  # of a graph that was captured
             for moment in (after, before):
                 if not self.query(moment):
                     if not synchronize:
@@ -356,9 +349,8 @@ class AcceleratorRuntime(Runtime):
         """The child has no device: what its parent started there is neither asked about nor given back."""
         self._inherited = True
         CAPTURES.under_way = ()
-        streams = self._transfer_streams, self._capture_streams, self._separate_streams
-        LEFT_TO_THE_PARENT.extend([self._kept, self._events, *streams])
-        self._transfer_streams, self._capture_streams, self._separate_streams = {}, {}, {}
+        LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._streams, self._separate_streams])
+        self._streams, self._separate_streams = {}, {}
         self._kept = deque()
         self._lock, self._links = threading.Lock(), {}
         self._pinned.after_fork()
@@ -378,36 +370,35 @@ class AcceleratorRuntime(Runtime):
     def separate_stream(self, device: torch.device) -> torch.Stream:
         """The one stream of ``device`` for captures, on which no transfers run, in a capture or outside of one: torch
         hands streams out of a ring, and what another thread moves would be captured."""
-        captured = self.capture_streams(device)
-        device = self._indexed(device)
+        device, streams = self._indexed(device), self._streams_of(device)
         with self._lock:
             if device not in self._separate_streams:
-                taken = [*self._transfer_streams[device], *captured]
-                self._separate_streams[device] = self._free_streams(device, 1, taken)[0]
+                taken = [*streams.process, *streams.capture]
+                # Of so many more than are taken one is free.
+                free = [one for one in self._new_streams(device, len(taken) + 1) if one not in taken]
+                self._separate_streams[device] = free[0]
             return self._separate_streams[device]
 
-    def _copy_streams(self, device: torch.device, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
-        """Two streams for copies, of a ring that programs do not use where ``device`` has one."""
-        with suppress(RuntimeError):
-            return self._new_streams(device, 2, taken, _PRIORITY)
-        return self._free_streams(device, 2, taken)
+    def _streams_of(self, device: torch.device) -> _Streams:
+        device = self._indexed(device)
+        with self._lock:
+            if device not in self._streams:
+                try:  # a ring that programs do not use, where the device has one
+                    found = self._new_streams(device, 4, _PRIORITY)
+                except OffloadError:
+                    found = self._new_streams(device, 4)
+                self._streams[device] = _Streams(TransferStreams(*found[:2]), TransferStreams(*found[2:]))
+            return self._streams[device]
 
-    def _free_streams(self, device: torch.device, count: int, taken: Sequence[torch.Stream] = ()) -> list[torch.Stream]:
+    def _new_streams(self, device: torch.device, count: int, priority: int = 0) -> list[torch.Stream]:
+        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several.
         try:
-            return self._new_streams(device, count, taken)
+            return [self._api.stream(device, priority) for _ in range(count)]
         except RuntimeError as error:
             raise OffloadError(
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
-
-    def _new_streams(
-        self, device: torch.device, count: int, taken: Sequence[torch.Stream], priority: int = 0
-    ) -> list[torch.Stream]:
-        # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several,
-        # and of so many more than are taken already so many are free.
-        streams = [self._api.stream(device, priority) for _ in range(count + len(taken))]
-        return [stream for stream in streams if stream not in taken][:count]
 
     def _probe(self, device: torch.device) -> LinkProbe:
         device = self._indexed(device)

@@ -14,7 +14,7 @@ import abc
 import enum
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -50,15 +50,6 @@ class Layout(NamedTuple):
     nbytes: int
     #: The address of the first byte, modulo ``ALIGNMENT``.
     alignment_offset: int = 0
-
-
-def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds during which at least one of the spans, each from its start to its stop, goes on."""
-    covered = reached = 0.0
-    for start, stop in sorted(spans):
-        covered += max(stop - max(start, reached), 0.0)
-        reached = max(reached, stop)
-    return covered
 
 
 class Span(NamedTuple):
@@ -118,8 +109,6 @@ class Runtime(abc.ABC):
     #: Whether compute has one stream only, which the host carries out itself: none other is ever current, and what was
     #: enqueued is over.
     has_one_stream: ClassVar[bool] = False
-    #: Whether the host knows at once when a stream comes to what is enqueued next, so that its moments are ``float``.
-    knows_moments: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Event, object]] = deque()
@@ -176,6 +165,10 @@ class Runtime(abc.ABC):
             OffloadError: what made the awaited transfer fail.
         """
 
+    def may_have_failed(self, event: Event) -> object:
+        """Whether ``synchronize`` with an event that is over may raise; true where that is not known."""
+        return True
+
     def processor_seconds(self, event: Event) -> float:
         """What the copy that ``event`` stands behind, and that is over, took of the processor."""
         return 0.0
@@ -194,6 +187,10 @@ class Runtime(abc.ABC):
         """
         return True
 
+    #: Seconds of the clock that steps are timed by: of compute, where the host knows at once how far that has come, and
+    #: else of the host. A call into C: each save and each ask takes one.
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+
     def moment(self, stream: Stream | None) -> Moment:
         """When ``stream`` comes to what is enqueued next, on the device's own clock; for ``None``, now on the host's.
 
@@ -209,7 +206,7 @@ class Runtime(abc.ABC):
 
         Returns:
             ``None`` where one of them has not come yet, or never will: a place in a graph that was captured. 0 where
-            the device does not tell the time.
+            the device does not tell the time, or is that of a parent process.
         """
         assert isinstance(before, float)
         assert isinstance(after, float)
@@ -218,6 +215,11 @@ class Runtime(abc.ABC):
     def spans(self, event: Event) -> tuple[Span, ...]:
         """When the copy ran that ``event`` stands behind, the slowest part of its way first; empty if not timed."""
         return ()
+
+    def copy_seconds(self, event: Event) -> float | None:
+        """Seconds of the slowest part of a copy that is over; ``None`` where it was not timed."""
+        spans = self.spans(event)
+        return self.seconds_between(spans[0].began, spans[0].ended) if spans else None
 
     # -- in between -----------------------------------------------------------------------------------------------
 

@@ -34,9 +34,10 @@ _IDLE_BYTES = 64 << 20
 _PROBE_BYTES = 64 << 20
 
 
-#: The stream that stands for every thread that computes: its work is over when the call returns.
-_COMPUTE: Final = "compute"
-_OVER: Final = HostEvent(None)
+#: The stream that stands for every thread that computes, whose work is over when the call returns. A call into C asks
+#: for it, since it is the type of the device.
+_COMPUTE: Final = "cpu"
+_OVER: Final = HostEvent()
 _OVER.complete(None)
 
 
@@ -48,18 +49,17 @@ class HostRuntime(Runtime):
     """
 
     has_one_stream = True
-    knows_moments = True
     copies_hold_their_ends = True  # the thread has them until it is done
     copies_storages = True
     holds_copies_back = True
     given_bytes = 16 << 20  # small steps do the same each time, however fast the thread is
     # Asked several times for each saved tensor, so each is a call into C: an event knows by itself. By position alone.
     query: Callable[[Event], bool] = attrgetter("done")  # type: ignore[assignment]  # in place of a method
-    spans: Callable[[Event], tuple[Span, ...]] = attrgetter("spans")  # type: ignore[assignment]  # likewise
-    # Of the host's clock alone, which is always past: nothing is waited for.
-    seconds_between: Callable[..., float | None] = staticmethod(float.__rsub__)
+    may_have_failed: Callable[[Event], object] = attrgetter("error")  # type: ignore[assignment]  # likewise
+    copy_seconds: Callable[[Event], float | None] = attrgetter("seconds")  # type: ignore[assignment]  # likewise
     processor_seconds: Callable[[Event], float] = attrgetter("processor_seconds")  # type: ignore[assignment]  # likewise
     ran_inline: Callable[[Event], bool] = attrgetter("inline")  # type: ignore[assignment]  # likewise
+    current_stream: Callable[[torch.device], Stream] = attrgetter("type")  # type: ignore[assignment]  # likewise
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,14 +74,11 @@ class HostRuntime(Runtime):
         self._in.is_wanted = self._out.is_wanted = self._users.__bool__
         self._polled: Living[Pollable] = Living()
         # [Note: copies that are held back] in engine/transfers.py: it takes the next ones.
-        self._out.runs_dry = partial(_refill, self._polled)
-        self._out.pauses = partial(_poll_all, self._polled)
+        self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
+        self._out.pauses = partial(_poll, self._polled)
         self._bandwidth: float | None = None
         self._process = psutil.Process()
         tell_after_fork(self)
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return _COMPUTE
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
         return self._out if direction is Direction.OUT else self._in
@@ -97,10 +94,6 @@ class HostRuntime(Runtime):
 
     def poll_when_idle(self, pollable: Pollable) -> None:
         self._polled.add(pollable)
-
-    def poll(self) -> None:
-        if self._kept or self._ownerless:
-            super().poll()
 
     def release_idle(self) -> None:
         super().release_idle()
@@ -131,10 +124,13 @@ class HostRuntime(Runtime):
         return self._bandwidth
 
     def record(self, stream: Any) -> Event:
-        return stream.record() if stream is not _COMPUTE else _OVER
+        return stream.record() if stream != _COMPUTE else _OVER
+
+    def spans(self, event: Any) -> tuple[Span, ...]:
+        return () if event.seconds is None else (Span("", event.began, event.began + event.seconds),)
 
     def wait(self, stream: Any, event: Any) -> None:
-        if stream is _COMPUTE:
+        if stream == _COMPUTE:
             if not event.done or event.error is not None:
                 event.result()
         elif not event.done:
@@ -163,15 +159,9 @@ class HostRuntime(Runtime):
         self._process = psutil.Process()
 
 
-def _poll_all(pollables: Living[Pollable]) -> bool:
-    """Whether each of them, and none is left out, has taken up what is over."""
-    polled = [one.poll_from_thread() for one in pollables]
-    return all(polled)
-
-
-def _refill(pollables: Living[Pollable]) -> bool:
-    """Does the same for those alone that hold copies back."""
-    polled = [one.poll_from_thread() for one in pollables if one.holds_copies()]
+def _poll(pollables: Living[Pollable], *, holding_copies: bool = False) -> bool:
+    """Whether all of them, or those alone that hold copies back, have taken up what is over; none is left out."""
+    polled = [one.poll_from_thread() for one in pollables if not holding_copies or one.holds_copies()]
     return all(polled)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +12,6 @@ from eager_offload.runtime.base import Direction, Runtime
 
 #: How many copies are timed, after one that is not.
 _COPIES = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Route:
-    """A stream, and what it copies from where to where."""
-
-    stream: torch.Stream
-    target: Tensor
-    source: Tensor
 
 
 class LinkProbe:
@@ -49,28 +39,30 @@ class LinkProbe:
             return self._found[direction]
 
     def _measure(self, direction: Direction) -> float:
+        runtime, api = self._runtime, self._api
         with torch.inference_mode(False), torch.no_grad():
-            route = self._route(direction)
+            stream = runtime.transfer_stream(self._device, direction)
+            block = self._block()
+            host = runtime.host_buffer(block.numel())
+            target, source = (host, block) if direction is Direction.OUT else (block, host)
+            # The block's last owner may have kernels queued.
+            runtime.wait(stream, runtime.record(runtime.current_stream(self._device)))
             try:
-                self._copy(route)
-                self._runtime.synchronize(self._runtime.record(route.stream))
-                seconds = self._time(route)
+                with runtime.enter(stream):
+                    api.copy(target, source)
+                    runtime.synchronize(runtime.record(stream))
+                    called, began = runtime.moment(None), runtime.moment(stream)
+                    for _ in range(_COPIES):
+                        api.copy(target, source)
+                seconds = runtime.seconds_between(began, runtime.moment(stream), synchronize=True)
+                # A device that does not tell the time says 0: then the host does.
+                seconds = seconds or runtime.seconds_between(called, runtime.moment(None))
             except BaseException:  # an interrupt: the copies go on
-                self._runtime.keep_until(self._runtime.record(route.stream), route)
+                runtime.keep_until(runtime.record(stream), (host, block))
                 raise
+        assert seconds is not None
         # The host has waited for the last copy, so that the block can go back to its own stream without an event.
-        return _COPIES * route.source.numel() / seconds
-
-    def _route(self, direction: Direction) -> _Route:
-        stream = self._runtime.transfer_stream(self._device, direction)
-        compute = self._runtime.current_stream(self._device)
-        assert isinstance(stream, torch.Stream)
-        block = self._block()
-        host = self._runtime.host_buffer(block.numel())
-        # The block's last owner may have kernels queued.
-        self._runtime.wait(stream, self._runtime.record(compute))
-        target, source = (host, block) if direction is Direction.OUT else (block, host)
-        return _Route(stream, target, source)
+        return _COPIES * block.numel() / seconds
 
     def _block(self) -> Tensor:
         nbytes = self._nbytes
@@ -82,18 +74,3 @@ class LinkProbe:
                 if nbytes <= self._nbytes >> 6:
                     raise
                 nbytes >>= 2
-
-    def _copy(self, route: _Route) -> None:
-        with self._runtime.enter(route.stream):
-            self._api.copy(route.target, route.source)
-
-    def _time(self, route: _Route) -> float:
-        """Seconds that the copies take, by the device's clock where it can tell, else by the host's."""
-        runtime = self._runtime
-        called, began = runtime.moment(None), runtime.moment(route.stream)
-        for _ in range(_COPIES):
-            self._copy(route)
-        seconds = runtime.seconds_between(began, runtime.moment(route.stream), synchronize=True)
-        seconds = seconds or runtime.seconds_between(called, runtime.moment(None))
-        assert seconds is not None
-        return seconds

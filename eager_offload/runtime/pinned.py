@@ -75,7 +75,7 @@ class PinnedMemory:
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
-        self._warned = self._warned_of_pages = False
+        self._warned: set[str] = set()
         #: The node of memory nearest to a device, by the device's index.
         self._nodes: dict[int, int | None] = {}
 
@@ -126,7 +126,12 @@ class PinnedMemory:
                 self._api.unregister(record.pages.data_ptr())
             except RuntimeError as error:
                 refused.append(record)
-                self._warn_of_pages(record.pages.nbytes, error)
+                reason = str(error).partition("\n")[0]
+                self._warn_once(
+                    f"{record.pages.nbytes} bytes of pinned host memory could not be unpinned ({reason}): they are "
+                    "held until that works. After an error of the device it does not: start the process anew",
+                    "unpin",
+                )
             else:
                 self._records.discard(record)
         self.returned.extend(refused)
@@ -183,25 +188,18 @@ class PinnedMemory:
         return slab[start : start + nbytes]
 
     def _warn(self, nbytes: int, error: RuntimeError) -> None:
-        with self._lock:
-            if self._warned:
-                return
-            self._warned = True
         reason, limit = str(error).partition("\n")[0], pinning_limit()
         lock = "" if limit is None else f", which is {size_text(limit)} now,"
-        warn(
+        self._warn_once(
             f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
             f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
-            "host_budget may help; pin_memory=False says that it is meant so"
+            "host_budget may help; pin_memory=False says that it is meant so",
+            "pin",
         )
 
-    def _warn_of_pages(self, nbytes: int, error: RuntimeError) -> None:
+    def _warn_once(self, message: str, about: str) -> None:
         with self._lock:
-            if self._warned_of_pages:
+            if about in self._warned:
                 return
-            self._warned_of_pages = True
-        reason = str(error).partition("\n")[0]
-        warn(
-            f"{nbytes} bytes of pinned host memory could not be unpinned ({reason}): they "
-            "are held until that works. After an error of the device it does not: start the process anew"
-        )
+            self._warned.add(about)
+        warn(message)

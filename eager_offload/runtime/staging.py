@@ -5,9 +5,14 @@
 
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
-and while one is copied back, the next is read: the reader holds the room that it read into last, or the next read would
-be given that one again and wait for its copy. Room is bounded for each way; a copy without it waits for the oldest. A
-storage that is larger than the bound travels alone.
+and while one is copied back, the next is read: the room that was read into last is held, or the next read would be
+given that one again and wait for its copy. Room is bounded for each way, for all disks together. A storage that is
+larger than the bound has all of it alone.
+
+[Note: no room]
+The caller holds a lock, so it does not wait for room. Without room the copy off the device is left to the writer, which
+waits, like the reader, until another thread has done with some. From then on all copies are left to it, until it has
+come to the last of these: room that is taken for a later write would be waited for in vain.
 
 [Note: where the bytes are safe]
 An offload is over when its bytes are in the tier, not when they are in staging: until then the source lives, and a
@@ -15,7 +20,8 @@ write that fails costs nothing but the attempt. It is the window that bounds wha
 
 [Note: what orders the stages]
 The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
-last copy out of the room it was given, and the stream of its own copy for whatever the caller said. A stream that is to
+last copy out of the room it was given, which goes back once the next copy is enqueued, and the stream of that copy for
+whatever the caller said. A stream that is to
 wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nothing waits for the
 threads' other transfers of the same slot: a thread holds the slot that it writes or reads, so that no slot is given
 anew before.
@@ -24,11 +30,12 @@ anew before.
 from __future__ import annotations
 
 import errno
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -39,20 +46,12 @@ from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Fence, Slot
-from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
-
-
-class Enqueue(Protocol):
-    """Puts a copy of bytes on a stream, behind events of the device."""
-
-    def __call__(
-        self, target: Tensor, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
-    ) -> AcceleratorEvent: ...
 
 
 class StagedEvent:
@@ -103,43 +102,67 @@ class _Room:
         self._limit = limit
         self._lock = ForkSafeLock()
         self._pool: Pool | None = None
-        # What has to be over for room to come back, oldest first. Each implies those before it, so none need be kept
-        # for long.
-        self._users: deque[Callable[[], None]] = deque(maxlen=64)
         self._latest: HostSlot | None = None
+        self.after_fork()
+        tell_after_fork(self)
 
-    def take(self, nbytes: int) -> HostSlot | None:
-        """Room for ``nbytes``, with what has to be over before it is written; waits for it where all is taken.
+    def after_fork(self) -> None:
+        self._lock.after_fork()
+        self._given_back = threading.Condition(cast(Any, self._lock.lock))
+        #: How many parts are taken, and how many ``take_later`` is still to take.
+        self._taken = self._left = 0
+
+    def take_at_once(self, nbytes: int) -> HostSlot | None:
+        """Takes room if it is there; ``None`` where it is left to ``take_later``: see [Note: no room]."""
+        with self._given_back:
+            slot = None if self._left else self.take(nbytes, waits=False)
+            self._left += slot is None
+            return slot
+
+    def take_later(self, nbytes: int) -> HostSlot | None:
+        """Does ``take`` for what was left to it."""
+        slot = self.take(nbytes)
+        with self._given_back:
+            self._left -= 1
+        return slot
+
+    def take(self, nbytes: int, *, waits: bool = True) -> HostSlot | None:
+        """Takes room for ``nbytes``, until ``give_back``; may wait while others have too much.
 
         Returns:
-            ``None`` where the system has no memory.
+            ``None`` where the system has no memory, or where it would have to wait.
         """
-        with self._lock.lock:
+        with self._given_back:
             pool = self._pool
             if pool is None:
                 sizes = self._device.slab_sizes()
                 pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            slot = pool.allocate(nbytes, limit=self._limit)
-            if slot is None and self._latest is not None:
-                self._latest = None
-                slot = pool.allocate(nbytes, limit=self._limit)
-            while slot is None and self._users:
-                self._users.popleft()()
-                slot = pool.allocate(nbytes, limit=self._limit)
-            return pool.allocate(nbytes) if slot is None else slot
+            while (slot := pool.allocate(nbytes, limit=self._limit)) is None:
+                if self._latest is not None:
+                    self._latest = None
+                elif self._taken and not waits:
+                    return None
+                elif self._taken:
+                    self._given_back.wait()
+                else:
+                    slot = pool.allocate(nbytes)
+                    break
+            self._taken += slot is not None
+            return slot
 
-    def note_user(self, wait: Callable[[], None]) -> None:
-        """``wait`` returns when the room that was taken last is free again."""
-        self._users.append(wait)
+    def give_back(self) -> None:
+        """A part that was taken is free, and nothing but ``hold`` keeps it."""
+        with self._given_back:
+            self._taken -= 1
+            self._given_back.notify_all()
 
     def hold(self, slot: HostSlot) -> None:
         """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
-        with self._lock.lock:
+        with self._given_back:
             self._latest = slot
 
     def close(self) -> None:
-        with self._lock.lock:
-            self._users.clear()
+        with self._given_back:
             self._latest = None
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -147,38 +170,50 @@ class _Room:
 
 
 class Staging:
-    """The two threads of a runtime, and their staging memory.
+    """The threads of a runtime that write to disks and read from them, and their staging memory.
 
     Args:
         device: the runtime that it belongs to.
-        enqueue: how that runtime puts a copy on a stream.
+        enqueue: puts a copy of bytes on a stream, behind events of the device.
         limit: bytes of staging memory for each way.
     """
 
-    def __init__(self, device: Runtime, enqueue: Enqueue, limit: int = STAGING_BYTES) -> None:
+    def __init__(self, device: Runtime, enqueue: Callable[..., AcceleratorEvent], limit: int = STAGING_BYTES) -> None:
         self._device = device
         self._enqueue = enqueue
         self._writer = TransferThread("eager_offload-write")
         self._reader = TransferThread("eager_offload-read")
         self._out, self._in = _Room(device, limit), _Room(device, limit)
+        #: Of what takes room, until its write stands in the queue.
+        self._order = ForkSafeLock()
 
     def offload(
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
-        """Enqueues the copy of ``source`` into staging and has it written to ``slot``; see ``Runtime.copy``."""
-        event, room = StagedEvent(), self._out.take(slot.nbytes)
-        if room is None:
-            event.work = self._writer.submit(partial(_refuse, slot))
-            return event
-        try:
-            copied = event.copied = self._enqueue(room.tensor, source, stream, _of_device(after), timed=timed)
-            event.work = self._writer.lane(slot.lane).submit(partial(self._write, event, slot, room, copied))
-        except BaseException:
-            # What has failed may come after the copy, whose event is lost then.
-            self._device.keep_until(self._device.record(stream), room)
-            raise
-        self._out.note_user(event.work.wait)
+        """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
+        event, writer, events = StagedEvent(), self._writer.lane(slot.lane), _of_device(after)
+        with self._order.lock:
+            room = self._out.take_at_once(slot.nbytes)
+            if room is None:
+                event.work = writer.submit(partial(self._copy_and_write, event, slot, source, stream, events, timed))
+                return event
+            rooms = [room]  # the writer takes it out, so that it is free when the writer gives it back
+            del room
+            with self._keeping(rooms, stream):
+                copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, events, timed=timed)
+                event.work = writer.submit(partial(self._write, event, slot, rooms, copied))
         return event
+
+    @contextmanager
+    def _keeping(self, rooms: list[HostSlot], stream: torch.Stream) -> Iterator[None]:
+        """Around what enqueues a copy into a room: what has failed may come after it, and its event is lost then."""
+        try:
+            yield
+        except BaseException:
+            if rooms:
+                self._device.keep_until(self._device.record(stream), rooms.pop())
+                self._out.give_back()
+            raise
 
     def reload(
         self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], *, timed: bool
@@ -193,9 +228,26 @@ class Staging:
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
     # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
 
-    def _write(self, event: StagedEvent, slot: Slot, room: HostSlot, copied: AcceleratorEvent) -> None:
-        self._device.synchronize(copied)
-        event.carried = _carry(slot.write, room.tensor, slot)
+    def _copy_and_write(
+        self, event: StagedEvent, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], timed: bool
+    ) -> None:
+        room = self._out.take_later(slot.nbytes)
+        if room is None:
+            _refuse(slot)
+        rooms = [room]
+        del room
+        with self._keeping(rooms, stream):
+            copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, after, timed=timed)
+        self._write(event, slot, rooms, copied)
+
+    def _write(self, event: StagedEvent, slot: Slot, rooms: list[HostSlot], copied: AcceleratorEvent) -> None:
+        room = rooms.pop()
+        try:
+            self._device.synchronize(copied)
+            event.carried = _carry(slot.write, room.tensor, slot)
+        finally:
+            del room
+            self._out.give_back()
 
     def _read(
         self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], timed: bool
@@ -204,13 +256,16 @@ class Staging:
         device, room = self._device, self._in.take(slot.nbytes)
         if room is None:
             _refuse(slot)
-        for fence in room.fences:
-            device.synchronize(fence.event)
-        event.carried = _carry(slot.read, room.tensor, slot)
-        landed = self._enqueue(target, room.tensor, stream, after, timed=timed)
-        room.fences = (Fence(device, landed),)
-        self._in.note_user(partial(device.synchronize, landed))
-        self._in.hold(room)
+        try:
+            for fence in room.fences:
+                device.synchronize(fence.event)
+            event.carried = _carry(slot.read, room.tensor, slot)
+            landed = self._enqueue(target, room.tensor, stream, after, timed=timed)
+            room.fences = (Fence(device, landed),)
+            self._in.hold(room)
+        finally:
+            del room
+            self._in.give_back()
         # The caller may have been interrupted, and then nothing else holds what is being written.
         device.keep_until(landed, target)
         event.landed = landed

@@ -14,7 +14,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
-from eager_offload.runtime.base import Span
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 
@@ -33,19 +32,18 @@ _STOP_SECONDS = 10.0
 class HostEvent:
     """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
-    __slots__ = ("_thread", "_work", "done", "error", "inline", "processor_seconds", "spans")
-
-    def __init__(self, thread: TransferThread | None, work: Callable[[], None] | None = None) -> None:
-        self._thread = thread
-        self._work = work
-        self.done = False
-        self.error: BaseException | None = None
-        #: When the work was done, if it succeeded.
-        self.spans: tuple[Span, ...] = ()
-        #: What it took of the processor.
-        self.processor_seconds = 0.0
-        #: Whether it was carried out by a thread that computes, for want of one of its own.
-        self.inline = False
+    # Of the class: an `__init__` would be a call for each copy.
+    _thread: TransferThread | None = None
+    _work: Callable[[], None] | None = None
+    done = False
+    error: BaseException | None = None
+    #: How long the work took from when it ``began``, if it succeeded.
+    seconds: float | None = None
+    began = 0.0
+    #: What it took of the processor.
+    processor_seconds = 0.0
+    #: Whether it was carried out by a thread that computes, for want of one of its own.
+    inline = False
 
     def carry_out(self) -> None:
         """Does the work; an error is carried to the threads that wait."""
@@ -54,10 +52,10 @@ class HostEvent:
     def _attempt(self) -> BaseException | None:
         work, self._work = self._work, None  # or the event would hold the copy's tensors
         assert work is not None
-        began, before = time.perf_counter(), time.thread_time()
+        self.began, before = time.perf_counter(), time.thread_time()
         try:
             work()
-            self.spans = (Span("", began, time.perf_counter()),)
+            self.seconds = time.perf_counter() - self.began
         except BaseException as error:  # a transfer thread never dies of it
             _forget_locals(error)
             # Without this frame, which holds the event, which holds the error.
@@ -165,7 +163,8 @@ class TransferThread:
 
     def submit(self, work: Callable[[], None] | None) -> HostEvent:
         """Enqueues an operation; the event is over when that is, and carries what it raised."""
-        event = HostEvent(self, work)
+        event = HostEvent()
+        event._thread, event._work = self, work
         # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
         # One of the two sees the other.
         self._items.append(event)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
+from eager_offload.eager.exposure import Exposure
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.engine.transfer_log import Entry, TransferLog, Waited
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Stream
-from eager_offload.schedule import Windows
+from eager_offload.schedule import ResidentQueue, Windows
 from eager_offload.stats import Accounts, Counters
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
@@ -248,6 +249,29 @@ def test_the_log_holds_a_wait_until_its_device_has_passed_it_and_all_have_read_i
     assert list(log.read(late)) == list(log.read(other)) == [second]
     log.count_stalls()
     assert log.begin == log.end
+
+
+class Lagging(Behind):
+    """The same, which the host runs ahead of by a step."""
+
+    enqueued = 0.0
+
+    def moment(self, stream: Stream | None) -> Moment:
+        return (self.enqueued,)
+
+
+def test_a_step_is_exposed_by_its_own_waits_for_transfers() -> None:
+    """Not by those that a tier grows in, nor by those of the next step, which are enqueued before it is read."""
+    runtime, accounts, log, cpu = Lagging(), Accounts(), TransferLog(), torch.device("cpu")
+    offloader = DeviceOffloader(cpu, runtime, [], accounts, log, windows=Windows(1 << 20, 1 << 20))
+    exposure, queue = Exposure(offloader, 0.5, 0, "max_slowdown"), ResidentQueue(0)
+    for _ in range(12):
+        exposure.begin(queue, 1 << 20)
+        exposure.note_forward()
+        log.write(runtime.waited(0.0, 1.0, accounts.counters))
+        log.write(runtime.waited(0.0, 5.0, accounts.counters)._replace(what=""))
+        runtime.reached, runtime.enqueued = runtime.enqueued, runtime.enqueued + 10.0
+    assert accounts.counters.slowdown == pytest.approx(1 / 9), "a second of ten"
 
 
 def test_the_log_is_bounded_and_a_reader_that_goes_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

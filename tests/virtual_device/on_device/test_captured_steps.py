@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import time
@@ -566,6 +567,71 @@ def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) ->
     with pytest.raises(CaptureStateError, match="after the capture"):
         step.result.backward()
     del step
+
+
+@pytest.mark.parametrize("codec", ["identity", "bf16"])
+def test_the_host_waits_in_warm_ups_without_the_lock(
+    codec: str, virtual: VirtualDevice, offloads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, waits, synchronize = offloads(codec=codec), list[bool](), AcceleratorEvent.synchronize
+
+    def noted(event: AcceleratorEvent) -> None:
+        if not event.query():
+            waits.append(offload._accounts.lock._is_owned())
+        synchronize(event)
+
+    monkeypatch.setattr(AcceleratorEvent, "synchronize", noted)
+    w = torch.full((64, 64), 0.1, device=NAME, requires_grad=True)
+
+    def step() -> Tensor:
+        h = w * 1
+        for _ in range(6):
+            h = h.exp().sin()
+        return torch.autograd.grad(h.sum(), w)[0]
+
+    with virtual.slow_compute(0.005), virtual.slow_links(latency=0.005):
+        capture_step(step, offload=offload, warmup=1)
+    assert waits
+    assert not any(waits)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing moved:RuntimeWarning")
+def test_what_a_warm_up_leaves_on_the_device_has_no_room_in_a_tier(offloads: Any) -> None:
+    offload, w, kept = offloads(max_inflight_bytes="1MiB"), torch.ones(16, 16, device=NAME, requires_grad=True), []
+
+    def keeps_its_graph() -> None:
+        kept.append((w * 2).exp().sin().exp().sum())
+
+    capture_step(keeps_its_graph, offload=offload)
+    assert offload.stats().kept_bytes["newest"] > 0
+    assert [tier.used_bytes for tier in offload._offloaders.tiers()] == [0]
+    kept.clear()
+
+
+def test_a_copy_that_differs_is_an_error_though_the_step_has_gone_on(offloads: Any) -> None:
+    offload, alive, raised = offloads(keep_last_bytes=0), list[Tensor](), list[bool]()
+    x, w = torch.ones(16, 16, device=NAME), torch.full((16, 16), 0.1, device=NAME, requires_grad=True)
+
+    def step() -> None:
+        first, second = (x @ w).tanh().exp(), x @ w
+        if capture_status().is_capturing:
+            alive.append(first)  # so that what is on its way is not cancelled
+        del first
+        try:
+            second.exp()
+        except ScheduleMismatchError:
+            raised.append(True)
+
+    state = torch.accelerator.memory_allocated()
+    gc.disable()
+    try:
+        with pytest.raises(ScheduleMismatchError, match="differs first at copy"):
+            capture_step(step, offload=offload)
+        alive.clear()
+        assert torch.accelerator.memory_allocated() == state, "it went without the collector"
+    finally:
+        gc.enable()
+    assert raised, "the step was told"
 
 
 # -- pools, streams and memory ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -289,6 +290,23 @@ def test_moments_of_a_stream_tell_what_lies_between_once_they_are_past(
             assert runtime.tells_time(HERE)
             assert not runtime.query(copied), "the host has waited for a transfer, which another thread may be behind"
         assert runtime.seconds_between(before, after, synchronize=True) >= LATE
+
+
+def test_h28_a_child_waits_for_no_moment_of_its_parents(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:
+    """Or the stalls of the child's own would stand behind it in the log for ever."""
+    compute = runtime.current_stream(HERE)
+    before = runtime.moment(compute)
+    with virtual.held_stream(compute):
+        after = runtime.moment(compute)
+        assert runtime.seconds_between(before, after) is None
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if runtime.seconds_between(before, after) == 0.0 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -- where there is none ----------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import Staging
-from eager_offload.runtime.transfer_threads import HostEvent
 from eager_offload.tiers.disk_slots import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
 from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once
@@ -118,35 +117,25 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
     assert_moved(assert_settled(offload))
 
 
-def test_pack_waits_for_staging_room_only_when_all_of_it_is_taken(
-    backend: VirtualBackend,
-    disk: Callable[..., Offload],
-    limited: Callable[[int], Staging],
-    monkeypatch: pytest.MonkeyPatch,
+def test_pack_goes_on_where_all_staging_room_is_taken(
+    backend: VirtualBackend, disk: Callable[..., Offload], limited: Callable[[int], Staging]
 ) -> None:
-    offload, staging, waits, wait = disk(step_plans=False), limited(1 << 16), threading.Event(), HostEvent.wait
+    offload, staging = disk(step_plans=False), limited(1 << 16)
     steps = [Step(seed) for seed in range(8)]
-
-    def forward() -> None:
+    expected = [Step(seed).forward(nullcontext()).backward() for seed in range(8)]
+    with gate_before(DiskSlot, "write") as gate:
         with backend.watching(), copies_given_at_once(backend):
             for step in steps:
                 step.forward(offload)
-
-    def noted(event: HostEvent) -> None:
-        if threading.current_thread() is thread:
-            waits.set()
-        wait(event)
-
-    monkeypatch.setattr(HostEvent, "wait", noted)
-    thread = threading.Thread(target=forward)
-    with gate_before(DiskSlot, "write") as gate:
-        thread.start()
-        assert waits.wait(60), "eight forwards do not fit into 64 KiB of staging"
-        assert staging_bytes(staging) == 1 << 16, "all of it is taken"
+        gate.wait_until_reached()
+        assert staging_bytes(staging) == 1 << 16, "all of it is taken: eight forwards do not fit into 64 KiB"
         gate.open()
-        thread.join()
-    steps[-1].backward()
+    assert offload.stats(synchronize=True).offloaded_bytes > 1 << 16
+    assert staging_bytes(staging) == 1 << 16
+    for step, alone in zip(steps, expected, strict=True):
+        assert_identical(alone.result, step.backward().result)
     steps.clear()
+    del step
     assert_moved(assert_settled(offload))
 
 
@@ -195,6 +184,48 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
     staging.close()
     runtime.poll()
     assert staging_bytes(staging) == 0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_staging_memory_is_bounded_for_all_disks_together(
+    reads: bool, virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    staging, gate, entered = limited(2 << 20), threading.Event(), threading.Semaphore(0)
+
+    class Waiting(DistantSlot):
+        def __init__(self, lane: int) -> None:
+            super().__init__(1 << 20)
+            self.lane = lane
+
+        def read(self, target: Tensor) -> None:
+            entered.release()
+            assert gate.wait(60)
+            target.zero_()
+
+        def write(self, source: Tensor) -> None:
+            self.read(torch.empty_like(source))
+
+    direction = Direction.IN if reads else Direction.OUT
+    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, direction)
+    targets = [runtime.allocate(Layout(1 << 20), HERE, compute).fill_(7) for _ in range(5)]
+    events = list[Any]()
+
+    def copy() -> None:
+        for lane, tensor in enumerate(targets):
+            ends: Any = (tensor, Waiting(lane)) if reads else (Waiting(lane), tensor)
+            events.append(runtime.copy(*ends, stream, [runtime.record(compute)]))
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    assert entered.acquire(timeout=20)
+    assert entered.acquire(timeout=20)
+    assert not entered.acquire(timeout=0.2), "a third one has no room"
+    assert staging_bytes(staging) == 2 << 20
+    gate.set()
+    copying.join()
+    for event in events:
+        runtime.synchronize(event)
+    assert staging_bytes(staging) == 2 << 20
 
 
 # -- failures and interrupts ------------------------------------------------------------------------------------------
@@ -358,7 +389,7 @@ def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
     synchronize = runtime.synchronize
 
     def forgetful(event: Any) -> None:
-        if thread is None or not threading.current_thread().name.endswith(thread):
+        if thread is None or not threading.current_thread().name.endswith(f"-{thread}"):
             synchronize(event)
 
     def gradient(around: AbstractContextManager[object]) -> Tensor:
