@@ -204,7 +204,7 @@ class SavedTensors(Saving):
                     reloading.stay_if_it_can(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
-                expected = step.asked(view.number, runtime.now())
+                expected = step.asked(view.number, runtime.timestamp())
                 if expected is not None:  # other than before
                     order.arrange(step.uses, expected)
                 backward = current_backward()

@@ -163,7 +163,7 @@ class Saving(abc.ABC):
         first = known.first if known is not None and known.step is step else number
         stream, codec = runtime.current_stream(self.device), codec_here(self.rules)
         facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first, codec
-        row = step.save(*facts, runtime.now(), transfers.inflight_bytes)
+        row = step.save(*facts, runtime.timestamp(), transfers.inflight_bytes)
         if known is not None:
             known.saved_anew = True
             if known.record.queue is queue:  # on another stream
@@ -263,7 +263,7 @@ class Saving(abc.ABC):
         number = len(step.log.facts)
         owner, codec = saved.first if saved.step is step else -1, codec_here(self.rules)
         facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner, codec
-        step.save(*facts, self._runtime.now(), self.transfers.inflight_bytes)
+        step.save(*facts, self._runtime.timestamp(), self.transfers.inflight_bytes)
         if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
         return self._view(saved, tensor, step, number)
@@ -274,7 +274,7 @@ class Saving(abc.ABC):
         if kept is None or kept.storage() is not storage:
             return False
         facts = tensor.nbytes, step.log.facts[kept.number][1], tensor.requires_grad, kept.number, codec_here(self.rules)
-        step.save(*facts, self._runtime.now(), self.transfers.inflight_bytes)
+        step.save(*facts, self._runtime.timestamp(), self.transfers.inflight_bytes)
         return True
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:

@@ -114,7 +114,7 @@ class RehearsalRuntime(Runtime):
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         return self._transfers[direction]
 
-    def now(self) -> float:
+    def timestamp(self) -> float:
         return self._reached(self.current_stream(torch.device("cpu")))
 
     def moment(self, stream: Stream | None) -> Moment:

@@ -189,7 +189,7 @@ class Runtime(abc.ABC):
 
     #: Seconds of the clock that steps are timed by: of compute, where the host knows at once how far that has come, and
     #: else of the host. A call into C: each save and each ask takes one.
-    now: Callable[[], float] = staticmethod(time.perf_counter)
+    timestamp: Callable[[], float] = staticmethod(time.perf_counter)
 
     def moment(self, stream: Stream | None) -> Moment:
         """When ``stream`` comes to what is enqueued next, on the device's own clock; for ``None``, now on the host's.

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.eager.exposure import Exposure
+from eager_offload.config import OffloadConfig
+from eager_offload.eager.readings import Readings
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.engine.transfer_log import Entry, TransferLog, Waited
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Stream
 from eager_offload.schedule import ResidentQueue, Windows
 from eager_offload.stats import Accounts, Counters
+from eager_offload.step_table import StepLog
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.pool import Pool
@@ -264,14 +266,15 @@ def test_a_step_is_exposed_by_its_own_waits_for_transfers() -> None:
     """Not by those that a tier grows in, nor by those of the next step, which are enqueued before it is read."""
     runtime, accounts, log, cpu = Lagging(), Accounts(), TransferLog(), torch.device("cpu")
     offloader = DeviceOffloader(cpu, runtime, [], accounts, log, windows=Windows(1 << 20, 1 << 20))
-    exposure, queue = Exposure(offloader, 0.5, 0, "max_slowdown"), ResidentQueue(0)
+    readings, queue, read = Readings(offloader, OffloadConfig(max_slowdown=0.5)), ResidentQueue(0), []
     for _ in range(12):
-        exposure.begin(queue, 1 << 20)
-        exposure.note_forward()
+        readings.begin(queue)
+        readings.note_step(StepLog())
+        read += [(one.exposed, one.seconds) for one in readings.timed()]
         log.write(runtime.waited(0.0, 1.0, accounts.counters))
         log.write(runtime.waited(0.0, 5.0, accounts.counters)._replace(what=""))
         runtime.reached, runtime.enqueued = runtime.enqueued, runtime.enqueued + 10.0
-    assert accounts.counters.slowdown == pytest.approx(1 / 9), "a second of ten"
+    assert read == [(1.0, 10.0)] * 10, "one step is going on, and the device is in the midst of one"
 
 
 def test_the_log_is_bounded_and_a_reader_that_goes_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
