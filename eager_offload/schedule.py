@@ -330,8 +330,8 @@ class StepUses:
         for use in self.by_number:
             if use is not None:
                 use.following, use.rank = None, _UNEXPECTED
-        known = (self.by_number[number] for number in numbers if number < len(self.by_number))
-        arranged = [use for use in known if use is not None]
+        count = len(self.by_number)
+        arranged = [use for number in numbers if number < count and (use := self.by_number[number]) is not None]
         self.first, self.expected, self.is_asked = arranged[0] if arranged else None, None, False
         for rank, (use, following) in enumerate(zip(reversed(arranged), [None, *reversed(arranged)], strict=False), 1):
             use.following, use.rank = following, rank

@@ -246,7 +246,10 @@ class SavedStorage:
     def release_source(self) -> None:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
         for alias in self.aliases:
-            alias.data = _empty_like(alias)
+            if alias.is_conj() or alias.is_neg():
+                alias.data = _empty_like(alias)
+            else:  # a call less
+                alias.data = _nothing(alias.dtype, alias.device)
         self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
