@@ -144,12 +144,13 @@ class ResidentQueue:
         self.final_after = AT_THE_EXIT
         # Oldest first. Ordered ones: to find the first of a `dict`, Python walks over all that was taken out before it.
         self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
+        self._resting: dict[Key, _Waiting] = {}  # those that stay, whatever else there is
         #: The last save of those that are to be saved again, by its number.
         self.awaited: dict[Key, int] = {}
         self._urgent: OrderedDict[Key, None] = OrderedDict()  # a set that remembers its order
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._waiting
+        return key in self._waiting or key in self._resting
 
     def push(
         self,
@@ -161,6 +162,7 @@ class ResidentQueue:
         weight: int | None = None,
         last_save: int | None = None,
         is_new: bool = True,
+        rests: bool = False,
     ) -> None:
         """Takes in a storage.
 
@@ -170,6 +172,7 @@ class ResidentQueue:
             weight: the bytes that it takes, where those are fewer than ``nbytes``.
             last_save: the number of the save that it waits for.
             is_new: whether the step could move it anew, in whose numbers it counts then.
+            rests: whether it stays, and leaves its room to others.
         """
         if is_new:
             self.movable += nbytes
@@ -180,8 +183,12 @@ class ResidentQueue:
                 heapq.heapreplace(most, nbytes)
             if len(most) == _TENSORS and most[0] > self.largest:
                 self.largest = most[0]
-        self._waiting[key] = waiting = _Waiting()
+        waiting = _Waiting()
         waiting.nbytes, waiting.weight, waiting.packed_at = nbytes, nbytes if weight is None else weight, packed_at
+        if rests:
+            waiting.weight, self._resting[key] = 0, waiting
+            return
+        self._waiting[key] = waiting
         self.nbytes += waiting.weight
         if urgent:
             self._urgent[key] = None
@@ -197,7 +204,7 @@ class ResidentQueue:
 
     def postpone(self, key: Key, packed_at: int) -> None:
         """The storage was saved again, by an operator that may still fill it."""
-        waiting = self._waiting[key]
+        waiting = self._waiting.get(key) or self._resting[key]
         waiting.packed_at = max(packed_at, waiting.packed_at)
 
     def saved_again(self, key: Key, number: int) -> None:
@@ -218,7 +225,7 @@ class ResidentQueue:
 
     def discard(self, key: Key) -> int:
         """Takes a storage out, if it is here; returns its bytes."""
-        waiting = self._waiting.pop(key, None)
+        waiting = self._waiting.pop(key, None) or self._resting.pop(key, None)
         if waiting is None:
             return 0
         self.awaited.pop(key, None)

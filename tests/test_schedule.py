@@ -41,6 +41,7 @@ class Waiting(NamedTuple):
     urgent: bool
     weight: int
     last_save: int | None
+    rests: bool = False
 
     def is_final(self, sequence: int | None) -> bool:
         return sequence is None or (sequence > self.packed_at and self.last_save is None)
@@ -68,6 +69,12 @@ class ResidentQueueMachine(RuleBasedStateMachine):
         entry = Waiting(self.keys, nbytes, packed_at, urgent, nbytes if weight is None else weight, last_save)
         self.queue.push(entry.key, nbytes, entry.packed_at, urgent=urgent, weight=weight, last_save=last_save)
         self.model.append(entry)
+
+    @rule(nbytes=SIZE)
+    def push_what_rests(self, nbytes: int) -> None:
+        self.keys += 5
+        self.queue.push(self.keys, nbytes, self.sequence, rests=True)
+        self.model.append(Waiting(self.keys, nbytes, self.sequence, False, 0, None, rests=True))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), number=st.integers(0, 4))
@@ -116,6 +123,7 @@ class ResidentQueueMachine(RuleBasedStateMachine):
 
     def _expected(self, sequence: int | None) -> int | None:
         final = [entry for entry in self.model if entry.is_final(sequence)]
+        final = [entry for entry in final if not entry.rests]
         urgent = [entry for entry in final if entry.urgent]
         over = sum(entry.weight for entry in self.model) > self.limit
         due = urgent or (final if over else [])

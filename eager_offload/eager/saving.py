@@ -196,10 +196,11 @@ class Saving(abc.ABC):
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
         moves = row is not None and row.fate is Fate.MOVE and not step.stays
+        is_controlled = row is not None and self.tables.controller is not None
         if row is not None and step.stays and transfers.resident_bytes + area.nbytes <= self.tables.room:
             weight = 0
-        elif row is not None and self.tables.controller is not None:
-            weight = 0  # it stays if its row says so, and pushes nothing out that is to stay
+        elif is_controlled:
+            weight = 0  # it leaves as its row says, and pushes nothing out
         queue.push(
             record,
             area.nbytes,
@@ -208,6 +209,7 @@ class Saving(abc.ABC):
             weight=weight,
             last_save=last_save,
             is_new=first == number,
+            rests=is_controlled and not moves and mark is not Mark.PREFER,
         )
         transfers.hold(area.nbytes)
         return view
