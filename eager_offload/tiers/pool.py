@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from eager_offload.errors import OffloadError, reentered
+from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError, reentered
 from eager_offload.tiers.base import Fence, MustGrow, Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
@@ -170,9 +170,9 @@ class Pool:
         """
         try:
             return self._grown(partial(self.take, nbytes, HostSlot, limit=limit, quota=quota), quota)
-        except OffloadError:
-            raise
         except (MemoryError, RuntimeError) as error:
+            if isinstance(error, OffloadError) and not isinstance(error, HostAllocationUnderCaptureError):
+                raise
             if quota is not None:
                 quota.refuse(error)
             return None
