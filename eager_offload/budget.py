@@ -15,8 +15,9 @@ Steps of one kind, such as those of one sequence length, have a state of their o
              waited with the two (regula falsi). Once they are close the lower one is kept, until it exceeds the limit
              twice in a row, and more is tried ever more rarely.
 
-and the larger fraction is in force: memory comes first. Where nothing is known of a step, all of it moves if there is a
-budget, which the first step must not exceed either; a new kind begins with the time fraction of the kind before.
+and the larger fraction is in force: memory comes first. A new kind begins with the time fraction of the kind before.
+Steps that nothing is known of are one kind together. All of these moves if there is a budget, which they must not
+exceed either; else their newest bytes stay, by the bytes of the step before.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Controller:
         #: The part of the steps that were judged last for which compute waited.
         self.slowdown = 0.0
         self._time = (0.0 if limit is None else 1.0) if time is None else time
+        #: The steps that nothing is known of.
+        self.unknown = self.new_kind()
 
     def without_time(self) -> Controller:
         """Returns one for steps that have no time of their own, with the time fraction that was found last."""

@@ -549,8 +549,12 @@ class StepTables:
 
     def note_share(self, log: StepLog) -> None:
         """Writes down how much of a step that begins moves, and stays."""
-        if self.controller is not None and (known := log.known) is not None:
-            log.fraction = self.controller.fraction(self.kind_of(known))
+        if (controller := self.controller) is None:
+            return
+        if (known := log.known) is None:
+            log.fraction = controller.fraction(controller.unknown)
+        else:
+            log.fraction = controller.fraction(self.kind_of(known))
             log.kept = self._accounts.counters.keep_last_bytes = known.share(log.fraction)[1]
 
     def missed(self, known: KnownTable, what: str) -> None:

@@ -57,7 +57,8 @@ class Keeping:
 
     def begin(self, queue: ResidentQueue) -> str:
         """Begins a forward on the thread of ``queue``; returns a warning to the user, empty where there is none."""
-        if self._windows.begin(queue.movable, queue.largest):
+        movable = queue.movable
+        if self._windows.begin(movable, queue.largest):
             self._use_windows()
         queue.begin_step()
         self._tell_windows()
@@ -68,6 +69,9 @@ class Keeping:
             self._observe_memory(over)
         for one in self.readings.timed():
             self._observe_time(one)
+        controller = self._tables.controller
+        if controller is not None and controller.budget is None:
+            queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
         warning, self._unkept = self._unkept, None if self._unkept else self._unkept
         return warning or ""
 
@@ -105,8 +109,9 @@ class Keeping:
         """Has the controller learn from the time of a step that is over."""
         controller = self._tables.controller
         assert controller is not None
-        if one.log is not None and (known := one.log.kind) is not None and one.log.fraction is not None:
-            kind, compute = self._tables.kind_of(known), max(one.seconds - one.exposed, 0.0)
+        if one.log is not None and one.log.fraction is not None:
+            known, compute = one.log.known, max(one.seconds - one.exposed, 0.0)
+            kind = controller.unknown if known is None else self._tables.kind_of(known)
             controller.observe_time(kind, one.log.fraction, one.exposed, compute)
             self._transfers.accounts.counters.slowdown = controller.slowdown
 

@@ -168,12 +168,9 @@ class DiskBackend(Backend):
         alive: WeakSet[Any] = WeakSet()
 
         class Counted(HostEvent):
-            """One that can be referred to weakly, for which the library's own has no room."""
+            """One that is counted as long as something holds it."""
 
-            __slots__ = ("__weakref__",)
-
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
+            def __init__(self) -> None:
                 alive.add(self)
 
         with patch(f"{HostEvent.__module__}.HostEvent", Counted):
