@@ -227,8 +227,8 @@ class OffloadConfig(_BesideFields):
 
     step_plans: bool | Auto = "auto"
     """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
-    that are alike, ``True`` after 1, ``False`` never. ``device_budget``, ``policy="free"`` and ``max_slowdown`` look
-    steps up after 1, whatever is given here."""
+    that are alike, or after 1 under ``device_budget``, ``policy="free"`` or ``max_slowdown``; ``True`` after 1;
+    ``False`` never, so that a budget moves everything movable."""
 
     device_budget: Size | None = None
     """Bytes of the device that training may take: as little moves as fits. ``"auto"`` is the used memory and nine

@@ -179,8 +179,6 @@ class StepTable:
         for number, row in enumerate(self.rows):
             if not _is_possible(number, row, self.rows):
                 raise ConfigError(f"row {number} cannot be as it says")
-        if not self.order and self.movable_bytes:
-            raise ConfigError("it has no order")
         for number in self.order:
             if type(number) is not int or not 0 <= number < len(self.rows):
                 raise ConfigError(f"its order has {number!r}, which is not one of its {len(self.rows)} rows")
@@ -410,6 +408,8 @@ class StepScript:
         """Returns what each step did, but for those that saved nothing that may move."""
         found = []
         for log, moved in zip(self.logs, self.moved, strict=True):
+            if not log.facts:
+                continue
             table = log.table(None)
             rows = [replace(row, fate=_MOVE) if number in moved else row for number, row in enumerate(table.rows)]
             found.append(replace(table, rows=tuple(rows)))
@@ -517,8 +517,10 @@ class StepTables:
         self._known.append(KnownTable(table, is_given=True))
 
     def control(self, controller: Controller) -> None:
-        """Has ``controller`` say how much of a step moves, from the second step of a kind on."""
-        self.controller, self._after = controller, 1
+        """Has ``controller`` say how much of a step moves, from the second step of a kind on if steps are looked up."""
+        self.controller = controller
+        if self._after != math.inf:
+            self._after = 1
 
     def kind_of(self, known: KnownTable) -> Kind:
         """Returns the state of that kind of steps, for the controller."""

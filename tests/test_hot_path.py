@@ -79,5 +79,6 @@ def test_an_offloaded_tensor_takes_so_many_calls_of_functions(
         found = calls(offload)
         stats = offload.stats(synchronize=True)
     assert stats.offloaded_tensors == 4 * SAVES
+    assert stats.followed_forwards == (3 if step_plans else 0)
     assert stats.bytes_in > 0
     assert found.total() <= 90 * SAVES, found.most_common(80)

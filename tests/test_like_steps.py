@@ -295,7 +295,8 @@ def test_a_file_whose_numbers_do_not_fit_together_is_refused(plan: StepTable, tm
     refused(path, json.dumps(good | {"order": good["order"][::-1]}))  # which fits, but was not written so
     for name, wrong in [*itertools.product(("rows", "order"), ([], None, [1], (), (1.0,), (1 << 20,)))]:
         refused(path, json.dumps(good | {name: wrong}))
-        with pytest.raises(ConfigError):
-            Offload(plan=replace(plan, **{name: wrong}))
+        if (name, wrong) != ("order", ()):  # of a step whose backward was not seen
+            with pytest.raises(ConfigError):
+                Offload(plan=replace(plan, **{name: wrong}))
     for other in ("", "null", "[1]", "{}", "[" * 100_000):
         refused(path, other)

@@ -397,9 +397,10 @@ def test_h54_a_forward_without_a_backward_teaches_nothing(backend: Backend) -> N
     assert table.order
 
 
-def test_h54_a_table_of_a_step_of_which_all_is_kept_has_no_order(tmp_path: Path) -> None:
-    kept = StepTable((Row(64, 64, True, 0, "identity", Fate.KEEP, KeepReason.ALIVE),), ())
-    kept.save(tmp_path / "table")
-    assert StepTable.load(tmp_path / "table") == kept
-    with pytest.raises(eo.ConfigError, match="it has no order"):
-        StepTable((Row(64, 64, True, 0, "identity", Fate.MOVE),), ()).check()
+@pytest.mark.parametrize(("fate", "reason"), [(Fate.KEEP, KeepReason.ALIVE), (Fate.MOVE, None)])
+def test_h54_a_table_of_a_step_that_asks_for_nothing_that_moves_has_no_order(
+    fate: Fate, reason: KeepReason | None, tmp_path: Path
+) -> None:
+    table = StepTable((Row(64, 64, True, 0, "identity", fate, reason),), ())
+    table.save(tmp_path / "table")
+    assert StepTable.load(tmp_path / "table") == table
