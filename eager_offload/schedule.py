@@ -218,6 +218,15 @@ class ResidentQueue:
         self.awaited.clear()
         self.final_after = 0
 
+    def stay_no_longer(self) -> None:
+        """Has the storages that rest leave as any other, the newest of all."""
+        for key, waiting in self._resting.items():
+            waiting.weight = waiting.nbytes
+            self.nbytes += waiting.weight
+            self._waiting[key] = waiting
+        self._resting = {}
+        self.final_after = 0
+
     @property
     def awaiting_bytes(self) -> int:
         """The bytes of the storages that wait for their last save."""

@@ -54,6 +54,8 @@ _FORMAT = 3
 _MOST_NUMBER = 1 << 62
 #: How many tables are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_TABLES = 8
+#: The same where a controller goes by them: an unknown step moves everything.
+_MOST_CONTROLLED = 64
 #: So many steps in a row that differ from a table, and it is forgotten.
 _MOST_MISSES = 3
 #: After how many steps that are alike the next one is looked up, where the config says "auto".
@@ -250,6 +252,7 @@ class StepLog:
         "before_backward",
         "facts",
         "fraction",
+        "is_known",
         "kept",
         "known",
         "packed_at",
@@ -272,15 +275,17 @@ class StepLog:
         self.known: KnownTable | None = None
         #: The table that it has taught, once its graph is gone.
         self.taught: KnownTable | None = None
-        #: The fraction that a controller has set for it, if one has, and the movable bytes that stayed by that;
-        #: ``None`` where it turned out to be like no table, or like another one.
+        #: The fraction that a controller has set for it; ``None`` where it turned out to be like no table.
         self.fraction: float | None = None
-        self.kept: int | None = 0
+        #: Whether a table began with its first save.
+        self.is_known = False
+        #: Movable bytes that stayed because of that.
+        self.kept = 0
 
     @property
     def kind(self) -> KnownTable | None:
-        """The table of its kind, if that is one from the first save to the last."""
-        return self.known if self.taught is None or self.known is not None else self.taught
+        """The table of its kind; that which it has taught, once its graph is gone."""
+        return self.known if self.taught is None else self.taught
 
     def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
         """Returns the table for a step like this one.
@@ -549,15 +554,15 @@ class StepTables:
         """Whether a step like that stays where it is, as long as there is room."""
         return not known.is_given and self.controller is None and known.table.movable_bytes <= self.room
 
-    def note_share(self, log: StepLog) -> None:
-        """Writes down how much of a step that begins moves, and stays."""
+    def fraction_of(self, known: KnownTable | None) -> float | None:
+        """Returns the part of its movable bytes that moves in a step like ``known``; ``None`` where all may."""
         if (controller := self.controller) is None:
-            return
-        if (known := log.known) is None:
-            log.fraction = controller.fraction(controller.unknown)
-        else:
-            log.fraction = controller.fraction(self.kind_of(known))
-            log.kept = self._accounts.counters.keep_last_bytes = known.share(log.fraction)[1]
+            return None
+        if known is None:
+            return controller.fraction(controller.unknown)
+        fraction = controller.fraction(self.kind_of(known))
+        self._accounts.counters.keep_last_bytes = known.share(fraction)[1]
+        return fraction
 
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
@@ -593,6 +598,7 @@ class StepTables:
         alike = next((one for one in self._known if one.facts == log.facts), None)
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
+            log.fraction = None
         table = log.table(link, None if alike is None else alike.table)
         if alike is None:
             alike = KnownTable(table)
@@ -603,7 +609,8 @@ class StepTables:
         log.taught = alike
         if log.known is alike:
             self.last = self.table_of(alike)
-        self._known = [*self._known, alike][-_MOST_TABLES:]
+        most = _MOST_TABLES if self.controller is None else _MOST_CONTROLLED
+        self._known = [*self._known, alike][-most:]
 
 
 def _shared(table: StepTable, fraction: float) -> tuple[StepTable, int]:
@@ -704,7 +711,7 @@ class Step:
         facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner, codec)
         if number == 0:
             self._use(self._tables.look_up(facts))
-            self._tables.note_share(log)
+            log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None
         elif (known := log.known) is not None and (number == len(known.facts) or known.facts[number] != facts):
             self._differ([*log.facts, facts], known.difference(number, facts))
         log.facts.append(facts)
@@ -770,7 +777,7 @@ class Step:
         facts = self.log.facts
         if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
             if whole[0] is not self.log.known:
-                self.log.fraction = self.log.kept = None
+                self.log.fraction = self._tables.fraction_of(whole[0])
             self._use(whole)
         self._order = () if self.log.known is None else self.log.known.order
 
@@ -783,7 +790,8 @@ class Step:
         known = self.log.known
         assert known is not None
         self._use([] if facts is None else [one for one in self._fitting if one.has(facts)])
-        self.log.fraction = self.log.kept = None
+        if what != "order":  # else its saves were those of the table
+            self.log.fraction = None if self.log.known is None else self._tables.fraction_of(self.log.known)
         if self.log.known is None:
             self._tables.missed(known, what)
 

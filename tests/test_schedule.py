@@ -86,6 +86,12 @@ class ResidentQueueMachine(RuleBasedStateMachine):
             self.model[at] = self.model[at]._replace(last_save=None)
 
     @rule()
+    def nothing_rests_any_more(self) -> None:
+        self.queue.stay_no_longer()
+        resting = [entry._replace(rests=False, weight=entry.nbytes) for entry in self.model if entry.rests]
+        self.model = [entry for entry in self.model if not entry.rests] + resting
+
+    @rule()
     def nothing_is_known_any_more(self) -> None:
         self.queue.await_nothing()
         self.model = [entry._replace(last_save=None) for entry in self.model]

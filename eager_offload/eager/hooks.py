@@ -97,8 +97,7 @@ class ThreadState:
             self.sequence, step = next(_sequences), None
             saves.begin_further_step(self.queue(saves))
         if step is None:
-            self.queue(saves)
-            step = self._steps[saves] = saves.new_step()
+            step = self._steps[saves] = saves.new_step(self.queue(saves))
         return step
 
 

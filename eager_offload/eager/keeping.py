@@ -75,10 +75,10 @@ class Keeping:
         warning, self._unkept = self._unkept, None if self._unkept else self._unkept
         return warning or ""
 
-    def begin_step(self, step: Step) -> None:
-        """A step begins, in which something is saved that may leave."""
+    def begin_step(self, step: Step, queue: ResidentQueue) -> None:
+        """Begins a step of the thread of ``queue``, in which something is saved that may leave."""
         if self.readings is not None:
-            self.readings.note_step(step.log)
+            self.readings.note_step(step.log, queue)
 
     def grow(self, queue: ResidentQueue) -> None:
         """Has the windows follow what ``queue`` has taken in, in a first step, before which nothing is known."""
@@ -99,9 +99,11 @@ class Keeping:
         kept = one.log.kept
         if one.peak > budget:
             counters.demote("over_budget")
+            for queue in self._queues:  # what was to stay leaves, unless backward comes first
+                queue.stay_no_longer()
             if kept == 0 and self._unkept == "":
                 self._unkept = self._why(one.peak, budget)
-        if (known := one.log.kind) is not None and kept is not None:
+        if (known := one.log.kind) is not None:
             movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
             controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
@@ -110,8 +112,8 @@ class Keeping:
         controller = self._tables.controller
         assert controller is not None
         if one.log is not None and one.log.fraction is not None:
-            known, compute = one.log.known, max(one.seconds - one.exposed, 0.0)
-            kind = controller.unknown if known is None else self._tables.kind_of(known)
+            known, compute = one.log.kind, max(one.seconds - one.exposed, 0.0)
+            kind = self._tables.kind_of(known) if known is not None and one.log.is_known else controller.unknown
             controller.observe_time(kind, one.log.fraction, one.exposed, compute)
             self._transfers.accounts.counters.slowdown = controller.slowdown
 

@@ -100,10 +100,10 @@ class Readings:
         #: Those that are over to the host; a device may be in the midst of them.
         self._over: deque[Reading] = deque()
 
-    def note_step(self, log: StepLog) -> None:
-        """A step begins, in which something is saved that may leave."""
-        if self._open is not None and self._open.log is None:
-            self._open.log = log
+    def note_step(self, log: StepLog, queue: ResidentQueue) -> None:
+        """A step of the thread of ``queue`` begins, in which something is saved that may leave."""
+        if (one := self._open) is not None and one.log is None and one.thread() is queue:
+            one.log = log
 
     def note_save(self) -> None:
         """Something is saved that may be asked for."""

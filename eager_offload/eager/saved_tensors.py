@@ -53,10 +53,10 @@ class SavedTensors(Saving):
         with self.offloader.lock:
             return self.keeping.new_queue()
 
-    def new_step(self) -> Step:
-        """Returns a step, for one thread."""
+    def new_step(self, queue: ResidentQueue) -> Step:
+        """Returns a step, for the thread of ``queue``."""
         with self.offloader.lock, self.offloader.locked():
-            return self.begin_step()
+            return self.begin_step(queue)
 
     def begin_forward(self, queue: ResidentQueue) -> None:
         """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""

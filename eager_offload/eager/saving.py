@@ -80,15 +80,15 @@ class Saving(abc.ABC):
             holds=isinstance(transfers.runtime, HostRuntime),
         )
 
-    def begin_step(self) -> Step:
-        """Returns a step of the calling thread."""
+    def begin_step(self, queue: ResidentQueue) -> Step:
+        """Returns a step of the thread of ``queue``."""
         step = Step(self.tables)
         record = StepRecord(step, self.transfers.on_death)
         record.log, record.saves = step.log, self._weak
         self._steps.add(record)
         if self.script is not None:
             self.script.begin(step)
-        self.keeping.begin_step(step)
+        self.keeping.begin_step(step, queue)
         return step
 
     def give(self, table: StepTable) -> None:
@@ -201,6 +201,9 @@ class Saving(abc.ABC):
             weight = 0
         elif is_controlled:
             weight = 0  # it leaves as its row says, and pushes nothing out
+        rests = is_controlled and not moves and mark is not Mark.PREFER
+        if rests:
+            step.log.kept += area.nbytes
         queue.push(
             record,
             area.nbytes,
@@ -209,7 +212,7 @@ class Saving(abc.ABC):
             weight=weight,
             last_save=last_save,
             is_new=first == number,
-            rests=is_controlled and not moves and mark is not Mark.PREFER,
+            rests=rests,
         )
         transfers.hold(area.nbytes)
         return view

@@ -248,8 +248,9 @@ class CapturedTransfers(DeviceOffloader):
             if transfer is not None:
                 self._send(transfer)
         if transfer is not None and self._slab is None:
-            with suppress(OffloadError):  # `poll` sees to that
-                self.wait(transfer, None, "window is full", fills_window=True)
+            if transfer.event is not None:  # else it could not be enqueued
+                with suppress(OffloadError):  # `poll` sees to that
+                    self.wait(transfer, None, "window is full", fills_window=True)
             with self.lock:
                 self.poll()
 

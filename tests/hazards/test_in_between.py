@@ -269,7 +269,7 @@ def test_a_step_is_exposed_by_its_own_waits_for_transfers() -> None:
     readings, queue, read = Readings(offloader, OffloadConfig(max_slowdown=0.5)), ResidentQueue(0), []
     for _ in range(12):
         readings.begin(queue)
-        readings.note_step(StepLog())
+        readings.note_step(StepLog(), queue)
         read += [(one.exposed, one.seconds) for one in readings.timed()]
         log.write(runtime.waited(0.0, 1.0, accounts.counters))
         log.write(runtime.waited(0.0, 5.0, accounts.counters)._replace(what=""))
