@@ -139,6 +139,33 @@ def test_pack_goes_on_where_all_staging_room_is_taken(
     assert_moved(assert_settled(offload))
 
 
+def test_h41_pack_goes_on_while_the_system_pins_memory(
+    offload: Offload,
+    runtime: AcceleratorRuntime,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limited(1 << 20)
+    host_buffer, asked, pins, in_time = runtime.host_buffer, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(nbytes: int) -> Tensor:
+        asked.set()
+        in_time.append(pins.wait(20))
+        return host_buffer(nbytes)
+
+    monkeypatch.setattr(runtime, "host_buffer", slow)
+    step, expected = Step(1), Step(1).forward(nullcontext()).backward()
+    step.forward(offload)
+    assert asked.wait(20)
+    pins.set()
+    offload.stats(synchronize=True)
+    assert in_time
+    assert all(in_time), "pack has waited for it"
+    assert_identical(expected.result, step.backward().result)
+    del step
+    assert_moved(assert_settled(offload))
+
+
 class Elsewhere(DistantSlot):
     """Gives zeros."""
 
@@ -307,6 +334,68 @@ def test_h10_room_outlives_a_copy_that_was_not_noted(
     step.backward()
     del step
     assert_settled(offload)
+
+
+def interrupts(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with an interrupt right after it."""
+
+    def interrupted(*arguments: Any) -> Any:
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+@pytest.mark.parametrize("where", ["after memory was taken", "before the writer has it", "when the writer has it"])
+def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_for(
+    where: str,
+    virtual: VirtualDevice,
+    runtime: AcceleratorRuntime,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging, gate, entered = limited(1 << 20), threading.Event(), threading.Event()
+    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+
+    class Gated(DistantSlot):
+        def write(self, source: Tensor) -> None:
+            entered.set()
+            assert gate.wait(20)
+
+    class Large(DistantSlot):
+        def write(self, source: Tensor) -> None:
+            pass
+
+    def copy(slot: DistantSlot) -> Any:
+        tensor = runtime.allocate(Layout(slot.nbytes), HERE, compute)
+        return runtime.copy(slot, tensor, stream, [runtime.record(compute)])
+
+    def refuse(work: object) -> None:
+        raise KeyboardInterrupt
+
+    if where == "after memory was taken":
+        runtime.synchronize(copy(Large(4096)))  # so that there is memory to be had at once
+        monkeypatch.setattr(staging._out, "take_at_once", interrupts(staging._out.take_at_once))
+    else:
+        late = interrupts(staging._writer.submit) if where == "when the writer has it" else refuse
+        monkeypatch.setattr(staging._writer, "submit", late)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        copy(Large(4096))
+    monkeypatch.undo()
+    if where != "after memory was taken":  # the writer may still come to what the traceback holds
+        del caught
+    runtime.synchronize(copy(Large(4096)))
+    first, second = copy(Gated(4096)), copy(Large(4096))
+    assert entered.wait(20)
+    assert second.copied is not None, "it was left to the writer, which is busy"
+    gate.set()
+    for event in (first, second):
+        runtime.synchronize(event)
+    larger = copy(Large(2 << 20))
+    waiting = threading.Thread(target=runtime.synchronize, args=(larger,), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert runtime.query(larger), "it waits for room that nobody has"
 
 
 def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
