@@ -354,15 +354,10 @@ def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_f
     limited: Callable[[int], Staging],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    staging, gate, entered = limited(1 << 20), threading.Event(), threading.Event()
+    staging = limited(1 << 20)
     compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
 
-    class Gated(DistantSlot):
-        def write(self, source: Tensor) -> None:
-            entered.set()
-            assert gate.wait(20)
-
-    class Large(DistantSlot):
+    class Written(DistantSlot):
         def write(self, source: Tensor) -> None:
             pass
 
@@ -373,25 +368,29 @@ def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_f
     def refuse(work: object) -> None:
         raise KeyboardInterrupt
 
-    if where == "after memory was taken":
-        runtime.synchronize(copy(Large(4096)))  # so that there is memory to be had at once
-        monkeypatch.setattr(staging._out, "take_at_once", interrupts(staging._out.take_at_once))
-    else:
-        late = interrupts(staging._writer.submit) if where == "when the writer has it" else refuse
-        monkeypatch.setattr(staging._writer, "submit", late)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        copy(Large(4096))
-    monkeypatch.undo()
-    if where != "after memory was taken":  # the writer may still come to what the traceback holds
+    runtime.synchronize(copy(Written(4096)))  # so that there is memory to be had at once
+    with gate_before(Written, "write") as gate:
+        if where == "after memory was taken":
+            monkeypatch.setattr(staging._out, "take_at_once", interrupts(staging._out.take_at_once))
+        else:
+            copy(Written(1 << 20))
+            gate.wait_until_reached()
+            late = interrupts(staging._writer.submit) if where == "when the writer has it" else refuse
+            monkeypatch.setattr(staging._writer, "submit", late)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            copy(Written(4096))
+        monkeypatch.undo()
+    if where != "after memory was taken":  # what the traceback holds may still be left to the writer
         del caught
-    runtime.synchronize(copy(Large(4096)))
-    first, second = copy(Gated(4096)), copy(Large(4096))
-    assert entered.wait(20)
-    assert second.copied is not None, "it was left to the writer, which is busy"
-    gate.set()
-    for event in (first, second):
+    runtime.synchronize(copy(Written(4096)))
+    with gate_before(Written, "write") as gate:
+        events = [copy(Written(4096))]
+        gate.wait_until_reached()
+        events.append(copy(Written(4096)))
+        assert events[1].copied is not None, "it was left to the writer, which is busy"
+    for event in events:
         runtime.synchronize(event)
-    larger = copy(Large(2 << 20))
+    larger = copy(Written(2 << 20))
     waiting = threading.Thread(target=runtime.synchronize, args=(larger,), daemon=True)
     waiting.start()
     waiting.join(20)
