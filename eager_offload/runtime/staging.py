@@ -134,7 +134,7 @@ class _Room:
         self._latest: HostSlot | None = None
         #: Of all parts that are alive, with memory or without.
         self._parts: set[FinalizerRecord[_Part]] = set()
-        #: Of the thread whose turn it is to wait, for other parts or for the system; nobody takes it in pack.
+        #: Of the thread that may wait for the system. It waits for other parts without: they may need it to go on.
         self.turn = ForkSafeLock()
         tell_after_fork(self)
 
@@ -163,27 +163,26 @@ class _Room:
         Returns:
             ``False`` where the system has no memory, or where it would have to wait for others.
         """
-        with self.turn.lock:
-            pool = self._pool
-            if pool is None:
-                sizes = self._device.slab_sizes()
-                pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
-            while True:
+        died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
+        while True:
+            with self.turn.lock:
+                if part.memory is not None:  # by the thread of another lane
+                    return True
+                pool = self._pool
+                if pool is None:
+                    sizes = self._device.slab_sizes()
+                    pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
                 # Before it looks for memory: what dies after that ends the wait.
                 others = [FinalizerRecord(other, died.put) for other in self._taken()]
                 part.memory = pool.allocate(part.nbytes, limit=self._limit)
-                if part.memory is not None:
-                    return True
-                if self._latest is not None:
+                if part.memory is None and self._latest is not None:
                     self._latest = None
-                elif not others:
+                    part.memory = pool.allocate(part.nbytes, limit=self._limit)
+                if part.memory is None and not others:
                     part.memory = pool.allocate(part.nbytes)
+                if part.memory is not None or not others or not waits:
                     return part.memory is not None
-                elif waits:
-                    died.get()
-                else:
-                    return False
+            died.get()
 
     def _taken(self) -> list[_Part]:
         parts = [record() for record in list(self._parts)]
@@ -220,6 +219,8 @@ class Staging:
         self._order = ForkSafeLock()
         #: What was left to the writer, in order: while it lives and has no memory. See [Note: no room].
         self._left: deque[FinalizerRecord[_Offload]] = deque()
+        #: Of the thread that takes out of it what is not left any more.
+        self._looking = ForkSafeLock()
 
     def offload(
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
@@ -246,7 +247,7 @@ class Staging:
         return event
 
     def _first_left(self) -> _Offload | None:
-        with self._order.lock:
+        with self._looking.lock:
             while self._left:
                 part = self._left[0]()
                 if part is not None and part.memory is None:
@@ -285,9 +286,9 @@ class Staging:
 
     def _write_left(self, part: _Offload) -> None:
         """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
+        if not self._out.take(part):
+            _refuse(part.slot)
         with self._out.turn.lock:
-            if part.memory is None and not self._out.take(part):
-                _refuse(part.slot)
             if part.event.copied is None:
                 self._copy_off(part)
             with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it

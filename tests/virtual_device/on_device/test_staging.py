@@ -255,6 +255,28 @@ def test_staging_memory_is_bounded_for_all_disks_together(
     assert staging_bytes(staging) == 2 << 20
 
 
+def test_disks_that_need_more_room_than_there_is_do_not_wait_for_each_other(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    limited(1 << 16)
+    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+
+    class Written(DistantSlot):
+        def write(self, source: Tensor) -> None:
+            threading.Event().wait(1e-4)
+
+    events = []
+    for number in range(300):
+        slot = Written(4096 * (1 + number * 7 % 20))  # the largest go beyond the bound
+        slot.lane = number * 5 % 3
+        source = runtime.allocate(Layout(slot.nbytes), HERE, compute)
+        events.append(runtime.copy(slot, source, stream, [runtime.record(compute)]))
+    waiting = threading.Thread(target=lambda: [runtime.synchronize(event) for event in events], daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert all(runtime.query(event) for event in events)
+
+
 # -- failures and interrupts ------------------------------------------------------------------------------------------
 
 
