@@ -10,9 +10,11 @@ given that one again and wait for its copy. Room is bounded for each way, for al
 larger than the bound has all of it alone.
 
 [Note: no room]
-The caller holds a lock, so it does not wait for room. Without room the copy off the device is left to the writer, which
-waits, like the reader, until another thread has done with some. From then on all copies are left to it, until it has
-come to the last of these: room that is taken for a later write would be waited for in vain.
+The caller holds a lock, so it waits neither for room nor for the system, which takes long to pin memory: it takes what
+is pinned and free. Otherwise the copy off the device is left to the writer, which waits, like the reader, until another
+thread has done with some, or pins more. From then on all copies are left to it, until the last of these has its room:
+room that is taken for a later write would be waited for in vain. Before the writer writes what was left to it, it has
+the next ones copied, in order, as far as there is room, so that the stages overlap here too.
 
 [Note: where the bytes are safe]
 An offload is over when its bytes are in the tier, not when they are in staging: until then the source lives, and a
@@ -30,22 +32,24 @@ anew before.
 from __future__ import annotations
 
 import errno
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, cast
+from queue import SimpleQueue
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from eager_offload.errors import TransferError
+from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import Fence, Slot
+from eager_offload.tiers.base import Fence, MustGrow, Slot
+from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.slabs import HostSlot
@@ -94,75 +98,102 @@ class StagedEvent:
             self.landed.synchronize()
 
 
+class _Part:
+    """Staging memory for one transfer: it is taken once there is ``memory``, until this has died."""
+
+    memory: HostSlot | None = None
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class _Offload(_Part):
+    """A storage on its way through staging memory to ``slot``."""
+
+    def __init__(
+        self, event: StagedEvent, slot: Slot, source: Tensor, stream: torch.Stream, after: list[Event], timed: bool
+    ) -> None:
+        super().__init__(slot.nbytes)
+        self.event, self.slot, self.source = event, slot, source
+        self.stream, self.after, self.timed = stream, after, timed
+
+
 class _Room:
-    """Staging memory of one way."""
+    """Staging memory of one way.
+
+    [Note: parts that are taken]
+    An interrupt may come between any two lines of the thread that packs, and the room is the process's. So nothing
+    counts what is taken: it is what is alive, of which there are records. A record leaves the set by a method written
+    in C, as in tiers/finalizers.py, and a thread that waits has records of its own, which put something into its queue.
+    """
 
     def __init__(self, device: Runtime, limit: int) -> None:
         self._device = device
         self._limit = limit
-        self._lock = ForkSafeLock()
         self._pool: Pool | None = None
         self._latest: HostSlot | None = None
-        self.after_fork()
+        #: Of all parts that are alive, with memory or without.
+        self._parts: set[FinalizerRecord[_Part]] = set()
+        #: Of the thread that may wait for the system. It waits for other parts without: they may need it to go on.
+        self.turn = ForkSafeLock()
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        self._lock.after_fork()
-        self._given_back = threading.Condition(cast(Any, self._lock.lock))
-        #: How many parts are taken, and how many ``take_later`` is still to take.
-        self._taken = self._left = 0
+        self._parts.clear()  # a thread that is not in the child keeps its part for ever
 
-    def take_at_once(self, nbytes: int) -> HostSlot | None:
-        """Takes room if it is there; ``None`` where it is left to ``take_later``: see [Note: no room]."""
-        with self._given_back:
-            slot = None if self._left else self.take(nbytes, waits=False)
-            self._left += slot is None
-            return slot
+    def add(self, part: _Part) -> None:
+        """Counts ``part`` from when it has memory; call it before."""
+        self._parts.add(FinalizerRecord(part, self._parts.discard))
 
-    def take_later(self, nbytes: int) -> HostSlot | None:
-        """Does ``take`` for what was left to it."""
-        slot = self.take(nbytes)
-        with self._given_back:
-            self._left -= 1
-        return slot
+    def take_at_once(self, part: _Part) -> bool:
+        """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
+        if self._pool is None:
+            return False
+        try:
+            part.memory = self._pool.take(part.nbytes, HostSlot, limit=self._limit)
+        except OffloadError:
+            raise
+        except (MustGrow, MemoryError, RuntimeError):
+            return False
+        return True
 
-    def take(self, nbytes: int, *, waits: bool = True) -> HostSlot | None:
-        """Takes room for ``nbytes``, until ``give_back``; may wait while others have too much.
+    def take(self, part: _Part, *, waits: bool = True) -> bool:
+        """Gives ``part`` memory; may wait for the system, and while others have too much.
 
         Returns:
-            ``None`` where the system has no memory, or where it would have to wait.
+            ``False`` where the system has no memory, or where it would have to wait for others.
         """
-        with self._given_back:
-            pool = self._pool
-            if pool is None:
-                sizes = self._device.slab_sizes()
-                pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-            while (slot := pool.allocate(nbytes, limit=self._limit)) is None:
-                if self._latest is not None:
+        died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
+        while True:
+            with self.turn.lock:
+                if part.memory is not None:  # by the thread of another lane
+                    return True
+                pool = self._pool
+                if pool is None:
+                    sizes = self._device.slab_sizes()
+                    pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+                # Before it looks for memory: what dies after that ends the wait.
+                others = [FinalizerRecord(other, died.put) for other in self._taken()]
+                part.memory = pool.allocate(part.nbytes, limit=self._limit)
+                if part.memory is None and self._latest is not None:
                     self._latest = None
-                elif self._taken and not waits:
-                    return None
-                elif self._taken:
-                    self._given_back.wait()
-                else:
-                    slot = pool.allocate(nbytes)
-                    break
-            self._taken += slot is not None
-            return slot
+                    part.memory = pool.allocate(part.nbytes, limit=self._limit)
+                if part.memory is None and not others:
+                    part.memory = pool.allocate(part.nbytes)
+                if part.memory is not None or not others or not waits:
+                    return part.memory is not None
+            died.get()
 
-    def give_back(self) -> None:
-        """A part that was taken is free, and nothing but ``hold`` keeps it."""
-        with self._given_back:
-            self._taken -= 1
-            self._given_back.notify_all()
+    def _taken(self) -> list[_Part]:
+        parts = [record() for record in list(self._parts)]
+        return [part for part in parts if part is not None and part.memory is not None]
 
     def hold(self, slot: HostSlot) -> None:
         """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
-        with self._given_back:
-            self._latest = slot
+        self._latest = slot
 
     def close(self) -> None:
-        with self._given_back:
+        with self.turn.lock:
             self._latest = None
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -186,34 +217,59 @@ class Staging:
         self._out, self._in = _Room(device, limit), _Room(device, limit)
         #: Of what takes room, until its write stands in the queue.
         self._order = ForkSafeLock()
+        #: What was left to the writer, in order: while it lives and has no memory. See [Note: no room].
+        self._left: deque[FinalizerRecord[_Offload]] = deque()
+        #: Of the thread that takes out of it what is not left any more.
+        self._looking = ForkSafeLock()
 
     def offload(
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
         """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
-        event, writer, events = StagedEvent(), self._writer.lane(slot.lane), _of_device(after)
+        event, writer, is_left = StagedEvent(), self._writer.lane(slot.lane), False
+        part = _Offload(event, slot, source, stream, _of_device(after), timed)
+        self._out.add(part)
         with self._order.lock:
-            room = self._out.take_at_once(slot.nbytes)
-            if room is None:
-                event.work = writer.submit(partial(self._copy_and_write, event, slot, source, stream, events, timed))
-                return event
-            rooms = [room]  # the writer takes it out, so that it is free when the writer gives it back
-            del room
-            with self._keeping(rooms, stream):
-                copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, events, timed=timed)
-                event.work = writer.submit(partial(self._write, event, slot, rooms, copied))
+            try:
+                if self._first_left() is None and self._out.take_at_once(part):
+                    self._copy_off(part)
+                    event.work = writer.submit(partial(self._write, part))
+                else:
+                    is_left = True
+                    self._left.append(FinalizerRecord(part))
+                    event.work = writer.submit(partial(self._write_left, part))
+            except BaseException:
+                if not is_left:  # else the writer may have it, and has to find it as it was
+                    self._keep(part)
+                    part.memory = None
+                del part  # or the traceback would hold it
+                raise
         return event
 
-    @contextmanager
-    def _keeping(self, rooms: list[HostSlot], stream: torch.Stream) -> Iterator[None]:
-        """Around what enqueues a copy into a room: what has failed may come after it, and its event is lost then."""
+    def _first_left(self) -> _Offload | None:
+        with self._looking.lock:
+            while self._left:
+                part = self._left[0]()
+                if part is not None and part.memory is None:
+                    return part
+                self._left.popleft()
+        return None
+
+    def _copy_off(self, part: _Offload) -> None:
+        """Enqueues the copy of ``part`` into its memory."""
+        assert part.memory is not None
         try:
-            yield
+            part.event.copied = self._enqueue(
+                part.memory.tensor, part.source, part.stream, part.after, timed=part.timed
+            )
         except BaseException:
-            if rooms:
-                self._device.keep_until(self._device.record(stream), rooms.pop())
-                self._out.give_back()
+            self._keep(part)
             raise
+
+    def _keep(self, part: _Offload) -> None:
+        """Keeps the memory of ``part``: what has failed may come after a copy into it, whose event is lost then."""
+        if part.memory is not None:
+            self._device.keep_until(self._device.record(part.stream), part.memory)
 
     def reload(
         self, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], *, timed: bool
@@ -228,44 +284,40 @@ class Staging:
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
     # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
 
-    def _copy_and_write(
-        self, event: StagedEvent, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], timed: bool
-    ) -> None:
-        room = self._out.take_later(slot.nbytes)
-        if room is None:
-            _refuse(slot)
-        rooms = [room]
-        del room
-        with self._keeping(rooms, stream):
-            copied = event.copied = self._enqueue(rooms[0].tensor, source, stream, after, timed=timed)
-        self._write(event, slot, rooms, copied)
+    def _write_left(self, part: _Offload) -> None:
+        """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
+        if not self._out.take(part):
+            _refuse(part.slot)
+        with self._out.turn.lock:
+            if part.event.copied is None:
+                self._copy_off(part)
+            with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
+                while (following := self._first_left()) is not None and self._out.take(following, waits=False):
+                    self._copy_off(following)
+        self._write(part)
 
-    def _write(self, event: StagedEvent, slot: Slot, rooms: list[HostSlot], copied: AcceleratorEvent) -> None:
-        room = rooms.pop()
-        try:
+    def _write(self, part: _Offload) -> None:
+        memory, copied = part.memory, part.event.copied
+        if memory is not None and copied is not None:  # else the thread that packs was interrupted: nobody waits
             self._device.synchronize(copied)
-            event.carried = _carry(slot.write, room.tensor, slot)
-        finally:
-            del room
-            self._out.give_back()
+            part.event.carried = _carry(part.slot.write, memory.tensor, part.slot)
 
     def _read(
         self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], timed: bool
     ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
-        device, room = self._device, self._in.take(slot.nbytes)
-        if room is None:
+        device, part = self._device, _Part(slot.nbytes)
+        self._in.add(part)
+        if not self._in.take(part):
             _refuse(slot)
-        try:
-            for fence in room.fences:
-                device.synchronize(fence.event)
-            event.carried = _carry(slot.read, room.tensor, slot)
-            landed = self._enqueue(target, room.tensor, stream, after, timed=timed)
-            room.fences = (Fence(device, landed),)
-            self._in.hold(room)
-        finally:
-            del room
-            self._in.give_back()
+        memory = part.memory
+        assert memory is not None
+        for fence in memory.fences:
+            device.synchronize(fence.event)
+        event.carried = _carry(slot.read, memory.tensor, slot)
+        landed = self._enqueue(target, memory.tensor, stream, after, timed=timed)
+        memory.fences = (Fence(device, landed),)
+        self._in.hold(memory)
         # The caller may have been interrupted, and then nothing else holds what is being written.
         device.keep_until(landed, target)
         event.landed = landed

@@ -139,6 +139,33 @@ def test_pack_goes_on_where_all_staging_room_is_taken(
     assert_moved(assert_settled(offload))
 
 
+def test_h41_pack_goes_on_while_the_system_pins_memory(
+    offload: Offload,
+    runtime: AcceleratorRuntime,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limited(1 << 20)
+    host_buffer, asked, pins, in_time = runtime.host_buffer, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(nbytes: int) -> Tensor:
+        asked.set()
+        in_time.append(pins.wait(20))
+        return host_buffer(nbytes)
+
+    monkeypatch.setattr(runtime, "host_buffer", slow)
+    step, expected = Step(1), Step(1).forward(nullcontext()).backward()
+    step.forward(offload)
+    assert asked.wait(20)
+    pins.set()
+    offload.stats(synchronize=True)
+    assert in_time
+    assert all(in_time), "pack has waited for it"
+    assert_identical(expected.result, step.backward().result)
+    del step
+    assert_moved(assert_settled(offload))
+
+
 class Elsewhere(DistantSlot):
     """Gives zeros."""
 
@@ -228,6 +255,28 @@ def test_staging_memory_is_bounded_for_all_disks_together(
     assert staging_bytes(staging) == 2 << 20
 
 
+def test_disks_that_need_more_room_than_there_is_do_not_wait_for_each_other(
+    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
+) -> None:
+    limited(1 << 16)
+    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+
+    class Written(DistantSlot):
+        def write(self, source: Tensor) -> None:
+            threading.Event().wait(1e-4)
+
+    events = []
+    for number in range(300):
+        slot = Written(4096 * (1 + number * 7 % 20))  # the largest go beyond the bound
+        slot.lane = number * 5 % 3
+        source = runtime.allocate(Layout(slot.nbytes), HERE, compute)
+        events.append(runtime.copy(slot, source, stream, [runtime.record(compute)]))
+    waiting = threading.Thread(target=lambda: [runtime.synchronize(event) for event in events], daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert all(runtime.query(event) for event in events)
+
+
 # -- failures and interrupts ------------------------------------------------------------------------------------------
 
 
@@ -307,6 +356,67 @@ def test_h10_room_outlives_a_copy_that_was_not_noted(
     step.backward()
     del step
     assert_settled(offload)
+
+
+def interrupts(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with an interrupt right after it."""
+
+    def interrupted(*arguments: Any) -> Any:
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+@pytest.mark.parametrize("where", ["after memory was taken", "before the writer has it", "when the writer has it"])
+def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_for(
+    where: str,
+    virtual: VirtualDevice,
+    runtime: AcceleratorRuntime,
+    limited: Callable[[int], Staging],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging = limited(1 << 20)
+    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
+
+    class Written(DistantSlot):
+        def write(self, source: Tensor) -> None:
+            pass
+
+    def copy(slot: DistantSlot) -> Any:
+        tensor = runtime.allocate(Layout(slot.nbytes), HERE, compute)
+        return runtime.copy(slot, tensor, stream, [runtime.record(compute)])
+
+    def refuse(work: object) -> None:
+        raise KeyboardInterrupt
+
+    runtime.synchronize(copy(Written(4096)))  # so that there is memory to be had at once
+    with gate_before(Written, "write") as gate:
+        if where == "after memory was taken":
+            monkeypatch.setattr(staging._out, "take_at_once", interrupts(staging._out.take_at_once))
+        else:
+            copy(Written(1 << 20))
+            gate.wait_until_reached()
+            late = interrupts(staging._writer.submit) if where == "when the writer has it" else refuse
+            monkeypatch.setattr(staging._writer, "submit", late)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            copy(Written(4096))
+        monkeypatch.undo()
+    if where != "after memory was taken":  # what the traceback holds may still be left to the writer
+        del caught
+    runtime.synchronize(copy(Written(4096)))
+    with gate_before(Written, "write") as gate:
+        events = [copy(Written(4096))]
+        gate.wait_until_reached()
+        events.append(copy(Written(4096)))
+        assert events[1].copied is not None, "it was left to the writer, which is busy"
+    for event in events:
+        runtime.synchronize(event)
+    larger = copy(Written(2 << 20))
+    waiting = threading.Thread(target=runtime.synchronize, args=(larger,), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert runtime.query(larger), "it waits for room that nobody has"
 
 
 def test_h10_a_target_outlives_the_copy_that_the_reader_has_still_to_enqueue(
