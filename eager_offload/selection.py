@@ -188,7 +188,7 @@ def own_bytes(tensor: Tensor) -> int:
     return min(count, _span(tensor)) * tensor.itemsize
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def whole(nbytes: int) -> Footprint:
     """Returns the footprint of a storage of ``nbytes`` bytes that travels whole."""
     return Footprint(True, 0, nbytes, nbytes, False)
