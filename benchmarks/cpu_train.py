@@ -226,6 +226,7 @@ def train(name: str, options: argparse.Namespace) -> Sequence[Run]:
         stall_seconds=stats.stall_seconds / options.steps,
     )
     if variant.sharded:
+        dist.barrier()  # a rank that goes while another one still communicates may abort that
         dist.destroy_process_group()
     return [run]
 
