@@ -29,11 +29,14 @@ def test_h44_it_sees_every_copy_and_finds_no_race(program: str) -> None:
 
 
 def test_it_sees_what_goes_to_disk_and_finds_no_race() -> None:
-    """What comes back is copied by a thread, whose copies it cannot be shown: it mixes up what threads do at once."""
+    """But for the copies of threads, which it mixes up with what others do at once, so that it is not shown them: of all
+    that comes back, and of what leaves while memory for it is pinned."""
     found = run("disk")
     assert found["races"] == []
-    assert found["seen"] == [found["moved"][0], 0]
-    assert min(found["moved"]) > 8 << 20
+    (seen, back), moved = found["seen"], found["moved"]
+    assert back == 0
+    assert moved[0] / 2 < seen <= moved[0]
+    assert min(moved) > 8 << 20
 
 
 def test_it_sees_what_is_captured_and_finds_no_race() -> None:
