@@ -29,8 +29,10 @@ def test_h44_it_sees_every_copy_and_finds_no_race(program: str) -> None:
 
 
 def test_it_sees_what_goes_to_disk_and_finds_no_race() -> None:
-    """But for the copies of threads, which it mixes up with what others do at once, so that it is not shown them: of all
-    that comes back, and of what leaves while memory for it is pinned."""
+    """It is not shown the copies of threads, since it mixes up what threads do at once.
+
+    A thread copies all that comes back, and what leaves while memory for it is pinned.
+    """
     found = run("disk")
     assert found["races"] == []
     (seen, back), moved = found["seen"], found["moved"]
