@@ -33,6 +33,7 @@ class Keeping:
                 tables.control(Controller(self.readings.budget, config.slowdown))
             else:
                 tables.controller.budget = self.readings.budget
+        self._budget = None if self.readings is None else self.readings.budget
         self._queues: Living[ResidentQueue] = Living()
         # Not by the time that steps took, where a graph is captured of one.
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
@@ -70,7 +71,7 @@ class Keeping:
         for one in self.readings.timed():
             self._observe_time(one)
         controller = self._tables.controller
-        if controller is not None and controller.budget is None:
+        if controller is not None and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
         warning, self._unkept = self._unkept, None if self._unkept else self._unkept
         return warning or ""
@@ -92,13 +93,13 @@ class Keeping:
 
     def _observe_memory(self, one: Reading) -> None:
         """Has the controller learn from the memory of a step that is over."""
-        controller, counters = self._tables.controller, self._transfers.accounts.counters
-        budget = None if controller is None else controller.budget
-        if controller is None or budget is None or one.log is None or not one.peak:
+        controller, budget = self._tables.controller, self._budget
+        if budget is None or one.log is None or not one.peak:
             return
+        assert controller is not None
         kept = one.log.kept
         if one.peak > budget:
-            counters.demote("over_budget")
+            self._transfers.accounts.counters.demote("over_budget")
             for queue in self._queues:  # what was to stay leaves, unless backward comes first
                 queue.stay_no_longer()
             if kept == 0 and self._unkept == "":
@@ -119,8 +120,7 @@ class Keeping:
 
     def _use_windows(self) -> None:
         prefetch = self._order.limit = self._windows.prefetch
-        has_budget = self.readings is not None and self.readings.budget is not None
-        self.keep = 0 if has_budget else self._config.newest_bytes(prefetch)
+        self.keep = 0 if self._budget is not None else self._config.newest_bytes(prefetch)
         self._tables.room = self._config.small_step_bytes(prefetch) if self._learns_what_stays else 0
         for queue in self._queues:
             queue.limit = self.keep
@@ -129,8 +129,8 @@ class Keeping:
     def _tell_windows(self) -> None:
         counters, windows = self._transfers.accounts.counters, self._windows
         counters.max_inflight_bytes, counters.prefetch_bytes = windows.inflight, windows.prefetch
-        if self.readings is not None and self.readings.budget is not None:
-            counters.device_budget = self.readings.budget
+        if self._budget is not None:
+            counters.device_budget = self._budget
 
     def _why(self, peak: int, budget: int) -> str:
         device, moved = self._transfers.device, self._transfers.out_rate.nbytes > 0
