@@ -96,12 +96,17 @@ class TransferLog:
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque()
         self._readers: Living[Reader] = Living()
-        #: The numbers of the oldest entry that is held, and of the next one.
-        self.begin = self.end = 0
+        #: The number of the next entry.
+        self.end = 0
         #: Reads each entry in the call that writes it, while a trace runs.
         self.on_entry: Callable[[], None] | None = None
         #: What the stats have read.
         self.counted = self.reader()
+
+    @property
+    def begin(self) -> int:
+        """The number of the oldest entry that is held: counted, since an interrupt may part an entry from its number."""
+        return self.end - len(self._entries)
 
     def reader(self) -> Reader:
         """Returns a reader of what is written from here on; what it has not read is held for as long as it lives."""
@@ -142,4 +147,3 @@ class TransferLog:
         entries, unread = self._entries, min(reader.position for reader in self._readers)
         while entries and (self.begin < unread or len(entries) > _MOST):
             entries.popleft()
-            self.begin += 1
