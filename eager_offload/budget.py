@@ -1,8 +1,8 @@
 """The part of a step's movable bytes that moves, so that a budget of memory and a limit of waiting hold.
 
 Numbers only, like ``schedule.py``. ``Controller`` says the fraction when a step begins, and is told afterwards how much
-memory the step took and how long compute waited in it. ``step_table.py`` chooses the rows that make up the fraction,
-and ``eager/keeping.py`` takes the readings.
+memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``even_share`` says
+which storages make up the fraction, for a step table, a plan and a compiled graph alike.
 
 [Note: the fraction]
 Steps of one kind, such as those of one sequence length, have a state of their own. For each,
@@ -23,6 +23,7 @@ exceed either; else their newest bytes stay, by the bytes of the step before.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 #: Of the budget: is left free, and what a change has to free or fill for it to be made.
@@ -41,6 +42,35 @@ _JUDGED, _CLEAR = 4, 3.0
 _SLACK = 1.2
 #: After so many steps within the limit more is tried; each time after twice as many.
 _PAUSE = 32
+
+
+def even_share(nbytes: Sequence[int], is_late: Sequence[bool], fraction: float) -> list[bool]:
+    """Returns of each storage whether it moves, where that part of the bytes does.
+
+    Of the storages that are in time the same part moves all along forward, so that the link is as busy at its beginning
+    as at its end. Those that are late stay first, the newest before the others.
+
+    Args:
+        nbytes: of the storages, in the order in which they are saved.
+        is_late: whether each is asked for sooner than it could be away and back.
+    """
+    room = int((1 - fraction) * sum(nbytes))
+    moves = [True] * len(nbytes)
+    for number in reversed([number for number, late in enumerate(is_late) if late]):
+        if nbytes[number] > room:
+            room = 0  # it moves, and all before it
+            break
+        room -= nbytes[number]
+        moves[number] = False
+    in_time = [number for number, late in enumerate(is_late) if not late]
+    total, due = sum(nbytes[number] for number in in_time), 0
+    left = min(room, total)
+    for number in reversed(in_time):
+        due += nbytes[number] * left  # in parts of a byte, as many as there are bytes in time
+        if nbytes[number] * total <= due:
+            due -= nbytes[number] * total
+            moves[number] = False
+    return moves
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from eager_offload._torch import (
 )
 from eager_offload.budget import Controller
 from eager_offload.codecs.names import ROUNDING
-from eager_offload.compile.aim import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
@@ -42,7 +41,7 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
-from eager_offload.plan_settings import ComputedPlan, settings_of
+from eager_offload.plan_settings import ComputedPlan, fraction_of, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_table import StepTable
@@ -78,11 +77,11 @@ class Offload:
         config: an :class:`OffloadConfig`, which no environment variable completes; or a mapping of its fields, as from
             a file. Fields that neither this nor ``fields`` give come from the ``EAGER_OFFLOAD_<FIELD>`` variables, else
             from the defaults. ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` overrides ``enabled=False``.
-        plan: a plan of :func:`eager_offload.plan`, whose windows and budget hold beside the settings given here. Or the
+        plan: a plan of :func:`eager_offload.plan`, whose windows and budget hold beside the settings given here; on a
+            CPU the part that moves holds in place of the budget. Or the
             table of a like step, from :meth:`step_plan`, in which the first forward is looked up. If the table does not
             fit, one warning says so, and the forward goes on as an unknown step. A copy of this object has no plan.
-        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime. For rehearsals of plans, with
-            ``eager_offload.planning.simulated``, and for tests.
+        runtime: moves the bytes of CPU tensors in place of the CPU's own runtime, for tests.
         around_tier: wraps each tier that is opened. For tests.
         **fields: fields of :class:`OffloadConfig`, which override those of ``config``.
 
@@ -143,7 +142,9 @@ class Offload:
             )
         if isinstance(plan, ComputedPlan):
             self._accounts.counters.expect(plan)
-            self._hook_pair = hook_pair(text_of(self.config_key, plan))
+            if (fraction := fraction_of(plan)) is not None:
+                self._hooks.fraction = fraction
+                self._hook_pair = hook_pair(f"{self.config_key}\n{fraction!r}")
             if plan.is_small or not plan.moved_bytes:
                 self._in_vain.expect_nothing()  # as the plan has said
             return

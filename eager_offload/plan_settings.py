@@ -29,6 +29,8 @@ class ComputedPlan:
     """``"least"``, ``"free"`` or ``"max"``."""
     machine: Machine
     """The device."""
+    fraction: float
+    """The part of the bytes that may move that does."""
 
     @property
     def is_small(self) -> bool:
@@ -102,17 +104,27 @@ def settings_of(
     return OffloadConfig.from_fields(_what_stays(plan), found)
 
 
-def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
-    """The fields that say what stays of a step, as ``plan`` has worked it out.
+def fraction_of(plan: ComputedPlan) -> float | None:
+    """Returns the part of each step's movable bytes that moves by ``plan``; ``None`` where a setting says it.
 
-    On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: there the newest
-    bytes stay, as many as the plan keeps, or all of them where nothing has to move.
+    On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: so there it is the
+    plan's part that moves.
+    """
+    is_cpu = torch.accelerator.current_accelerator(check_available=True) is None
+    return plan.fraction if is_cpu and plan.policy == "least" else None
+
+
+def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
+    """Returns the fields that say what stays of a step, as ``plan`` has worked it out.
+
+    Where a part of each step moves, ``keep_last_bytes`` are for steps that are not known: as many as the plan keeps, or
+    all of them where nothing has to move.
     """
     if plan.policy == "max":
         return {}
     if plan.policy == "free":
         return {"policy": "free"}
-    if torch.accelerator.current_accelerator(check_available=True) is None:
+    if fraction_of(plan) is not None:
         return {"keep_last_bytes": plan.kept_bytes if plan.moved_bytes else sys.maxsize}
     return {"device_budget": plan.device_budget}
 

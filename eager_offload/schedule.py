@@ -59,6 +59,11 @@ def auto_window(movable: int, largest: int, device_bytes: int | None = None) -> 
         device_bytes: memory of the device; ``None`` where that is not known.
     """
     wanted = max(min(_LARGE_WINDOW, movable // _SMALL_PART), movable // _LARGE_PART, _TENSORS * largest)
+    return bounded_window(wanted, movable, device_bytes)
+
+
+def bounded_window(wanted: int, movable: int, device_bytes: int | None = None) -> int:
+    """Returns a window of ``wanted`` bytes, or fewer where those are too many; other arguments as there."""
     return max(min(wanted, movable // _MOST_PART, _most_of(device_bytes)), 1)
 
 

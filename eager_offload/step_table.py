@@ -41,7 +41,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from eager_offload.budget import Controller, Kind
+from eager_offload.budget import Controller, Kind, even_share
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
 from eager_offload.schedule import StepUses, largest_of
@@ -287,12 +287,13 @@ class StepLog:
         """The table of its kind; that which it has taught, once its graph is gone."""
         return self.known if self.taught is None else self.taught
 
-    def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
+    def table(self, link: Link | None, before: StepTable | None = None, window: int | None = None) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
             before: the table of an earlier step with the same saves; rows that stay as they are come from it.
+            window: bytes that each storage may find on their way out before it; ``None``: as many as it has found.
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -309,7 +310,8 @@ class StepLog:
                 fate = _STAY
             else:
                 # Until it could be away and back, behind those that were on their way out.
-                travels = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
+                ahead = self.ahead[number] if window is None else window
+                travels = (ahead + facts[1]) / link.out + facts[1] / link.back
                 rested = first_asked.get(number, math.inf) - self.packed_at[number]
                 fate = _MOVE if rested >= travels else _STAY
             last_save = last if last > number else -1
@@ -354,11 +356,7 @@ class KnownTable:
         self.order = tuple(dict.fromkeys(table.order))
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
-        """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it.
-
-        Of the storages that are in time the same part moves all along forward, so that the link is as busy at its
-        beginning as at its end. Those that are asked for too soon stay first, the newest before the others.
-        """
+        """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
         if self._shared is None or self._shared[0] != fraction:
             self._shared = (fraction, *_shared(self.table, fraction))
         return self._shared[1:]
@@ -583,11 +581,13 @@ class StepTables:
         unfit, self._unfit = self._unfit, ""
         return unfit
 
-    def learn(self, log: StepLog, link: Link | None) -> None:
+    def learn(self, log: StepLog, link: Link | None, window: int) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
 
         Args:
             link: as for ``StepLog.table``.
+            window: bytes that may be on their way out. Where the fraction changes from step to step, what is late must
+                not change with it.
         """
         if self.is_frozen:
             return
@@ -599,7 +599,9 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        table = log.table(link, None if alike is None else alike.table)
+        table = log.table(
+            link, None if alike is None else alike.table, None if self.controller is None else window
+        )
         if alike is None:
             alike = KnownTable(table)
         else:
@@ -615,25 +617,14 @@ class StepTables:
 
 def _shared(table: StepTable, fraction: float) -> tuple[StepTable, int]:
     """See ``KnownTable.share``."""
-    room = int((1 - fraction) * table.movable_bytes)
-    fates = [row.fate for row in table.rows]
-    for number in range(len(fates) - 1, -1, -1):
-        if fates[number] is _STAY:
-            nbytes = table.rows[number].storage_nbytes
-            if nbytes <= room:
-                room -= nbytes
-            else:
-                room, fates[number] = 0, _MOVE  # it and all before it
-    in_time, due = [number for number, row in enumerate(table.rows) if row.fate is _MOVE], 0
-    nbytes_in_time = table.moved_bytes
-    left = min(room, nbytes_in_time)
-    for number in reversed(in_time):
-        due += table.rows[number].storage_nbytes * left  # in parts of a byte, as many as there are bytes in time
-        if table.rows[number].storage_nbytes * nbytes_in_time <= due:
-            due -= table.rows[number].storage_nbytes * nbytes_in_time
-            fates[number] = _STAY
-    rows = [row if row.fate is fate else replace(row, fate=fate) for row, fate in zip(table.rows, fates, strict=True)]
-    kept = sum(row.storage_nbytes for row in rows if row.fate is _STAY)
+    movable = [number for number, row in enumerate(table.rows) if row.fate is _MOVE or row.fate is _STAY]
+    nbytes = [table.rows[number].storage_nbytes for number in movable]
+    moves = even_share(nbytes, [table.rows[number].fate is _STAY for number in movable], fraction)
+    rows = list(table.rows)
+    for number, one in zip(movable, moves, strict=True):
+        if rows[number].fate is not (fate := _MOVE if one else _STAY):
+            rows[number] = replace(rows[number], fate=fate)
+    kept = sum(one for one, does in zip(nbytes, moves, strict=True) if not does)
     return replace(table, rows=tuple(rows)), kept
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.models import Shape, Stack
-from eager_offload.planning.predict import floor_seconds
+from eager_offload.planning.problem import floor_seconds
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import gradients
 from tests.simulation.large import H200, LARGE

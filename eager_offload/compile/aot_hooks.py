@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 
 from eager_offload import contexts
 from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
-from eager_offload.compile.aim import aim_of
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
@@ -91,15 +90,16 @@ def offload_between(
         forward: its outputs are ``num_outputs`` of the user's, then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        text: the configuration, and what a plan was made for: see [Note: the text of a configuration].
+        text: the configuration, and a plan's fraction: see [Note: the text of a configuration].
         parameters: which of the forward's inputs are parameters and buffers.
     """
     leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
-    config = OffloadConfig.from_text(text.partition("\n")[0])
+    config_key, _, fraction = text.partition("\n")
+    config = OffloadConfig.from_text(config_key)
     try:
         (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
         whole = is_whole(ours, theirs, num_outputs, parameters)
-        choice = choose(ours, theirs, num_outputs, config, aim=aim_of(text), whole=whole)
+        choice = choose(ours, theirs, num_outputs, config, fraction=float(fraction) if fraction else None, whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
         warn(
@@ -123,7 +123,7 @@ def _log(choice: Choice) -> None:
         _logger.debug("%s moves: %d bytes, as the storage of %s", names, group.nbytes, group.base.name)
     for node, reason in choice.kept.items():
         _logger.debug("%s stays: %s", node.name, reason.value)
-    if (found := choice.prediction) is not None:
+    if (found := choice.outcome) is not None:
         _logger.debug("expected: a peak of %s, in %.3g s", size_text(found.peak_bytes), found.step_seconds)
     if not choice.groups:
         _logger.debug("nothing of this graph moves")

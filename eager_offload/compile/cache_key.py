@@ -1,4 +1,10 @@
-"""Which version of the passes made what a compiler keeps on disk."""
+"""What compilers key on what they keep.
+
+[Note: the text of a configuration]
+Dynamo guards on hooks of which there is one pair for each text. It begins with the configuration's own, one line, which
+names the ``Offload`` that serves a graph. Where a plan says which part of the movable bytes moves, that is the next
+line; and where a budget is ``"auto"``, what that has come to is a part of the keys.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,15 @@ import pkgutil
 import sys
 from functools import cache
 
+from eager_offload.compile.cost import free_bytes
+from eager_offload.config import OffloadConfig
 from eager_offload.version import VERSION
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
     *(
         "_torch.py",
+        "budget.py",
         "config.py",
         "machine.py",
         "marks.py",
@@ -22,7 +31,7 @@ _OTHERS = (
         "tiers/memory.py",
     ),
     *(f"codecs/{name}.py" for name in ("base", "exact", "names", "rounded")),
-    *(f"planning/{name}.py" for name in ("predict", "program", "recompute", "solve")),
+    *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),
 )
 
 
@@ -43,6 +52,14 @@ def cache_key() -> str:
             return version
         digest.update(f"{name} {len(source)} ".encode() + source)
     return f"{version} {digest.hexdigest()}"
+
+
+def key_of(text: str) -> str:
+    """Returns what compilers key on what they have made for that text."""
+    config_key, _, _ = text.partition("\n")
+    if OffloadConfig.from_text(config_key).device_budget != "auto":
+        return text
+    return f"{text}\n{free_bytes(config_key)}"
 
 
 def _sources() -> list[str]:

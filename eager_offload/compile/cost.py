@@ -41,6 +41,10 @@ from eager_offload.tiers.limits import host_capacity
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
 
+#: Of what is free when it is first used, the part that ``device_budget="auto"`` takes: allocators round and fragment.
+_AUTO_PART = 0.9
+#: So many leading bits of it count: another process, which finds a little more or less, takes the same graphs.
+_LEADING_BITS = 5
 #: They hand out memory and leave it as it is.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
@@ -217,6 +221,28 @@ def memory_of(device: torch.device) -> int | None:
         return host_capacity()
     here = torch.accelerator.current_accelerator()
     return accelerator_runtime().total_memory(device) if here is not None and here.type == device.type else None
+
+
+@cache
+def free_bytes(config_key: str) -> int | None:
+    """Returns what ``device_budget="auto"`` comes to in this process; ``None`` where the device does not tell.
+
+    It is found once, so that all graphs have the same.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    try:
+        with without_dispatch_modes():
+            runtime = contexts.serving(config_key, is_hooked=True).offloader_of(device).runtime
+            memory = runtime.memory(device)
+            if memory is None:
+                return None
+            nbytes: int = memory.used + int(runtime.free_memory(device) * _AUTO_PART)
+    except OffloadError:  # nothing moves off such a device here
+        return None
+    step = 1 << max(nbytes.bit_length() - _LEADING_BITS, 0)
+    return nbytes // step * step
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which of the storages that may leave a graph do: a graph as a ``Program``, decided by the planner's solver.
+"""Which of the storages that may leave a graph do: a graph as a ``Program``, for which the planner chooses.
 
 [Note: what a budget bounds in a graph]
 The bytes of one forward and its backward, as the two graphs say: inputs and parameters all of the time, gradients and
@@ -16,19 +16,20 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from eager_offload._torch import hint
-from eager_offload.compile.aim import Aim
-from eager_offload.compile.cost import bandwidth_of, flops_of, is_single, traffic_of
+from eager_offload.compile.cost import bandwidth_of, flops_of, free_bytes, is_single, traffic_of
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
+from eager_offload.config import OffloadConfig
 from eager_offload.machine import Machine, machine_of
-from eager_offload.planning.predict import Prediction, Problem
+from eager_offload.planning.choose import Chooser
+from eager_offload.planning.problem import Problem
 from eager_offload.planning.program import Op, Program, Storage, living
-from eager_offload.planning.solve import Solution, Solver
+from eager_offload.planning.replay import Outcome
 from eager_offload.runtime.base import Direction
 from eager_offload.schedule import Windows
 
@@ -62,12 +63,31 @@ class Movable:
     """Whether it leaves, whatever is decided."""
 
 
+class Aim(NamedTuple):
+    """What a decision is made for; all that may move does where it says nothing."""
+
+    budget: int | None
+    """Bytes of the device that the step may take."""
+    slowdown: float | None
+    """How much longer a step may take than without transfers, as a part of it: so much moves as then may."""
+    fraction: float | None
+    """The part of the bytes that moves, where that is known."""
+
+    @classmethod
+    def of(cls, config: OffloadConfig, fraction: float | None) -> Aim | None:
+        """Returns what ``config`` and the fraction of a plan say; ``None`` where that is how many of the newest stay."""
+        budget, slowdown = config.device_budget, config.slowdown
+        if budget is None and slowdown is None and fraction is None:
+            return None
+        return cls(free_bytes(config.to_text()) if budget == "auto" else cast("int | None", budget), slowdown, fraction)
+
+
 class Decided(NamedTuple):
     """What comes of a decision."""
 
     stay: frozenset[object]
     """The storages that stay."""
-    prediction: Prediction
+    outcome: Outcome
 
 
 def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
@@ -215,17 +235,16 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
 
 
 def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
-    """The solver's decision for ``aim``, which is not of all."""
-    solver, found = Solver(problem), None
-    if aim.slowdown is not None:
-        found = solver.free(aim.slowdown)
-    if aim.budget is not None and (found is None or found.prediction.peak_bytes > aim.budget):
-        nothing = problem.within_room((False,) * len(names))
-        found = Solution(nothing, problem.predict(nothing))
-        if found.prediction.peak_bytes > aim.budget:  # else no decision is faster or moves less
-            found = solver.within(aim.budget)
-    assert found is not None
-    return Decided(frozenset(name for name, one in zip(names, found.moves, strict=True) if not one), found.prediction)
+    """Returns the planner's decision for ``aim``, which says something."""
+    chooser = Chooser(problem)
+    if aim.fraction is not None:
+        found = chooser.share(aim.fraction)
+    else:
+        found = chooser.nothing if aim.slowdown is None else chooser.hidden(aim.slowdown)
+        if aim.budget is not None and found.peak_bytes > aim.budget:
+            found = chooser.within(aim.budget)
+    stay = frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one)
+    return Decided(stay, found.outcome)
 
 
 def machine_here(device: torch.device, text: str) -> Machine:

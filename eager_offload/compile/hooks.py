@@ -21,8 +21,7 @@ from torch.fx import Graph
 
 from eager_offload import contexts
 from eager_offload._torch import EmptyGraphModule, hide_from_compilers, unpack_before_compiled_backwards
-from eager_offload.compile.aim import key_of
-from eager_offload.compile.cache_key import cache_key
+from eager_offload.compile.cache_key import cache_key, key_of
 from eager_offload.tiers.forking import ForkSafeLock
 
 

@@ -18,8 +18,7 @@ from eager_offload._torch import (
     inductor_config,
 )
 from eager_offload.compile import ops
-from eager_offload.compile.aim import key_of
-from eager_offload.compile.cache_key import cache_key
+from eager_offload.compile.cache_key import cache_key, key_of
 from eager_offload.compile.cost import bandwidth_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place

@@ -246,7 +246,7 @@ def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
         tuple(replace(one, base=became(one.base), members=tuple(map(became, one.members))) for one in choice.groups),
         choice.windows,
         {became(node): reason for node, reason in choice.kept.items()},
-        choice.prediction,
+        choice.outcome,
     )
 
 

@@ -15,10 +15,9 @@ from torch.fx import Graph, Node
 from eager_offload._torch import hint, is_plain_fake, schema_of
 from eager_offload.codecs import Codec, Gather
 from eager_offload.codecs.names import IDENTITY, ROUNDING, shared_name
-from eager_offload.compile.aim import Aim, aim_of
 from eager_offload.compile.coding import codec_for
 from eager_offload.compile.cost import memory_of, returns_views
-from eager_offload.compile.decide import Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
+from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     calls_regions,
     counted_from_the_beginning,
@@ -39,7 +38,7 @@ from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_o
 from eager_offload.compile.rounding import codec_of_readers, differentiated
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
-from eager_offload.planning.predict import Prediction
+from eager_offload.planning.replay import Outcome
 from eager_offload.schedule import Windows, largest_of
 from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import KeepReason
@@ -87,8 +86,8 @@ class Choice:
     windows: Windows = field(compare=False)
     """That the transfers keep to."""
     kept: dict[Node, KeepReason] = field(default_factory=dict)
-    prediction: Prediction | None = None
-    """What comes of it by the solver's numbers, where that has decided."""
+    outcome: Outcome | None = None
+    """What comes of it where the planner has decided."""
 
     def kept_bytes(self) -> dict[KeepReason, int]:
         """Bytes that stay, by reason. A size that is not known counts as one, so that they are never too many."""
@@ -124,7 +123,7 @@ def choose(
     num_outputs: int,
     config: OffloadConfig,
     *,
-    aim: Aim | None = None,
+    fraction: float | None = None,
     whole: bool = True,
 ) -> Choice:
     """Chooses among what a partitioned forward saves for its backward.
@@ -142,7 +141,7 @@ def choose(
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
         config: ``min_bytes``, ``keep_last_bytes`` and the windows; ``device_budget``, ``policy`` and ``max_slowdown``.
-        aim: what the decision is made for, if ``config`` does not say it.
+        fraction: the part of the bytes that moves, where a plan says it.
         whole: whether the two graphs are a whole step. Of a part everything moves that may where there is a budget.
 
     Raises:
@@ -169,7 +168,7 @@ def choose(
         counted=[node for node in saved if node.name in counted],
         step=lambda: step_of_pair(forward, backward, num_outputs),
         has_regions=calls_regions([*forward.nodes, *backward.nodes]),
-        aim=aim,
+        fraction=fraction,
         whole=whole,
     )
 
@@ -207,16 +206,16 @@ def choose_among(
     counted: Iterable[Node],
     step: Callable[[], Step],
     has_regions: bool,
-    aim: Aim | None = None,
+    fraction: float | None = None,
     whole: bool = True,
 ) -> Choice:
     """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
 
     Args:
         counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
-        step: makes the graph's step, where a solver decides.
+        step: makes the graph's step, where the planner decides.
         has_regions: see :func:`~eager_offload.compile.graphs.calls_regions`; then all of them stay.
-        aim: as of :func:`choose`.
+        fraction: as of :func:`choose`.
         whole: as of :func:`choose`.
     """
     _require_aliases(graph)
@@ -264,7 +263,7 @@ def choose_among(
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
-    aim = aim_of(config.to_text()) if aim is None else aim
+    aim = Aim.of(config, fraction)
     windows, found = _windows((*firm, *free), config), None
     if aim is None:
         staying = _newest(free, config.newest_bytes(windows.prefetch))
@@ -274,7 +273,7 @@ def choose_among(
     kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
     moving_groups = (*firm, *(group for group in free if group not in staying))
     ordered = tuple(sorted(moving_groups, key=first.__getitem__))
-    return Choice(ordered, windows, kept, None if found is None else found.prediction)
+    return Choice(ordered, windows, kept, None if found is None else found.outcome)
 
 
 def _windows(groups: Sequence[Group], config: OffloadConfig) -> Windows:
@@ -306,12 +305,11 @@ def _decided(
     *,
     whole: bool,
 ) -> Decided | None:
-    """The solver's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
-    if not movable or (aim.budget is None and aim.slowdown is None) or not (whole or aim.budget is None):
+    """The planner's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
+    if not movable or not any(one is not None for one in aim) or not (whole or aim.budget is None):
         return None
     device = next(iter(movable.values())).bases[0].meta["val"].device
-    machine = machine_here(device, config.to_text()) if aim.machine is None else aim.machine
-    problem, names = problem_of(step(), movable, windows, machine)
+    problem, names = problem_of(step(), movable, windows, machine_here(device, config.to_text()))
     return decided(problem, names, aim)
 
 

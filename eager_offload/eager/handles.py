@@ -30,7 +30,7 @@ from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.kernels.codecs import Workspaces
-from eager_offload.runtime.base import ALIGNMENT, Layout, Stream
+from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.schedule import ResidentQueue, Use
 from eager_offload.selection import Footprint, root_of
 from eager_offload.stats import KeepReason
@@ -95,10 +95,11 @@ class Reload:
 
 
 class Returned(NamedTuple):
-    """A reloaded storage that was handed to autograd, and where in it the footprint begins."""
+    """A reloaded storage that was handed to autograd, where in it the footprint begins, and when it was there."""
 
     storage: weakref.ref[torch.UntypedStorage]
     first_byte: int
+    event: Event
 
 
 #: When the copy of a storage started: while an operator saved, whose number the thread of a queue had just counted,
@@ -257,6 +258,16 @@ class SavedStorage:
         alias = self.aliases[0]
         nothing, storage = _nothing(torch.uint8, alias.device).data, alias.untyped_storage()
         return set_over(nothing, storage, self.footprint.start, (self.footprint.nbytes,), (1,))
+
+    def returned_bytes(self) -> Tensor | None:
+        """The same of what autograd was given, as long as that holds it and it was not resized."""
+        storage = None if self.returned is None else self.returned.storage()
+        if self.returned is None or storage is None:
+            return None
+        first_byte, nbytes = self.returned.first_byte, self.footprint.nbytes
+        if storage.nbytes() < first_byte + nbytes:
+            return None
+        return set_over(_nothing(torch.uint8, storage.device).data, storage, first_byte, (nbytes,), (1,))
 
     def coded(self, coding: Coding, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
         """What ``coding`` packs, or unpacks to, over ``storage``, in which the footprint begins at ``first_byte``.

@@ -158,6 +158,8 @@ class Hooks:
         #: The table that the user has given, and the device that it is known to: the first that something is saved on.
         self.given: StepTable | None = None
         self._given_to: torch.device | None = None
+        #: The part of the movable bytes that moves of each known step, by the plan that the user has given.
+        self.fraction: float | None = None
         self._threads = _Threads()
 
     def restart(self) -> None:
@@ -191,6 +193,8 @@ class Hooks:
             saves = self._saves.get(device)
             if saves is None or saves.offloader is not offloader:
                 saves = self._saves[device] = SavedTensors(offloader, self._config)
+                if self.fraction is not None:
+                    saves.keeping.move(self.fraction)
                 if self.given is not None and self._given_to in (None, device):
                     self._given_to = device
                     saves.give(self.given)

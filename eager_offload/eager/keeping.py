@@ -45,6 +45,11 @@ class Keeping:
         self.keep = 0
         self._use_windows()
 
+    def move(self, fraction: float) -> None:
+        """Has that part of the movable bytes of each known step move."""
+        self._tables.control(Controller(None, None, fraction))
+        self.leaves_early = True
+
     @property
     def adapts(self) -> bool:
         """Whether anything may change when a forward begins."""

@@ -104,7 +104,7 @@ def unpacked_at_once(view: SavedView, saved: SavedStorage, stream: Stream) -> Te
     place = unpacked(transfers, saved, packed, stream)
     storage, first_byte = place.untyped_storage(), int(place.storage_offset())
     if is_shared:
-        saved.returned = Returned(weak_storage(storage), first_byte)
+        saved.returned = Returned(weak_storage(storage), first_byte, None)
     else:
         transfers.runtime.keep_until(transfers.runtime.record(stream), packed)
     return view.over(storage, first_byte)

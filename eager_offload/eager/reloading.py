@@ -11,7 +11,7 @@ from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import Transfers
-from eager_offload.runtime.base import Layout, Stream
+from eager_offload.runtime.base import Event, Layout, Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder
 from eager_offload.stats import KeepReason
 
@@ -31,7 +31,7 @@ class Reloading:
         storage, first_byte = place.untyped_storage(), int(place.storage_offset())
         tensor, expected = view.over(storage, first_byte), saved.record in self.order.promised
         if saved.reload is reload:
-            saved.returned = Returned(weak_storage(storage), first_byte)
+            saved.returned = Returned(weak_storage(storage), first_byte, reload.transfer.event)
             if expected:
                 return tensor
             saved.reload = saved.record.reload = None
@@ -57,11 +57,15 @@ class Reloading:
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
         if saved.reload is None and saved.coding is None and not saved.saved_anew:
-            assert saved.slot is not None
-            back = Transfer(saved.slot, transfer.nbytes, transfer.counters)
-            back.event = transfer.event
-            self._transfers.hold(back.nbytes)
-            saved.reload, saved.record.reload = Reload(saved.source_bytes(), back), back
+            self._hold(saved, saved.source_bytes(), transfer.event)
+
+    def _hold(self, saved: SavedStorage, target: Tensor, event: Event) -> None:
+        """Keeps ``target``, in which the bytes of a storage are that is promised, as what was reloaded is kept."""
+        assert saved.slot is not None
+        back = Transfer(saved.slot, saved.footprint.nbytes, saved.record.counters)
+        back.event = event
+        self._transfers.hold(back.nbytes)
+        saved.reload, saved.record.reload = Reload(target, back), back
 
     def stay_if_it_can(self, saved: SavedStorage) -> None:
         """Backward has come to a storage, so that to move it from now on would be in vain."""
@@ -111,7 +115,12 @@ class Reloading:
             saved: SavedStorage | None = record()
             if saved is None or record.state is not AWAY or saved.reload is not None:
                 continue
-            if saved.origin() is not None or (saved.returned is not None and saved.returned.storage() is not None):
+            if saved.origin() is not None:
+                continue
+            if saved.returned is not None and saved.returned.storage() is not None:
+                target = saved.returned_bytes() if saved.coding is None else None
+                if target is not None:  # a node has it, with which it would go
+                    self._hold(saved, target, saved.returned.event)
                 continue
             try:
                 saved.reload = self._bring(saved, saved.stream, "prefetch")

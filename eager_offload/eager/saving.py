@@ -331,4 +331,5 @@ class Saving(abc.ABC):
         if not self.transfers.records:
             self.scratch.clear()
         out = self.transfers.out_rate.value
-        self.tables.learn(record.log, None if out is None else Link(out, self.transfers.in_rate.value or out))
+        link = None if out is None else Link(out, self.transfers.in_rate.value or out)
+        self.tables.learn(record.log, link, self._windows.inflight)

@@ -1,4 +1,4 @@
-"""Which calls of modules may be computed again, and what that would take: written down while a step is traced."""
+"""Which calls of modules may be computed again: written down while a step is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from eager_offload._torch import schema_of, tensors_in, tree_iter
 from eager_offload.compile.cost import OperatorCall
 from eager_offload.planning.blocks import Block, Blocks
 from eager_offload.planning.numbers import state_of_others
-from eager_offload.planning.program import RecomputableCall, Storage, living
 
 #: They change what these arguments hold, and their schemas do not say so.
 _STATISTICS = ("running_mean", "running_var")
@@ -100,24 +99,10 @@ class Calls:
         """A mark or a region of the user's says of that save whether it is to move."""
         self._decided.append(save)
 
-    def result(
-        self, numbers: Mapping[Block, int], ops: int
-    ) -> tuple[tuple[RecomputableCall, ...], tuple[Storage, ...]]:
-        """Those that may be computed again, once all is over, and what a checkpoint of them would save besides."""
-        calls = [call for call in self._all if self._may_run_again(call)]
-        self._all = []  # their states have the recorder's own hooks
-        held = dict.fromkeys(
-            block
-            for call in calls
-            for block in call.inputs
-            if block not in numbers and block.saved is None and block.freed is not None and block.freed < ops
-        )
-        known = {**numbers, **{block: len(numbers) + place for place, block in enumerate(held)}}
-        arguments = (
-            Storage(one.nbytes, one.nbytes, one.module, one.made, one.freed or 0, one.made, one.made, one.made)
-            for one in held
-        )
-        return tuple(self._finished(call, numbers, known, ops) for call in calls), tuple(arguments)
+    def repeatable(self) -> tuple[int, ...]:
+        """Returns the modules that may be computed again, once all is over, in the order in which they begin."""
+        calls, self._all = self._all, []  # their states have the recorder's own hooks
+        return tuple(call.module for call in calls if self._may_run_again(call))
 
     def _may_run_again(self, call: _Open) -> bool:
         """Whether it would do the same once more, and what it saves is the planner's to decide about.
@@ -133,18 +118,6 @@ class Calls:
             op >= call.begin and block.made < call.begin and (op < call.end or block in given)
             for op, block in self._writes
         )
-
-    def _finished(
-        self, call: _Open, numbers: Mapping[Block, int], known: Mapping[Block, int], ops: int
-    ) -> RecomputableCall:
-        made = [
-            (one.nbytes, one.made - call.begin, (ops if one.freed is None else one.freed) - call.begin)
-            for one in self._blocks.made_between(call.begin, call.end)
-            if one not in numbers
-        ]
-        scratch = max(living(call.end - call.begin, made), default=0)
-        inputs = tuple(sorted(known[block] for block in call.inputs if block in known))
-        return RecomputableCall(call.module, call.begin, call.end, call.first_save, call.last_save, inputs, scratch)
 
 
 class ModuleState:

@@ -12,6 +12,7 @@ from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHO
 from eager_offload.observe.report import Tile, time_text
 from eager_offload.planning.figures import FixedWay, PlanFigures, sentences
 from eager_offload.planning.files import Point
+from eager_offload.planning.replay import Replay
 
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
@@ -56,7 +57,7 @@ def drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -
 def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
     """What lives at each operator, with what was decided and where nothing moves."""
     problem, living = plan.problem, plan.living
-    without = problem.course((False,) * len(problem.program.storages)).living
+    without = Replay(problem).run((False,) * len(problem.program.storages)).living
     every = -(-len(living) // _SAMPLES) or 1
     parts = [slice(first, first + every) for first in range(0, len(living), every)]
     times = [1e3 * problem.begins[part.start] for part in parts]

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from operator import add
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.planning.decide import RehearsedSolver
-from eager_offload.planning.files import PlanFields, Point
-from eager_offload.planning.predict import Problem
-from eager_offload.planning.program import kind_of
-from eager_offload.planning.recompute import Recomputing
+from eager_offload.planning.choose import Chooser
+from eager_offload.planning.files import PlanFields
+from eager_offload.planning.problem import Moves, Problem
+from eager_offload.planning.program import Program, kind_of
 from eager_offload.stats import KeepReason
 
 #: What ``to_dict`` has, in this order, and ``modules`` behind it.
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
-    *("recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
+    *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
 )
 
 
@@ -69,18 +67,18 @@ class PlanFigures(PlanFields):
     @property
     def living(self) -> tuple[int, ...]:
         """Bytes of the device that live while each operator of the step runs."""
-        return tuple(self.course.living)
+        return self.outcome.living
 
     @property
     def peak_bytes(self) -> int:
         """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
         they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
-        return self.course.peak_bytes
+        return self.outcome.peak_bytes
 
     @property
     def step_seconds(self) -> float:
         """Forward and backward, with what compute waits for transfers."""
-        return self.course.step_seconds
+        return self.outcome.step_seconds
 
     @property
     def compute_seconds(self) -> float:
@@ -93,11 +91,6 @@ class PlanFigures(PlanFields):
         return self.compute_seconds if self.steps else None
 
     @property
-    def may_compute_again(self) -> bool:
-        """Whether it was decided of modules too whether they are computed again."""
-        return self.whole is not None
-
-    @property
     def host_budget(self) -> int | None:
         """Bytes that may rest in the tier at one time; ``None``: any number."""
         budget = self.config.host_budget
@@ -107,6 +100,16 @@ class PlanFigures(PlanFields):
     def host_bytes(self) -> int:
         """That rest in the tier at one time, at most, in whole pages."""
         return self.problem.tier_bytes(self.moves)
+
+    @property
+    def moves(self) -> Moves:
+        """Of each storage that may move, whether it does."""
+        return self.outcome.moves
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes on their way out at most, and where they were chosen together back."""
+        return self.problem.window
 
     @property
     def floor_seconds(self) -> float:
@@ -134,13 +137,12 @@ class PlanFigures(PlanFields):
     @property
     def recomputed_bytes(self) -> int:
         """That could leave the device, and are computed again in place of being saved."""
-        storages = self._whole.program.storages
-        return sum(storages[number].nbytes for number in self._recomputed)
+        return sum(row.recomputed_bytes for row in self.rows())
 
     @property
     def least_budget(self) -> int:
         """The least ``device_budget`` that a plan fits."""
-        return self._least.peak_bytes
+        return self.least.peak_bytes
 
     @property
     def guessed(self) -> list[str]:
@@ -149,39 +151,29 @@ class PlanFigures(PlanFields):
 
     def rows(self) -> list[Row]:
         """What modules of each kind save that may move, the largest first."""
-        program, whole, found = self.problem.program, self._whole.program, dict[str, Row]()
-        parts = [
-            (program, one, (0, one.moved_bytes, 0) if number in self._returning else (one.nbytes, 0, 0))
-            for number, one in enumerate(program.storages)
-        ]
-        parts += [(whole, one, (0, 0, one.nbytes)) for one in map(whole.storages.__getitem__, self._recomputed)]
-        for program, storage, nbytes in parts:
-            kind = kind_of(program.modules[storage.module])
+        program, found = self.problem.program, dict[str, Row]()
+        for number, one in enumerate(program.storages):
+            kind = kind_of(program.modules[one.module])
             row = found.get(kind, Row(kind, 0, 0, 0))
-            found[kind] = Row(kind, row.storages + 1, *map(add, row[2:], nbytes))
+            stay, move = (0, one.moved_bytes) if number in self._returning else (one.nbytes, 0)
+            found[kind] = Row(kind, row.storages + 1, row.kept_bytes + stay, row.moved_bytes + move)
+        saved, whole = _by_kind(program), _by_kind(self._whole.program)
+        for kind, nbytes in whole.items() if self.again else ():
+            again = max(nbytes - saved.get(kind, 0), 0)
+            found[kind] = found.get(kind, Row(kind, 0, 0, 0))._replace(recomputed_bytes=again)
         return sorted(found.values(), key=lambda row: (-sum(row[2:]), row.kind))
 
     @cached_property
     def _returning(self) -> frozenset[int]:
-        return frozenset(self.course.returning)
+        return frozenset(self.outcome.returned)
 
     @cached_property
-    def _solver(self) -> RehearsedSolver:
-        return RehearsedSolver(self._whole, self.machine.launch_seconds, recompute=self.whole is not None)
-
-    @cached_property
-    def _least(self) -> Point:
-        now = Point(self.peak_bytes, self.peak_bytes, self.step_seconds)
-        return self.traced_least or min(Point.least_of(self._solver.least), now)
+    def _chooser(self) -> Chooser:
+        return Chooser(self.problem, self.windows)
 
     @property
     def _whole(self) -> Problem:
         return self.problem if self.whole is None else self.whole
-
-    @cached_property
-    def _recomputed(self) -> frozenset[int]:
-        """The storages of the whole step that are computed again."""
-        return Recomputing(self._whole).gone(self.again)
 
     def to_dict(self) -> dict[str, Any]:
         """What it says, in the types that JSON has, without the step's own numbers."""
@@ -191,6 +183,15 @@ class PlanFigures(PlanFields):
 
     def __str__(self) -> str:
         return _text_of(self)
+
+
+def _by_kind(program: Program) -> dict[str, int]:
+    """Returns the bytes that may move, by the kind of the module that made them."""
+    found: dict[str, int] = {}
+    for one in program.storages:
+        kind = kind_of(program.modules[one.module])
+        found[kind] = found.get(kind, 0) + one.nbytes
+    return found
 
 
 # -- the text ---------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _text_of(plan: PlanFigures) -> str:
 
 def sentences(plan: PlanFigures) -> list[str]:
     """What comes of it, a line each."""
-    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), _what_moves(plan)]
+    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), *_what_again_brings(plan), _what_moves(plan)]
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.guessed:
@@ -230,7 +231,20 @@ def _what_moves(plan: PlanFigures) -> str:
         f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
         f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
+        + (f"; windows of {size_text(plan.window_bytes)}" if plan.moved_bytes else "")
     )
+
+
+def _what_again_brings(plan: PlanFigures) -> Iterator[str]:
+    """What computing modules again would change, a line where it was worked out."""
+    if plan.may_again is not None:
+        names, peak, seconds = plan.may_again
+        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
+        times = seconds / (plan.step_seconds or 1)
+        yield (
+            f"recompute=True would make that {seconds_text(seconds)} ({times:.2f} times), with a peak of "
+            f"{size_text(peak)}: {len(names)} of {kinds} computed again"
+        )
 
 
 def _fits(plan: PlanFigures) -> str:
@@ -246,7 +260,7 @@ def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
     if plan.device_budget >= plan.least_budget:
         yield 'less would be taken with policy="least", which keeps to its budget'
         return
-    again = "" if plan.may_compute_again or plan.steps else "recompute=True (--recompute), "
+    again = "" if plan.again or plan.steps else "recompute=True (--recompute), "
     yield f"less is taken with {again}a smaller batch, or smaller max_inflight_bytes and prefetch_bytes"
 
 

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_typ
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.planning.decide import Outcome
-from eager_offload.planning.predict import Course, Moves, Problem
+from eager_offload.planning.choose import Chosen
+from eager_offload.planning.problem import Problem
+from eager_offload.planning.replay import Outcome
 
 #: The form of the file.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Point(NamedTuple):
@@ -32,9 +33,18 @@ class Point(NamedTuple):
     step_seconds: float
 
     @classmethod
-    def least_of(cls, outcome: Outcome) -> Self:
+    def least_of(cls, chosen: Chosen) -> Self:
         """For the least budget that buys this."""
-        return cls(outcome.peak_bytes, outcome.peak_bytes, outcome.step_seconds)
+        return cls(chosen.peak_bytes, chosen.peak_bytes, chosen.step_seconds)
+
+
+class Again(NamedTuple):
+    """What comes of it where modules are computed again."""
+
+    names: tuple[str, ...]
+    """Of those modules."""
+    peak_bytes: int
+    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,20 +60,23 @@ class PlanFields:
     policy: str
     """``"least"``, ``"free"`` or ``"max"``."""
     problem: Problem
-    """The step as numbers."""
-    moves: Moves
-    """For each storage that may move, whether it does."""
+    """The step as numbers, in the windows that were chosen."""
+    outcome: Outcome
+    """What moves, and what comes of it."""
+    fraction: float
+    """The part of the bytes that may move that does."""
     config: OffloadConfig
     """The settings of the ``Offload`` that trains by it."""
-    course: Course
-    """What comes of it, in rehearsal where that can do what this model does."""
-
+    least: Point
+    """The least peak that any decision has."""
+    windows: tuple[int, ...] = ()
+    """The windows that were chosen among; bytes, smallest first."""
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
     whole: Problem | None = None
-    """The step in which nothing is computed again, where something may be."""
-    traced_least: Point | None = None
-    """What the least peak is where something may be computed again, which takes the model to say."""
+    """The step in which nothing is computed again, where something is."""
+    may_again: Again | None = None
+    """What ``recompute=True`` would bring, where that is much."""
     steps: int = 0
     """By how many real steps the times of operators are; 0: estimated."""
     is_compiled: bool = False

@@ -14,7 +14,7 @@ from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan_settings import ComputedPlan
 from eager_offload.planning.apply import checkpointed
-from eager_offload.planning.decide import RehearsedSolver
+from eager_offload.planning.choose import Chooser
 from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
@@ -27,8 +27,8 @@ class Plan(PlanFigures, ComputedPlan):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
-    run: its step was traced, and the library itself was rehearsed with it on a simulated device, whose peak and time
-    these are. ``Offload(plan=plan)`` takes its settings for training. Sizes are bytes, times seconds.
+    run: its step was traced, and the schedule of the library was replayed with it, which these peaks and times are of.
+    ``Offload(plan=plan)`` takes its settings for training. Sizes are bytes, times seconds.
     """
 
     def apply(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -62,21 +62,20 @@ class Plan(PlanFigures, ComputedPlan):
 
         @cache
         def waits_within(budget: int) -> float:
-            return waits(solver.within(budget).step_seconds)
+            return waits(self._chooser.within(budget).step_seconds)
 
         if self.again or not self.compute_seconds or waits(self.step_seconds) <= _LITTLE:
             return None
-        solver = RehearsedSolver(self._whole, self.machine.launch_seconds)
-        high = solver.nothing.peak_bytes
+        high = self._chooser.nothing.peak_bytes
         unit = 1 << max(high.bit_length() - _BITS, 0)
         budgets = range((self.peak_bytes // unit + 1) * unit, high + unit, unit)
         place = bisect_left(budgets, True, key=lambda budget: waits_within(budget) <= _LITTLE)
         return None if place == len(budgets) else Relief(budgets[place], waits_within(budgets[place]))
 
     def front(self, points: int = 16) -> list[Point]:
-        """The best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
+        """Returns the best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
 
-        Those in which something is computed again are worked out by numbers: no step of theirs was traced.
+        Where this plan has something computed again, they are those in which the same is, or nothing.
 
         Args:
             points: how many, 2 or more.
@@ -86,27 +85,27 @@ class Plan(PlanFigures, ComputedPlan):
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        nothing = self._solver.nothing
-        low, high = self.least_budget, max(nothing.peak_bytes, self.least_budget)
-        found: list[Point] = []
-        best = self._least
+        choosers = [self._chooser, *([] if self.whole is None else [Chooser(self.whole, self.windows)])]
+        low, high = self.least_budget, max(choosers[-1].nothing.peak_bytes, self.least_budget)
+        found, best = list[Point](), self.least
         for step in range(points):
             budget = low + (high - low) * step // (points - 1)
-            outcome = self._solver.within(budget)
-            if outcome.peak_bytes <= budget and outcome.step_seconds < best.step_seconds:
-                best = Point.least_of(outcome)
+            for chosen in (chooser.within(budget) for chooser in choosers):
+                if chosen.peak_bytes <= budget and chosen.step_seconds < best.step_seconds:
+                    best = Point.least_of(chosen)
             found.append(best._replace(budget=budget))
         return found
 
     def fixed_ways(self) -> list[FixedWay]:
-        """Decisions that look at no budget, to compare with; nothing is computed again in them."""
-        count = len(self._whole.program.storages)
-        outcomes = {
-            "nothing moves": self._solver.nothing,
-            "every second storage moves": self._solver.of(tuple(number % 2 == 0 for number in range(count))),
-            "all that may moves": self._solver.of((True,) * count),
+        """Returns decisions that look at no budget, to compare with."""
+        chooser = self._chooser
+        every_second = tuple(number % 2 == 0 for number in range(len(self.problem.program.storages)))
+        chosen = {
+            "nothing moves": chooser.nothing.outcome,
+            "every second storage moves": chooser.of(every_second),
+            "all that may moves": chooser.everything.outcome,
         }
-        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in outcomes.items()]
+        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class Plan(PlanFigures, ComputedPlan):
 
         A notebook shows it, and its ``write_html`` writes a page. Fixed ways are drawn to compare with: nothing moves,
         every second storage does, all that may does. In the curves waits are left out, so that both have the time of
-        compute; the peak, which was rehearsed, may be above them.
+        compute.
 
         Raises:
             OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
@@ -140,7 +139,7 @@ class Plan(PlanFigures, ComputedPlan):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that ``save`` wrote to ``path``.
+        """Returns the plan that ``save`` wrote to ``path``.
 
         Raises:
             ConfigError: the file holds no such plan, or one of another version, or it was changed.

@@ -16,17 +16,19 @@ from eager_offload.errors import ConfigError
 from eager_offload.machine import LAUNCH_SECONDS, TABLE, Machine, machine_of
 from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import POLICIES
-from eager_offload.planning.decide import Outcome, RehearsedSolver, TracedSolver
-from eager_offload.planning.files import Point
+from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
+from eager_offload.planning.files import Again, Point
 from eager_offload.planning.plan import Plan
-from eager_offload.planning.predict import Problem
+from eager_offload.planning.problem import Problem
 from eager_offload.planning.program import Program
 from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
-from eager_offload.planning.solve import EQUAL
-from eager_offload.schedule import Windows, largest_of
+from eager_offload.planning.recompute import positions
+from eager_offload.schedule import bounded_window, largest_of
 
 #: The device that this process has.
 _HERE = "here"
+#: Of a step, the part that compute waits where it may be worth much to compute something again.
+_MUCH = 0.1
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -72,12 +74,14 @@ def plan(
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
-            save: :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``.
+            save: every, every second or every fourth of the blocks that repeat, or what attends to nothing in each.
+            :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
+            line what it would bring, where compute waits for a tenth of the step or nothing fits.
         steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
             models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded, and ``device_budget`` and ``host_budget`` where these
+            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and ``device_budget`` and ``host_budget`` where these
             are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
@@ -141,7 +145,7 @@ def _make(
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
-    def traced(again: Sequence[str] = ()) -> Problem:
+    def step(again: Sequence[str] = ()) -> Chooser:
         least, patterns, rules = settings.size("min_bytes"), patterns_of(settings), settings.codec_rules
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
@@ -150,53 +154,86 @@ def _make(
             if asked.is_cpu:  # whose kernels were traced
                 program = replace(program, guessed=())
             seconds = tuple(program.seconds(machine))
-        windows, rests = _windows(settings, program, machine), settings.host_budget
-        room = rests - rests // _ROUNDED if isinstance(rests, int) else None
-        links = machine.out, machine.back, windows.inflight, windows.prefetch
-        problem = Problem(program, seconds, *links, room, machine.memory)
-        problem = problem.with_more(asked.standing)
-        return problem.packing(pays=True) if recompute and problem.packs else problem
+        return _chooser(program, seconds, asked)
 
-    name, problem = type(model).__name__, traced()
-    if recompute:
-        solver = TracedSolver(problem, traced, machine.launch_seconds)
-        found, least = solver.within(budget), Point.least_of(solver.least)
-    else:
-        found, least = _solve(problem, machine, budget, policy), None
+    whole = step()
+    chosen, least = _choose(whole, budget, policy), whole.least
+    names: tuple[str, ...] = ()
+    steps = {names: whole}
+    may_again: Again | None = None
+    if recompute or (policy == "least" and not asked.steps and _may_gain(whole, chosen, budget)):
+        for again in positions(whole.problem.program):
+            try:
+                steps[again] = step(again)
+            except Exception:  # whatever a module raises that does another thing the second time
+                continue
+        names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
+        best = steps[names].within(budget)
+        if recompute:
+            chosen, least = best, min((one.least for one in steps.values()), key=_peak)
+        elif names:
+            may_again, names = Again(names, best.peak_bytes, best.step_seconds), ()
     # What it was worked out for is what is in force from the first step on.
-    settings = replace(settings, max_inflight_bytes=found.problem.window, prefetch_bytes=found.problem.ahead)
-    decided = found.problem, found.moves, settings, found.course, found.again, found.whole
-    is_eager = not any(map(is_compiled, (*model.modules(), loss)))
-    return Plan(name, machine, budget, policy, *decided, least, asked.steps, not is_eager)
+    settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
+    return Plan(
+        type(model).__name__,
+        machine,
+        budget,
+        policy,
+        *chosen,
+        settings,
+        Point.least_of(least),
+        steps[names].windows,
+        names,
+        whole.problem if names else None,
+        may_again,
+        asked.steps,
+        any(map(is_compiled, (*model.modules(), loss))),
+    )
 
 
-def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
-    """Returns the windows of a step that goes like ``program``."""
-    windows = settings.windows(lambda: machine.memory_bytes or None)
-    windows.begin(program.movable_bytes, largest_of(storage.nbytes for storage in program.storages))
-    return windows
+def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
+    """Returns what decides for a step that goes like ``program``, in the windows that the settings allow."""
+    settings, machine = asked.settings, asked.machine
+    device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
+    windows = settings.windows(lambda: device_bytes)
+    windows.begin(movable, largest_of(storage.nbytes for storage in program.storages))
+    tried: set[int] = set()
+    if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
+        tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
+    rests = settings.host_budget
+    problem = Problem(
+        program,
+        seconds,
+        machine.out,
+        machine.back,
+        windows.inflight,
+        windows.prefetch,
+        machine.launch_seconds,
+        rests - rests // _ROUNDED if isinstance(rests, int) else None,
+        machine.memory,
+    )
+    return Chooser(problem.with_more(asked.standing), sorted(one for one in tried if one >= windows.inflight))
 
 
-def _solve(problem: Problem, machine: Machine, budget: int, policy: str) -> Outcome:
-    """What is to move, and with which of the codecs that the user allows: all, those that pay, or none."""
+def _choose(chooser: Chooser, budget: int, policy: str) -> Chosen:
+    """Returns the decision for that aim."""
+    if policy == "least":
+        return chooser.within(budget)
+    return chooser.hidden() if policy == "free" else chooser.everything
 
-    def outcome(problem: Problem) -> Outcome:
-        solver = RehearsedSolver(problem, machine.launch_seconds)
-        return solver.within(budget) if policy == "least" else solver.free() if policy == "free" else solver.all()
 
-    def cost(found: Outcome) -> tuple[float, ...]:
-        storages, over = found.problem.program.storages, max(found.peak_bytes - budget, 0)
-        moved = [storages[number] for number, moves in enumerate(found.moves) if moves]
-        seconds = round(found.step_seconds / (problem.compute_seconds * EQUAL or 1.0))
-        if policy == "free":
-            return over, -sum(one.nbytes for one in moved), seconds
-        return over, seconds, sum(one.moved_bytes for one in moved)
+def _may_gain(chooser: Chooser, chosen: Chosen, budget: int) -> bool:
+    """Whether to compute something again may be worth much: it is where nothing fits, or compute waits."""
+    return chosen.peak_bytes > budget or chooser.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
 
-    problems = [problem]
-    if problem.packs and policy != "max":
-        problems += [problem.packing(pays=True), problem.packing(pays=False)]
-    known = {one.program.storages: one for one in problems}
-    return min(map(outcome, known.values()), key=cost)
+
+def _cost(chosen: Chosen, budget: int) -> tuple[float, float]:
+    return max(chosen.peak_bytes - budget, 0), chosen.step_seconds
+
+
+def _peak(chosen: Chosen) -> int:
+    return chosen.peak_bytes
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

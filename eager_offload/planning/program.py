@@ -104,25 +104,10 @@ class Storage(NamedTuple):
         """Whether all of it travels, so that it stays or leaves as a whole."""
         return self.packing is not None or self.moved_bytes == self.nbytes
 
-
-class RecomputableCall(NamedTuple):
-    """A call of a module in forward that may be computed again in backward: it is the only call of that module, writes
-    to nothing that was there before, and the user has not said of what it saves whether that is to move."""
-
-    module: int
-    """The number of the module."""
-    begin: int
-    """Its first operator."""
-    end: int
-    """The operator after its last one."""
-    first_save: int
-    """The number of its first save."""
-    last_save: int
-    """That of the first save after it."""
-    inputs: tuple[int, ...]
-    """Its arguments: numbers of the storages that may move, and beyond those of ``Program.arguments``."""
-    scratch_bytes: int
-    """That it takes at most for what is neither there before it nor saved by it."""
+    @property
+    def held_bytes(self) -> int:
+        """That autograd holds of what travels."""
+        return self.nbytes if self.is_whole else self.moved_bytes
 
 
 @dataclass(frozen=True)
@@ -141,11 +126,9 @@ class Program:
     other_bytes: tuple[int, ...]
     """At each operator, all bytes but those of ``storages``: parameters, inputs, gradients, what is computed, and what
     is saved and stays in any case."""
-    calls: tuple[RecomputableCall, ...] = ()
-    """In the order in which they begin; what runs inside of another comes after it."""
-    arguments: tuple[Storage, ...] = ()
-    """Arguments of theirs that autograd does not save and a checkpoint would; each is a part of ``other_bytes``, and is
-    saved and asked for nowhere."""
+    repeatable: tuple[int, ...] = ()
+    """The modules that may be computed again in backward: each is called once, saves something, writes to nothing that
+    was there before, and the user has not said of what it saves whether that is to move."""
     guessed: tuple[str, ...] = ()
     """Functions that were called whose saves depend on the device: those of a CPU were written down."""
 

@@ -367,10 +367,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         with without_dispatch_modes():
             storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
         modules = tuple(self._modules)
-        calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
         guessed = tuple(sorted(self._guessed))
-        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments, guessed)
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, self._calls.repeatable(), guessed)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from eager_offload.compile.aim import key_of
-from eager_offload.compile.cache_key import cache_key
+from eager_offload.compile.cache_key import cache_key, key_of
 from eager_offload.compile.hooks import hook_pair
 from eager_offload.compile.inductor import OrderTransfers
 from tests.compiler_caches import give_machine_code, take_machine_code

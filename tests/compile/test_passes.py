@@ -16,7 +16,7 @@ from eager_offload.compile.cost import roofline
 from eager_offload.compile.graphs import nbytes_of
 from eager_offload.compile.order import pin, prefetch, sink_waits
 from eager_offload.machine import Machine
-from eager_offload.planning.predict import floor_seconds
+from eager_offload.planning.problem import floor_seconds
 from tests.simulation.graphs import Halves, halves_of
 from tests.simulation.large import H200, LARGE
 from tests.simulation.player import Kind, play

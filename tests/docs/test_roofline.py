@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eager_offload.observe.doctor import Device, SelfTest, Speed, hidden_from_width, verdict
-from eager_offload.planning.predict import floor_seconds
+from eager_offload.planning.problem import floor_seconds
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.long

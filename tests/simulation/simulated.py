@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
-from eager_offload.planning.simulated import RehearsalEvent, RehearsalRuntime, RehearsalStream
+from tests.simulation.clocked import ClockedEvent, ClockedRuntime, ClockedStream
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
 from eager_offload.tiers.base import Slot
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
@@ -38,7 +38,7 @@ POISON = 0xFF
 
 
 @dataclass(eq=False, slots=True)
-class SimulatedStream(RehearsalStream):
+class SimulatedStream(ClockedStream):
     """A stream whose copies are put off; compute streams do everything at once."""
 
     #: Steps that were enqueued, and how many of those were carried out; the rest is in the queue.
@@ -48,14 +48,14 @@ class SimulatedStream(RehearsalStream):
     #: Copies that no event stands for yet.
     fresh: list[Move] = field(default_factory=list)
 
-    __repr__ = RehearsalStream.__repr__
+    __repr__ = ClockedStream.__repr__
 
     def push(self, step: Move | SimulatedEvent) -> None:
         self.queue.append(step)
         self.enqueued += 1
 
 
-class SimulatedEvent(RehearsalEvent):
+class SimulatedEvent(ClockedEvent):
     """A point on a stream, which knows of the copies before it."""
 
     __slots__ = ("moves", "position")
@@ -132,7 +132,7 @@ class _Selected(threading.local):
         self.stack: list[SimulatedStream] = []
 
 
-class SimulatedRuntime(RehearsalRuntime):
+class SimulatedRuntime(ClockedRuntime):
     """A device with streams of its own and a clock that only work moves, whose calls can be checked.
 
     The defaults make a device that is much slower than its host, and links that are slower than compute: the host runs
@@ -313,7 +313,7 @@ class SimulatedRuntime(RehearsalRuntime):
     def _new_stream(self, name: str, *, is_transfer: bool = False) -> SimulatedStream:
         return SimulatedStream(name, is_transfer)
 
-    def _new_event(self, stream: RehearsalStream) -> SimulatedEvent:
+    def _new_event(self, stream: ClockedStream) -> SimulatedEvent:
         assert isinstance(stream, SimulatedStream)
         with self._lock:
             self._launch()
@@ -322,7 +322,7 @@ class SimulatedRuntime(RehearsalRuntime):
             self._log.write(Recorded(stream, event))
         return event
 
-    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Span:
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: ClockedStream) -> Span:
         assert isinstance(stream, SimulatedStream)
         outward, region, number = direction is Direction.OUT, None, -1
         kind, what = (AccessKind.READ, "offload") if outward else (AccessKind.WRITE, "reload")
@@ -342,7 +342,7 @@ class SimulatedRuntime(RehearsalRuntime):
                 self._carry_out(stream, stream.enqueued)
         return copy
 
-    def _occupy(self, stream: RehearsalStream, seconds: float, what: str, nbytes: int) -> float:
+    def _occupy(self, stream: ClockedStream, seconds: float, what: str, nbytes: int) -> float:
         ready = max(stream.tail, self.now)
         start = super()._occupy(stream, seconds, what, nbytes)
         if start > ready and not stream.is_transfer:

@@ -22,7 +22,7 @@ from eager_offload.tiers.finalizers import FinalizerRecord
 
 
 @dataclass(eq=False, slots=True)
-class RehearsalStream:
+class ClockedStream:
     """Operations in order, and when they are over."""
 
     name: str
@@ -35,12 +35,12 @@ class RehearsalStream:
         return self.name
 
 
-class RehearsalEvent:
+class ClockedEvent:
     """A point on a stream; equal to itself only."""
 
     __slots__ = ("__weakref__", "copy", "stream", "time")
 
-    def __init__(self, stream: RehearsalStream, time: float) -> None:
+    def __init__(self, stream: ClockedStream, time: float) -> None:
         self.stream = stream
         #: Seconds: when it completes.
         self.time = time
@@ -71,7 +71,7 @@ class LivingStorages:
         return self._nbytes
 
 
-class RehearsalRuntime(Runtime):
+class ClockedRuntime(Runtime):
     """The device of one thread's rehearsal.
 
     Args:
@@ -95,7 +95,7 @@ class RehearsalRuntime(Runtime):
 
     def advance(self, stream: Stream, seconds: float, what: str = "compute", nbytes: int = 0) -> None:
         """Enqueues work of ``seconds`` on ``stream``."""
-        assert isinstance(stream, RehearsalStream)
+        assert isinstance(stream, ClockedStream)
         self._launch()
         self._occupy(stream, seconds, what, nbytes)
         if self._host_waits:
@@ -107,10 +107,10 @@ class RehearsalRuntime(Runtime):
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
-    def current_stream(self, device: torch.device) -> RehearsalStream:
+    def current_stream(self, device: torch.device) -> ClockedStream:
         return self.default_stream
 
-    def transfer_stream(self, device: torch.device, direction: Direction) -> RehearsalStream:
+    def transfer_stream(self, device: torch.device, direction: Direction) -> ClockedStream:
         assert device.type == "cpu", "the simulated device's tensors are CPU tensors"
         return self._transfers[direction]
 
@@ -121,19 +121,19 @@ class RehearsalRuntime(Runtime):
         return self.now if stream is None else self._reached(stream)
 
     def spans(self, event: Event) -> tuple[Span, ...]:
-        assert isinstance(event, RehearsalEvent)
+        assert isinstance(event, ClockedEvent)
         return () if event.copy is None else (event.copy,)
 
     def bandwidth(self, device: torch.device, direction: Direction) -> float:
         return self._bandwidths[direction]
 
     def record(self, stream: Stream) -> Event:
-        assert isinstance(stream, RehearsalStream)
+        assert isinstance(stream, ClockedStream)
         return self._new_event(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(stream, RehearsalStream)
-        assert isinstance(event, RehearsalEvent)
+        assert isinstance(stream, ClockedStream)
+        assert isinstance(event, ClockedEvent)
         self._launch()
         stream.clear_from = max(stream.clear_from, event.time)
         if self._host_waits and not stream.is_transfer:
@@ -143,12 +143,12 @@ class RehearsalRuntime(Runtime):
         return self._host_waits
 
     def query(self, event: Event) -> bool:
-        assert isinstance(event, RehearsalEvent)
+        assert isinstance(event, ClockedEvent)
         self._launch()
         return self.now >= event.time
 
     def synchronize(self, event: Event) -> None:
-        assert isinstance(event, RehearsalEvent)
+        assert isinstance(event, ClockedEvent)
         self._launch()
         self.now = max(self.now, event.time)
 
@@ -161,7 +161,7 @@ class RehearsalRuntime(Runtime):
         *,
         timed: bool = False,
     ) -> Event:
-        assert isinstance(stream, RehearsalStream)
+        assert isinstance(stream, ClockedStream)
         for event in after:
             self.wait(stream, event)
         if isinstance(dst, Slot):
@@ -192,19 +192,19 @@ class RehearsalRuntime(Runtime):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _new_stream(self, name: str, *, is_transfer: bool = False) -> RehearsalStream:
-        return RehearsalStream(name, is_transfer)
+    def _new_stream(self, name: str, *, is_transfer: bool = False) -> ClockedStream:
+        return ClockedStream(name, is_transfer)
 
-    def _new_event(self, stream: RehearsalStream) -> RehearsalEvent:
+    def _new_event(self, stream: ClockedStream) -> ClockedEvent:
         self._launch()
-        return RehearsalEvent(stream, self._reached(stream))
+        return ClockedEvent(stream, self._reached(stream))
 
     def _reached(self, stream: Stream) -> float:
         """When ``stream`` comes to what is enqueued next."""
-        assert isinstance(stream, RehearsalStream)
+        assert isinstance(stream, ClockedStream)
         return max(stream.tail, stream.clear_from, self.now)
 
-    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: RehearsalStream) -> Span:
+    def _move(self, slot: Slot, tensor: Tensor, direction: Direction, stream: ClockedStream) -> Span:
         """Enqueues a copy; returns when it runs."""
         self._launch()
         what = "offload" if direction is Direction.OUT else "reload"
@@ -214,7 +214,7 @@ class RehearsalRuntime(Runtime):
     def _launch(self) -> None:
         self.now += self.launch_seconds
 
-    def _occupy(self, stream: RehearsalStream, seconds: float, what: str, nbytes: int) -> float:
+    def _occupy(self, stream: ClockedStream, seconds: float, what: str, nbytes: int) -> float:
         """``stream`` is busy for ``seconds``; returns when it begins to be."""
         start = max(stream.tail, self.now, stream.clear_from)
         stream.tail = start + seconds

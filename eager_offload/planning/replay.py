@@ -1,0 +1,332 @@
+"""One step replayed on numbers: the library's own schedule against a clock of the host, one of compute, and two links.
+
+``ResidentQueue`` says when a copy is due and ``PrefetchOrder`` what comes back next, as in training. What is here adds
+time and bytes:
+
+    host       enqueues operators and copies, ``launch_seconds`` a call; it waits where the window is full
+    compute    runs operators in order; it waits where a tensor that it needs has not arrived
+    out, back  carry one copy at a time, in the order in which they were enqueued
+
+Memory counts as in a caching allocator: when the host enqueues. A source goes when the host knows that its copy is
+over, which it asks at each save and each unpack. Without ``launch_seconds`` the host waits for every operator.
+
+In a compiled graph every transfer and wait has its place before it runs (``Problem.ordered``). The host is no part of
+it: compute waits where the window is full, and where forward ends for all that is on its way, and then sources go. So
+its peak depends on no time.
+
+Where a codec packs a storage, what was packed takes bytes beside it until the copy is over, and in its place from the
+start of the reload until it is asked for. Packing and unpacking are compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+from eager_offload.planning.problem import Moves, Problem
+from eager_offload.planning.program import ProgramAsk, ProgramSave
+from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses, Use
+
+
+class Outcome(NamedTuple):
+    """What comes of a decision."""
+
+    moves: Moves
+    step_seconds: float
+    living: tuple[int, ...]
+    """Bytes that live while each operator runs."""
+    returned: tuple[int, ...]
+    """The storages that have left and come back, in order."""
+    moved_bytes: int
+    """That have come back, what came back twice counted twice."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that live at one time, at most."""
+        return max(self.living, default=0)
+
+
+class Replay:
+    """Replays decisions for one problem: what does not depend on a decision is worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        program = problem.program
+        saves, asks = program.saves, program.asks
+        if problem.ordered or not saves:  # a graph, whose values are each saved once
+            saves = tuple(ProgramSave(one.nbytes, True, None, at, op=one.saved) for at, one in enumerate(program.storages))
+            asks = tuple(ProgramAsk(at, program.storages[at].asked) for at in problem.by_ask)
+        self.saves = saves
+        #: By operator: saves of storages that may move, and asks for them, each in order.
+        self.saves_at: dict[int, list[int]] = defaultdict(list)
+        self.asks_at: dict[int, list[int]] = defaultdict(list)
+        #: Of each storage, the first save and the last one.
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        for number, save in enumerate(saves):
+            if save.storage >= 0:
+                self.saves_at[save.op].append(number)
+                self.first.setdefault(save.storage, number)
+                self.last[save.storage] = number
+        #: By storage, how many asks come before the last one for it.
+        self.last_ask: dict[int, int] = {}
+        expected, rank = dict[int, None](), 0
+        for ask in asks:
+            if (storage := saves[ask.save].storage) >= 0:
+                self.last_ask[storage] = rank
+                self.asks_at[ask.op].append(ask.save)
+                expected[ask.save] = None
+                rank += 1
+        #: The saves in the order in which they are asked for first.
+        self.expected = list(expected)
+        self.ops = sorted({*self.saves_at, *self.asks_at, program.forward_ops, len(program.ops)})
+        #: Bytes of all that is no decision's: the other bytes, and each storage from where it is made.
+        change = [0] * (len(program.ops) + 1)
+        for one in program.storages:
+            change[one.made] += one.nbytes
+        self.made = list(map(add, accumulate(change[:-1]), program.other_bytes))
+
+    def run(self, moves: Moves) -> Outcome:
+        """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""
+        return _Step(self, self.problem.within_room(moves)).run()
+
+
+class _Stored:
+    """A storage as the look-ahead knows it."""
+
+    __slots__ = ("is_gone", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.is_gone = number, False
+
+
+class _Step:
+    def __init__(self, of: Replay, moves: Moves) -> None:
+        self.of, self.moves, problem = of, moves, of.problem
+        self.problem, self.saves, self.storages = problem, of.saves, problem.program.storages
+        self.launch, self.host_waits = problem.launch_seconds, not (problem.launch_seconds or problem.ordered)
+        self.queue, self.order, self.uses = ResidentQueue(0), PrefetchOrder(problem.ahead), StepUses()
+        self.stored = [_Stored(number) for number in range(len(self.storages))]
+        #: Seconds: where the host, compute and the links are, and before when compute must not go on.
+        self.host = self.compute = self.clear_from = self.out_free = self.in_free = 0.0
+        #: The operator that is enqueued next.
+        self.at = 0
+        self.change = [0] * (len(problem.op_seconds) + 1)
+        #: By operator, bytes that a codec takes for a moment.
+        self.scratch: dict[int, int] = {}
+        #: Copies out that the host does not know to be over, the oldest first: when each is, and of which storage.
+        self.leaving: deque[tuple[float, int]] = deque()
+        self.leaving_bytes = self.moved_bytes = 0
+        #: By storage, when its copy out is over, and the operator before which the host came to know that.
+        self.left: dict[int, float] = {}
+        self.known: dict[int, int] = {}
+        #: By storage, when it is back, and those that the device has.
+        self.back: dict[int, float] = {}
+        self.here = set(range(len(self.storages)))
+        self.returned = set[int]()
+        #: Those of which what is brought back is packed still.
+        self.packed = set[int]()
+        #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
+        self.asked: list[int] = []
+        self.using = set[int]()
+        self.rank = 0
+
+    def run(self) -> Outcome:
+        of, program = self.of, self.problem.program
+        for op in of.ops:
+            self._compute_until(op)
+            for save in of.saves_at.get(op, ()):
+                self._save(save)
+            if op == program.forward_ops:
+                self._end_forward()
+            for save in of.asks_at.get(op, ()):
+                self._ask(save)
+        end = len(self.change) - 1
+        for number in self.here:  # a copy holds its source until the host knows that it is over
+            known = self.known.get(number, end) if number in self.left else 0
+            self.change[max(self.storages[number].dropped, known)] -= self.storages[number].nbytes
+        living = list(map(add, accumulate(self.change[:-1]), of.made))
+        for op, nbytes in self.scratch.items():
+            living[min(op, end - 1)] += nbytes
+        returned = tuple(sorted(self.returned))
+        return Outcome(self.moves, self.compute, tuple(living), returned, self.moved_bytes)
+
+    # -- clocks -------------------------------------------------------------------------------------------------------
+
+    def _compute_until(self, op: int) -> None:
+        """Enqueues the operators before ``op``."""
+        if op > self.at:
+            begins, count = self.problem.begins, op - self.at
+            self._run(begins[op] - begins[self.at], count)
+            self.at = op
+
+    def _run(self, seconds: float, calls: int = 1) -> None:
+        """Has compute run for so many seconds, of as many calls."""
+        self.compute = max(self.compute, self.host + self.launch, self.clear_from) + seconds
+        self.host = self.compute if self.host_waits else self.host + self.launch * calls
+
+    def _reached(self) -> float:
+        """Returns when compute is done with what it was given so far."""
+        return max(self.compute, self.clear_from, self.host)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _save(self, save: int) -> None:
+        one, storage = self.saves[save], self.storages[self.saves[save].storage]
+        number, first = one.storage, self.of.first[one.storage]
+        self.uses.add(save, self.stored[number], storage.moved_bytes)
+        if save != first:
+            if first in self.queue:
+                self.queue.postpone(first, one.node)
+                self.queue.saved_again(first, save)
+            return
+        self._poll()
+        if self.moves[number]:
+            last: int | None = self.of.last[number]
+            if last == first or self.queue.awaiting_bytes + storage.held_bytes > self.problem.window:
+                last = None
+            self.queue.push(first, storage.held_bytes, one.node, urgent=True, last_save=last)
+        self._start_due(one.node)
+
+    def _end_forward(self) -> None:
+        self._poll()
+        self._start_due(None)
+        while self.problem.ordered and self.leaving:
+            self._wait_for_the_oldest()
+        self.order.arrange(self.uses, self.of.expected)
+
+    def _start_due(self, node: int | None) -> None:
+        while (first := self.queue.due(node)) is not None:
+            self.queue.discard(first)
+            self._copy_out(self.saves[first].storage)
+
+    def _copy_out(self, number: int) -> None:
+        storage, launch, leaving = self.storages[number], self.launch, self.leaving
+        nbytes, packing = storage.moved_bytes, storage.packing
+        if leaving and self.leaving_bytes + nbytes > self.problem.window:
+            self._poll()
+        while leaving and self.leaving_bytes + nbytes > self.problem.window:
+            self._wait_for_the_oldest()
+        if packing is not None:
+            self._run(packing.pack_bytes / self.problem.memory)
+            self._takes(packing.pack_scratch)
+            self.change[self.at] += nbytes
+        self.host += launch
+        begin = max(self.out_free, self._reached())
+        self.host += 3 * launch
+        self.out_free = max(begin, self.host - launch) + nbytes / self.problem.out
+        leaving.append((self.out_free, number))
+        self.left[number] = self.out_free
+        self.leaving_bytes += nbytes
+
+    def _wait_for_the_oldest(self) -> None:
+        """Waits for the copy out that has begun first; in a graph compute does, and else the host."""
+        over, number = self.leaving[0]
+        if self.problem.ordered:
+            self.clear_from = max(self.clear_from, over)
+            self._note_left()
+        else:
+            self.host = max(self.host, over)
+            self._poll()
+
+    def _poll(self) -> None:
+        """Has the host notice copies out that are over; a graph asks for none."""
+        if self.problem.ordered:
+            return
+        self.host += self.launch if self.leaving else 0.0
+        while self.leaving and self.leaving[0][0] <= self.host:
+            self._note_left()
+            self.host += 2 * self.launch
+
+    def _note_left(self) -> None:
+        """Takes note that the oldest copy out is over: its source goes, unless backward has come to it."""
+        number = self.leaving.popleft()[1]
+        self.known[number] = self.at
+        self.leaving_bytes -= self.storages[number].moved_bytes
+        if self.storages[number].packing is not None:
+            self.change[self.at] -= self.storages[number].moved_bytes
+        is_needed = number in self.using or self.of.last_ask.get(number, -1) < self.rank
+        if not is_needed and self.stored[number] not in self.order.promised:
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        """Takes a storage from the device, once forward lets go of it."""
+        storage = self.storages[number]
+        self.here.remove(number)
+        self.back.pop(number, None)
+        is_packed = number in self.packed
+        self.packed.discard(number)
+        self.change[max(storage.freed, self.at)] -= storage.moved_bytes if is_packed else storage.nbytes
+
+    def _takes(self, nbytes: int) -> None:
+        """Takes so many bytes for a moment."""
+        self.scratch[self.at] = max(self.scratch.get(self.at, 0), nbytes)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, save: int) -> None:
+        saves, order, number = self.saves, self.order, self.saves[save].storage
+        if self.asked and saves[self.asked[-1]].node != saves[save].node:
+            self._end_node()
+        self._poll()
+        if number not in self.here:
+            self._bring(number)
+        self.asked.append(save)
+        self.using.add(number)
+        use = self.uses.by_number[save]
+        assert use is not None
+        looked = order.ask(self.uses, use, 0)
+        for one in looked.drop:
+            if one.number in self.back and one.number not in self.using:
+                self._let_go(one.number)
+        for one in looked.bring:
+            if one.number not in self.here:
+                self._bring(one.number)
+        if number in self.back:
+            self._wait_for(number)
+        self.rank += 1
+
+    def _wait_for(self, number: int) -> None:
+        """Has compute wait for a storage that is on its way back, and unpack it."""
+        self.host += self.launch
+        if self.back[number] > self.host or self.problem.ordered:
+            self.host += self.launch
+            self.clear_from = max(self.clear_from, self.back[number])
+            if self.host_waits:
+                self.host = max(self.host, self.back[number])
+        storage = self.storages[number]
+        if number in self.packed and storage.packing is not None:
+            self.packed.remove(number)
+            self._run(storage.packing.unpack_bytes / self.problem.memory)
+            self._takes(storage.packing.unpack_scratch + storage.moved_bytes)
+            self.change[self.at] += storage.nbytes - storage.moved_bytes
+
+    def _end_node(self) -> None:
+        """Has the handles of a node go with it, and what the node was given unless that is asked for soon."""
+        leaving = {number for _, number in self.leaving}
+        for number in self.using:
+            is_last = self.of.last_ask[number] < self.rank
+            if is_last:
+                self.stored[number].is_gone = True
+                self.order.forget(self.stored[number])
+            elif self.moves[number] and number not in leaving and self.stored[number] not in self.order.promised:
+                self._let_go(number)
+        self.asked, self.using = [], set()
+
+    def _bring(self, number: int) -> None:
+        storage, launch = self.storages[number], self.launch
+        self.host += launch
+        after = self._reached()  # the block's last owner
+        self.host += 3 * launch
+        ready = max(self.in_free, after, self.left[number], self.host)
+        self.in_free = ready + storage.moved_bytes / self.problem.back
+        self.host += launch
+        self.back[number] = self.in_free
+        self.here.add(number)
+        self.returned.add(number)
+        self.moved_bytes += storage.moved_bytes
+        if storage.packing is not None:
+            self.packed.add(number)
+        self.change[self.at] += storage.nbytes if storage.packing is None else storage.moved_bytes
