@@ -1,0 +1,75 @@
+"""The replay of a step on numbers, beside the library that runs that step on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.planning.replay import Replay
+from eager_offload.step_table import Fate, StepTable
+from tests.planning.programs import Made, Stack, shared, slow, wide
+from tests.programs import architectures as models
+from tests.simulation.stage import Stage
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: By how much a replay may be off, of a step's time and of its peak.
+OFF = 0.005
+
+
+def _made(model: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]]) -> Made:
+    return lambda: (model(), batch(1))
+
+
+#: Each makes a model and what that is called with.
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "stack": wide,
+    "long stack": lambda: (Stack(4, 32, 4, 2, 64), wide()[1].repeat(2, 1)),
+    "shared": shared,
+    "llama": _made(models.llama, models.words),
+    "resnet": _made(models.ResNet, models.images),
+}
+
+
+def moved_by(table: StepTable, plan: eo.Plan) -> tuple[bool, ...]:
+    """Of each storage of ``plan``, whether a step has moved it that went by ``table``."""
+    program = plan.problem.program
+    saves = [save for save in program.saves if save.reason is None]
+    assert [row.nbytes for row in table.rows] == [save.nbytes for save in saves], "what is saved was foreseen"
+    first = {save.storage: row.fate for save, row in reversed([*zip(saves, table.rows, strict=True)])}
+    return tuple(first[number] is Fate.MOVE for number in range(len(program.storages)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("launch", [0.0, 1e-5], ids=["together", "ahead"])
+@pytest.mark.parametrize("rate", [5e7, 1e9], ids=["slow link", "fast link"])
+def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch: float, rate: float) -> None:
+    machine = slow(out=rate, back=rate, launch_seconds=launch)
+    windows = {"max_inflight_bytes": "256KiB"} if name == "shared" else {}  # else what is shared would be saved anew
+    planned = partial(eo.plan, *MODELS[name](), device=machine, config={"min_bytes": "1KiB", **windows})
+    least, most = planned(device_budget=1).least_budget, planned().peak_bytes
+    # What a trace has not seen of the model's own: tested where traces are.
+    model, inputs = MODELS[name]()
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    unseen = Stage(machine).step(eo.Offload(enabled=False), model, inputs, partial(model, *given)).peak_bytes - most
+    moved = 0
+    for part in (0.1, 0.5):
+        plan = planned(device_budget=int(least + part * (most - least)))
+        model, stage = MODELS[name]()[0], Stage(machine)
+        offload = stage.offload(plan=plan)
+        for _ in range(4):
+            step = stage.step(offload, model, inputs, partial(model, *given))
+        table = offload.step_plan()
+        offload.close()
+        assert (offload.stats(synchronize=True).bytes_out > 0) == (plan.moved_bytes > 0)
+        assert table is not None
+        found = Replay(plan.problem).run(moved_by(table, plan))
+        assert step.seconds == pytest.approx(found.step_seconds, rel=OFF)
+        assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF)
+        moved += plan.moved_bytes
+    assert moved > 0
