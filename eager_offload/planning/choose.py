@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.budget import even_share
 from eager_offload.planning.problem import Moves, Problem
-from eager_offload.planning.replay import Outcome, Replay
+from eager_offload.planning.replay import Late, Outcome, Replay
 
 #: Bytes of the windows that a plan chooses among, beside the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
@@ -28,11 +28,13 @@ WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
 _HALVINGS = 8
 #: The numbers that are tried for the least peak.
 _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
+#: So many steps learn from each other what is late, until that is the same.
+_STEPS = 3
 #: Of a step without waits: a wait that counts as none.
 _HIDDEN = 0.005
 
-#: Says for a number from 0 to 1 what moves.
-Rule: TypeAlias = Callable[[float], Moves]
+#: Says for a number from 0 to 1 what moves, and what comes of it.
+Rule: TypeAlias = Callable[[float], Outcome]
 
 
 class Chosen(NamedTuple):
@@ -65,14 +67,12 @@ class Chooser:
     def __init__(self, problem: Problem, windows: Sequence[int] = ()) -> None:
         self.problem, self.windows = problem, tuple(windows)
         problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
-        #: Each rule with the replay that says what comes of it, by the windows; and what is known.
-        self._rules: list[tuple[Rule, Replay]] = []
-        self._known: dict[tuple[int, Moves], Outcome] = {}
+        #: What comes of each rule, by its number and with the windows.
+        self._rules: list[tuple[Rule, Problem]] = []
         for one in problems:
-            replay = Replay(one)
-            self._rules.append((partial(_shared, one, _late(one)), replay))
+            self._rules.append((cache(partial(_even_share, Replay(one))), one))
             if problem.ordered:
-                self._rules.append((partial(_leaky_bucket, one), replay))
+                self._rules.append((cache(partial(_leaky_bucket, Replay(one))), one))
 
     def within(self, budget: int) -> Chosen:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
@@ -112,17 +112,14 @@ class Chooser:
 
     def of(self, moves: Moves) -> Outcome:
         """Returns what comes of moving those, in the first windows."""
-        return self._rules[0][1].run(moves)
+        return Replay(self._rules[0][1]).run(moves)
 
-    def _at(self, number: float, by: tuple[Rule, Replay]) -> Chosen:
+    def _at(self, number: float, by: tuple[Rule, Problem]) -> Chosen:
         """Returns what a rule comes to with that number."""
-        rule, replay = by
-        known = replay.problem.window, rule(number)
-        if known not in self._known:
-            self._known[known] = replay.run(known[1])
-        return Chosen(replay.problem, self._known[known], number)
+        rule, problem = by
+        return Chosen(problem, rule(number), number)
 
-    def _tried(self, by: tuple[Rule, Replay], is_more: Callable[[Chosen], bool]) -> Iterator[Chosen]:
+    def _tried(self, by: tuple[Rule, Problem], is_more: Callable[[Chosen], bool]) -> Iterator[Chosen]:
         """Yields what comes of the numbers that a bisection tries; ``is_more``: whether a larger one is looked for."""
         low, high = self._at(0.0, by), self._at(1.0, by)
         yield low
@@ -136,24 +133,24 @@ class Chooser:
             begin, end = (middle, end) if is_more(found) else (begin, middle)
 
 
-def _shared(problem: Problem, is_late: Sequence[bool], fraction: float) -> Moves:
-    return tuple(even_share([one.held_bytes for one in problem.program.storages], is_late, fraction))
+def _even_share(replay: Replay, fraction: float) -> Outcome:
+    """Returns what comes of an even share, once steps have learnt what is late. See [Note: the rules]."""
+    nbytes = [one.held_bytes for one in replay.problem.program.storages]
+    late: Late = (False,) * len(nbytes)
+    for _ in range(_STEPS):
+        moves = even_share(nbytes, late, fraction)
+        before, (outcome, late) = late, replay.learn(tuple(moves))
+        if late == before:
+            break
+    return outcome
 
 
-def _late(problem: Problem) -> list[bool]:
-    """Returns of each storage whether it is asked for before it could be away, behind a full window, and back."""
-    begins, out, back = problem.begins, problem.out, problem.back
-    return [
-        begins[one.asked] - begins[one.saved] < (problem.window + one.held_bytes) / out + one.held_bytes / back
-        for one in problem.program.storages
-    ]
-
-
-def _leaky_bucket(problem: Problem, x: float) -> Moves:
-    """Returns what a link hides that is faster by ``x / (1 - x)``. See [Note: the rules]."""
+def _leaky_bucket(replay: Replay, x: float) -> Outcome:
+    """Returns what comes of moving what a link hides that is faster by ``x / (1 - x)``. See [Note: the rules]."""
+    problem = replay.problem
     storages, begins = problem.program.storages, problem.begins
     if x == 1.0:
-        return (True,) * len(storages)
+        return replay.run((True,) * len(storages))
     pace = x / (1 - x) or math.ulp(0.0)
     free, in_time = problem.forward_seconds, set[int]()
     for number in problem.by_ask:
@@ -167,4 +164,4 @@ def _leaky_bucket(problem: Problem, x: float) -> Moves:
         if number in in_time and (level + one.moved_bytes <= problem.window or not level):
             moves[number] = True
             level += one.moved_bytes
-    return tuple(moves)
+    return replay.run(tuple(moves))

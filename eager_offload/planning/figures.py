@@ -242,7 +242,7 @@ def _what_again_brings(plan: PlanFigures) -> Iterator[str]:
         kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
         times = seconds / (plan.step_seconds or 1)
         yield (
-            f"recompute=True would make that {seconds_text(seconds)} ({times:.2f} times), with a peak of "
+            f"recompute=True would make that at most {seconds_text(seconds)} ({times:.2f} times), with a peak of "
             f"{size_text(peak)}: {len(names)} of {kinds} computed again"
         )
 

@@ -161,8 +161,13 @@ def _make(
     names: tuple[str, ...] = ()
     steps = {names: whole}
     may_again: Again | None = None
-    if recompute or (policy == "least" and not asked.steps and _may_gain(whole, chosen, budget)):
-        for again in positions(whole.problem.program):
+    tried: Sequence[tuple[str, ...]] = ()
+    if recompute:
+        tried = [*positions(whole.problem.program)]
+    elif policy == "least" and not asked.steps and _may_gain(whole, chosen, budget):
+        tried = [*positions(whole.problem.program)][1:2]  # one is enough to say that it is worth while
+    if tried:
+        for again in tried:
             try:
                 steps[again] = step(again)
             except Exception:  # whatever a module raises that does another thing the second time
@@ -213,7 +218,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
         machine.memory,
     )
-    return Chooser(problem.with_more(asked.standing), sorted(one for one in tried if one >= windows.inflight))
+    return Chooser(problem.with_more(asked.standing), sorted(tried))
 
 
 def _choose(chooser: Chooser, budget: int, policy: str) -> Chosen:

@@ -20,14 +20,19 @@ start of the reload until it is asked for. Packing and unpacking are compute.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave
 from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses, Use
+
+
+#: Of each storage, whether it is asked for before it could be away, behind a full window, and back.
+Late: TypeAlias = tuple[bool, ...]
 
 
 class Outcome(NamedTuple):
@@ -90,7 +95,18 @@ class Replay:
 
     def run(self, moves: Moves) -> Outcome:
         """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""
-        return _Step(self, self.problem.within_room(moves)).run()
+        return self.learn(moves)[0]
+
+    def learn(self, moves: Moves) -> tuple[Outcome, Late]:
+        """Returns the same, and what a step table learns from such a step (``StepLog.table``)."""
+        step, problem = _Step(self, self.problem.within_room(moves)), self.problem
+        outcome = step.run()
+        late = [
+            step.asked_at.get(number, math.inf) - step.saved_at.get(number, 0.0)
+            < (problem.window + one.held_bytes) / problem.out + one.held_bytes / problem.back
+            for number, one in enumerate(problem.program.storages)
+        ]
+        return outcome, tuple(late)
 
 
 class _Stored:
@@ -128,6 +144,9 @@ class _Step:
         self.returned = set[int]()
         #: Those of which what is brought back is packed still.
         self.packed = set[int]()
+        #: By storage, when it was saved and asked for first.
+        self.saved_at: dict[int, float] = {}
+        self.asked_at: dict[int, float] = {}
         #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
         self.asked: list[int] = []
         self.using = set[int]()
@@ -183,6 +202,7 @@ class _Step:
                 self.queue.saved_again(first, save)
             return
         self._poll()
+        self.saved_at[number] = self._reached()
         if self.moves[number]:
             last: int | None = self.of.last[number]
             if last == first or self.queue.awaiting_bytes + storage.held_bytes > self.problem.window:
@@ -273,6 +293,7 @@ class _Step:
         self._poll()
         if number not in self.here:
             self._bring(number)
+        self.asked_at.setdefault(number, self._reached())
         self.asked.append(save)
         self.using.add(number)
         use = self.uses.by_number[save]

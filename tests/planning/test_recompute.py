@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,15 @@ READS = Reads()
 
 
 class Around(nn.Module):
-    def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor] = torch.sin) -> None:
+    """Two blocks, after which something happens to what the second one was given."""
+
+    def __init__(self, blocks: Sequence[nn.Module], after: Callable[[Tensor], Tensor] = torch.sin) -> None:
         super().__init__()
-        self.first, self.inner, self.after = nn.Linear(32, 32), inner, after
+        self.first, self.blocks, self.after = nn.Linear(32, 32), nn.ModuleList(blocks), after
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).sin() + 1
-        y, z = self.inner(x), self.after(x)
+        x = self.blocks[0](self.first(x).sin() + 1) + 1
+        y, z = self.blocks[1](x), self.after(x)
         for _ in range(4):  # what this saves is the first that backward is over with
             z = z.exp().sin()
         return (y.sum() + z.sum()).sum()
@@ -167,8 +169,8 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     ("how", "after", "again"),
     [
-        (SAME, torch.sin, ("inner",)),
-        (READS, Counter(), ("inner",)),
+        (SAME, torch.sin, ("blocks.0", "blocks.1")),
+        (READS, Counter(), ("blocks.0", "blocks.1")),
         (SAME, Tensor.neg_, ()),
         (READS, READS.counter, ()),
         *((how, torch.sin, ()) for how in OTHERWISE.values()),
@@ -179,7 +181,7 @@ def test_modules_that_would_do_another_thing_or_of_which_the_user_has_decided_ar
     how: Any, after: Any, again: tuple[str, ...]
 ) -> None:
     """Such as those whose argument or state is written to ``after`` them."""
-    model, x = Around(Part(how), after), torch.randn(64, 32)
+    model, x = Around([Part(how), Part(how)], after), torch.randn(64, 32)
     budget = eo.plan(model, x, device=FAR, config=CONFIG).least_budget - 1
     assert eo.plan(model, x, device=FAR, device_budget=budget, recompute=True, config=CONFIG).again == again
 
