@@ -10,7 +10,7 @@ from eager_offload.config import size_text
 from eager_offload.observe.advice import change_text
 from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack
 from eager_offload.observe.report import Tile, time_text
-from eager_offload.planning.figures import FixedWay, PlanFigures, sentences
+from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, sentences
 from eager_offload.planning.files import Point
 
 #: Samples of a curve at most: more than a screen has pixels.
@@ -36,7 +36,7 @@ def drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -
         [
             Tile("Peak on the device", size_text(plan.peak_bytes), f"{fits} {size_text(budget)} that may be taken"),
             Tile("Without offload", size_text(without), f"{change} with this plan"),
-            Tile("Step", time_text(plan.step_seconds), times),
+            Tile("Step", about_text(plan.machine) + time_text(plan.step_seconds), times),
             Tile("Moves", size_text(plan.moved_bytes), f"and {size_text(plan.kept_bytes)} that could, stay{again}"),
             Tile("Least budget", size_text(plan.least_budget), "that a plan fits"),
         ]

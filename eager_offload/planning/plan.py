@@ -15,7 +15,7 @@ from eager_offload.errors import ConfigError
 from eager_offload.plan_settings import ComputedPlan
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
-from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
+from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
 
@@ -129,7 +129,7 @@ class Plan(PlanFigures, ComputedPlan):
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
-            f"{size_text(self.peak_bytes)}, {seconds_text(self.step_seconds)}>"
+            f"{size_text(self.peak_bytes)}, {about_text(self.machine)}{seconds_text(self.step_seconds)}>"
         )
 
     # -- files --------------------------------------------------------------------------------------------------------
