@@ -42,6 +42,7 @@ _FIRST = {
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
     "step_table": "like_steps hazards/tables matrix",
     "machine": "machine",
+    "rates": "machine",
     "observe/doctor": "observe/doctor",
     "observe/timeline": "observe/tracing",
     "offload": "contract counts",
