@@ -20,7 +20,7 @@ from eager_offload._torch import without_dispatch_modes
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.machine import Machine
-from eager_offload.plan_settings import ComputedPlan
+from eager_offload.plan_settings import PlanSettings
 
 #: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
 _AUTO_PART = 0.9
@@ -40,7 +40,7 @@ class Aim:
     """The device; ``None``: the one that is here."""
 
 
-def text_of(config_key: str, plan: ComputedPlan) -> str:
+def text_of(config_key: str, plan: PlanSettings) -> str:
     """The text of a configuration with what a plan was made for."""
     made_for = {"budget": plan.device_budget, "policy": plan.policy, "machine": asdict(plan.machine)}
     return f"{config_key}\n{json.dumps(made_for, sort_keys=True)}"

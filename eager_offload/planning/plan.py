@@ -12,7 +12,7 @@ from torch import nn
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
-from eager_offload.plan_settings import ComputedPlan
+from eager_offload.plan_settings import PlanSettings
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.decide import RehearsedSolver
 from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
@@ -23,7 +23,7 @@ from eager_offload.stats import Relief
 _LITTLE, _BITS = 0.05, 6
 
 
-class Plan(PlanFigures, ComputedPlan):
+class Plan(PlanFigures, PlanSettings):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
