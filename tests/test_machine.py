@@ -124,23 +124,6 @@ def test_training_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         offload.close()
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"name": 1}, "name=1 is not accepted: name of a Machine takes a text"),
-        ({"flops": 0}, "flops=0 is not accepted: flops of a Machine takes a number above 0"),
-        ({"memory_bytes": 1.5}, "memory_bytes of a Machine takes a whole number, 0 or more"),
-        ({"launch_seconds": -1.0}, "launch_seconds of a Machine takes 0 or more"),
-        ({"spread": 0.5}, "spread=0.5 is not accepted: spread of a Machine takes 1 or more"),
-        ({"spread": float("nan")}, "spread of a Machine takes 1 or more"),
-    ],
-)
-def test_a_machine_that_cannot_be_is_an_error(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(eo.ConfigError) as caught:
-        eo.Machine(**{"name": "slow", "flops": 1.0, "single_flops": 1.0, "memory": 1.0, **fields})
-    assert said in str(caught.value)
-
-
 def accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One device of CUDA of that name, which torch says is there."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: GPU)

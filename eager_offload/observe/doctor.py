@@ -46,7 +46,7 @@ from eager_offload.version import VERSION
 _T = TypeVar("_T")
 
 #: The version of the keys. It grows when a key goes or changes its meaning, and not for a new key.
-FORMAT = 3
+FORMAT = 2
 #: Seconds for one probe.
 _ONE_PROBE = 10.0
 #: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.

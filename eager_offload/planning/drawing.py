@@ -70,15 +70,15 @@ def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
 
 
 def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:
-    """Peak against time of a step, as a multiple of one without transfers: of this plan, the best, and fixed ways."""
+    """Draws the time of a step, in times one without transfers, over the budget that it needs: of the best plans, of this
+    one and of fixed ways."""
     compute = plan.compute_seconds or 1.0
     x, y = stack.axis(PLOT, 2 * GAP)
-    # Of budgets that buy the same, one.
-    found = sorted({(one.peak_bytes, one.step_seconds) for one in front})
-    drawn = [("best plans", found, "lines+markers", DEVICE, "circle")]
+    drawn = [("best plans", [*front], "lines+markers", DEVICE, "circle")]
     for one, symbol in zip(ways, itertools.cycle(_SYMBOLS), strict=False):
-        drawn.append((one.name, [(one.peak_bytes, one.step_seconds)], "markers", MUTED, symbol))
-    drawn.append(("this plan", [(plan.peak_bytes, plan.step_seconds)], "markers", BUDGET, "star"))
+        drawn.append((one.name, [Point(one.peak_bytes, *one[1:])], "markers", MUTED, symbol))
+    this = Point(plan.peak_bytes, plan.peak_bytes, plan.step_seconds)
+    drawn.append(("this plan", [this], "markers", BUDGET, "star"))
     for name, points, mode, colour, symbol in drawn:
         stack.drawing.add_scatter(
             xaxis=x,
@@ -86,14 +86,15 @@ def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways
             mode=mode,
             name=name,
             legend="legend2",
-            x=[peak for peak, _ in points],
-            y=[seconds / compute for _, seconds in points],
+            line={"shape": "hv"},  # a budget between two buys what the smaller one does
+            x=[one.budget for one in points],
+            y=[one.step_seconds / compute for one in points],
             marker={"color": colour, "symbol": symbol, "size": 14 if symbol == "star" else 8},
-            customdata=[f"{size_text(peak)}, {time_text(seconds)}" for peak, seconds in points],
+            customdata=[f"{size_text(one.peak_bytes)}, {time_text(one.step_seconds)}" for one in points],
             hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
         )
-    reached = [peak for _, points, *_ in drawn for peak, _ in points]
+    reached = [one.budget for _, points, *_ in drawn for one in points]
     stack.bytes_at(x, max(reached), int(0.9 * min(reached)))
     stack.legends["legend2"] = y
     stack.layout(y, title={"text": "times a step without transfers", "font": {"size": 11}})
-    stack.layout(x, title={"text": "peak on the device", "standoff": 4}, anchor=y)
+    stack.layout(x, title={"text": "budget of the device", "standoff": 4}, anchor=y)
