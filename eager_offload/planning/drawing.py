@@ -70,8 +70,8 @@ def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
 
 
 def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:
-    """Draws the time of a step, in times one without transfers, over the budget that it needs: of the best plans, of this
-    one and of fixed ways."""
+    """Draws the time of a step, in times one without transfers, over the budget: of the best plans, this one and fixed
+    ways."""
     compute = plan.compute_seconds or 1.0
     x, y = stack.axis(PLOT, 2 * GAP)
     drawn = [("best plans", [*front], "lines+markers", DEVICE, "circle")]
