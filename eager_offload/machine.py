@@ -279,9 +279,10 @@ def _with_link(machine: Machine, link: LinkRates) -> Machine:
 _SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20
-#: Of these the first at which one product, or copy, takes so many seconds: threads of a CPU wait for each other, which
-#: on shared cores takes up to 16 ms, and a small one would be all waiting.
-_SCALES, _LARGE_ENOUGH = (1, 2, 3, 4, 6, 8), 0.02
+#: Of these the first at which one product, or copy, takes so many seconds, and has no more than so many times the rate
+#: of the one before. Threads of a CPU wait for each other, on busy cores for 16 to 50 ms each time: a small product is
+#: all waiting there, and a larger one has a higher rate. None is larger that takes longer than the last.
+_SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
 class _Work(NamedTuple):
@@ -398,7 +399,7 @@ def _sized(device: torch.device, work_of: Callable[[int], _Work]) -> _Work:
     """Returns the work of the first scale that is large enough, repeated until it takes ``_SECONDS``."""
     import torch
 
-    work, once = None, 0.0
+    work, once, rate = None, 0.0, 0.0
     for scale in _SCALES:
         try:
             larger = work_of(scale)
@@ -408,7 +409,8 @@ def _sized(device: torch.device, work_of: Callable[[int], _Work]) -> _Work:
             if work is None:
                 raise
             break
-        if once > _LARGE_ENOUGH:
+        before, rate = rate, work.amount / once
+        if once > _LARGE_ENOUGH and (rate <= _RISING * before or once > _LONGEST):
             break
     assert work is not None
     return work._replace(repeats=max(round(_SECONDS / once), 1))

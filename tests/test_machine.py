@@ -65,7 +65,7 @@ def test_a_tier_that_is_none_is_an_error() -> None:
 def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, seconds = 0.0, iter([50.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
+    now, seconds = 0.0, iter([50.0, 1.0, 50.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
 
     def run() -> None:
         nonlocal now
