@@ -310,8 +310,8 @@ def measure(
     """Measures ``device``: products of numbers of 16 and of 32 bits, bytes of its memory, and its link to a tier.
 
     Each rate is the median of 5 measurements after one that is left out, so that it is not that of a moment in which
-    something else ran; :attr:`Machine.spread` says how much they differ. Takes at most 0.4 GiB on an accelerator, less
-    where that is not free, and about a second; a slow disk takes up to two more.
+    something else ran; :attr:`Machine.spread` says how much they differ. Takes at most 0.6 GiB on an accelerator, less
+    where that is not free, and about a second; a few on a busy machine or a slow disk.
 
     Args:
         device: ``None`` is the accelerator, or the CPU if there is none.
