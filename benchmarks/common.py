@@ -331,13 +331,13 @@ def disk(path: Path | None) -> dict[str, Any]:
     """The disk that spill files go to: its filesystem, and what one transfer at a time reaches through the tier."""
     tier = DiskTier(None if path is None else [path], None)
     try:
-        bandwidth = tier.measure()
+        link = tier.measure()
         (directory,) = tier.directories
         return {
             "filesystem": filesystem_of(directory),
             "direct_io": tier.direct_io,
-            "write_bytes_per_second": round(bandwidth.write),
-            "read_bytes_per_second": round(bandwidth.read),
+            "write_bytes_per_second": round(link.out.median),
+            "read_bytes_per_second": round(link.back.median),
         }
     finally:
         tier.close()

@@ -1,24 +1,45 @@
-"""How fast a device is: one description, one table of devices, and one way to measure those that are not in it."""
+"""How fast a device is: one description, one table of devices, and one way to measure those that are not in it.
+
+    measure      measures a device and its link, anew at each call
+    machine_of   a device by the table, or measured once in this process
+    link_of      a link, measured once; ``disk_link`` the one to a disk
+    here         the device and the link of this process, by the settings of an ``Offload``
+
+Nothing inside pack or unpack asks any of them.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from eager_offload.errors import ConfigError
 from eager_offload.names import checks_names
+from eager_offload.rates import TIMES, LinkRates, Rate
+from eager_offload.tiers.forking import ForkSafeLock
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch  # which names of devices are known without
+
+    from eager_offload.config import OffloadConfig
+    from eager_offload.runtime.base import Runtime
 
 #: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
 UNKNOWN_BANDWIDTH = 1e9
+
+
+#: The least values of fields, where that is not any number above 0.
+_LEAST = {"memory_bytes": 0, "launch_seconds": 0, "spread": 1}
+#: Times are rough where measurements spread by more.
+_ROUGH = 1.5
 
 
 @checks_names()
@@ -35,9 +56,11 @@ class Machine:
         back: bytes that come back from it.
         memory_bytes: bytes of the device's memory that a process can allocate; 0 where that is not known.
         launch_seconds: seconds that an operator takes at least, however small it is.
+        spread: of the measurements of a rate, the ninth decile divided by the first; of all rates the largest. 1 where
+            nothing was measured.
 
     Raises:
-        ConfigError: a name that is no text, a rate that is not above 0, or a size or a time below 0.
+        ConfigError: a name that is no text, a rate that is not above 0, a size or a time below 0, or a spread below 1.
     """
 
     name: str
@@ -48,18 +71,19 @@ class Machine:
     back: float = UNKNOWN_BANDWIDTH
     memory_bytes: int = 0
     launch_seconds: float = 0.0
+    spread: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ConfigError(f"name={self.name!r} is not accepted: name of a Machine takes a text")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            least = 0 if field.name in ("memory_bytes", "launch_seconds") else math.ulp(0.0)
+            least = _LEAST.get(field.name, math.ulp(0.0))
             is_whole = field.name == "memory_bytes"
             is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
             if not is_number or not least <= value <= sys.float_info.max:
-                accepted = "0 or more" if least == 0 else "a number above 0"
-                accepted = "a whole number, 0 or more" if is_whole else accepted
+                accepted = f"{least:.0f} or more" if field.name in _LEAST else "a number above 0"
+                accepted = f"a whole number, {accepted}" if is_whole else accepted
                 raise ConfigError(f"{field.name}={value!r} is not accepted: {field.name} of a Machine takes {accepted}")
 
     def seconds(self, flops: float, nbytes: float, *, single: bool = False) -> float:
@@ -81,10 +105,16 @@ class Machine:
         from eager_offload.config import size_text  # imports torch, which names of machines are known without
 
         memory = f", {size_text(self.memory_bytes)}" if self.memory_bytes else ""
+        spread = f"; medians, spread {self.spread:,.2f}" if self.spread > 1 else ""
         return (
             f"{self.name}: {self.flops / 1e12:,.3g} TFLOP/s, {self.memory / 1e9:,.4g} GB/s of memory{memory}; "
-            f"link {self.out / 1e9:,.3g} GB/s out, {self.back / 1e9:,.3g} GB/s back"
+            f"link {self.out / 1e9:,.3g} GB/s out, {self.back / 1e9:,.3g} GB/s back{spread}"
         )
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether the measurements differ by so much that times that follow from them are rough."""
+        return self.spread > _ROUGH
 
 
 GIB = 1 << 30
@@ -159,115 +189,238 @@ def name_of(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
-class Measurement(NamedTuple):
-    """What :func:`measure` finds."""
+def memory_of(device: torch.device) -> int | None:
+    """Returns the bytes of memory that ``device`` has; ``None`` where that is not known."""
+    from eager_offload.runtime.accelerator import accelerator_runtime
+    from eager_offload.tiers.limits import host_capacity
 
-    machine: Machine
-    spread: float
-    """The distance of the quartiles of a rate as a part of its median: of all rates the largest."""
+    if device.type == "cpu":
+        return host_capacity()
+    return accelerator_runtime().total_memory(device) if _is_here(device) else None
 
 
-#: How often a rate is measured, and for how many seconds each time.
-_TIMES, _SECONDS = 5, 0.02
+def here(settings: OffloadConfig) -> Machine:
+    """Returns the device of this process, with the link to the tier that it offloads to first by ``settings``.
+
+    That is the accelerator and host memory, or the CPU and a disk, unless the settings name a tier. What the table does
+    not have is measured once, in about a second. The memory is what a process can have of it now.
+    """
+    import torch
+
+    from eager_offload.runtime.accelerator import accelerator_runtime
+    from eager_offload.runtime.host import host_runtime
+    from eager_offload.tiers.limits import host_headroom
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
+    else:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        # Other processes and the driver have some of it, and an allocator cannot hand out all: as device_budget="auto".
+        used, free = accelerator_runtime().memory(device), accelerator_runtime().free_memory(device)
+        memory_bytes = int((0 if used is None else used.used) + 0.9 * free)
+    if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
+        link = disk_link(settings.disk_paths)
+    else:
+        link = link_of(host_runtime() if accelerator is None else accelerator_runtime(), device)
+    return replace(
+        _with_link(machine_of(device), link),
+        name=f"here ({device})",
+        memory_bytes=memory_bytes,
+        launch_seconds=0.0 if accelerator is None else LAUNCH_SECONDS,
+    )
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+#: Two threads that measure a link at once would find half of it.
+_link_lock = ForkSafeLock(shared=False)
+
+
+def link_of(runtime: Runtime, device: torch.device) -> LinkRates:
+    """Returns the link between ``device`` and host memory, measured at the first question. Thread-safe."""
+    with _link_lock.lock:
+        if device not in runtime.links:
+            with _undisturbed():
+                runtime.links[device] = runtime.measure_link(device)
+        return runtime.links[device]
+
+
+@cache
+def disk_link(directories: tuple[Path, ...] | None) -> LinkRates:
+    """Returns the link to the disk tier in ``directories``, measured once, in a file of its own that is counted
+    nowhere.
+
+    Args:
+        directories: as ``OffloadConfig.disk_path``.
+    """
+    return _disk_link(directories)
+
+
+def _disk_link(directories: Sequence[Path] | None) -> LinkRates:
+    from eager_offload.tiers.disk import DiskTier
+
+    with _undisturbed():
+        tier = DiskTier(directories, None)
+        try:
+            return tier.measure()
+        finally:
+            tier.close()
+
+
+def _with_link(machine: Machine, link: LinkRates) -> Machine:
+    spread = max(machine.spread, link.out.spread, link.back.spread)
+    return replace(machine, out=link.out.median, back=link.back.median, spread=spread)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+#: For how many seconds a rate is measured each time.
+_SECONDS = 0.02
 #: Rows and columns of a product and bytes of a copy, at a scale of 1.
 _ROWS, _BYTES = 512, 2 << 20
-#: Of these the first at which one product, or copy, takes so many seconds: threads of a CPU wait for each other, which
-#: on shared cores takes up to 16 ms, and a small one would be all waiting.
-_SCALES, _LARGE_ENOUGH = (1, 2, 3, 4, 6, 8), 0.02
-
-#: Makes a piece of work of a scale: what does it, and the operations or bytes of it.
-_Work = Callable[[int], tuple[Callable[[], object], float]]
+#: Of these the first at which one product, or copy, takes so many seconds, and has no more than so many times the rate
+#: of the one before. Threads of a CPU wait for each other, on busy cores for 16 to 50 ms each time: a small product is
+#: all waiting there, and a larger one has a higher rate. None is larger that takes longer than the last.
+_SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
-def measure(device: torch.device | None = None) -> Measurement:
-    """Measures the rates of ``device``: products of numbers of 16 and of 32 bits, and bytes read and written in memory.
+class _Work(NamedTuple):
+    """Something that a device does, and its operations or bytes."""
 
-    Each rate is the median of 5 measurements of 20 ms or more, so that it is not that of a moment in which something
-    else ran. Takes at most 0.4 GiB on an accelerator, less where that is not free, and needs about a second.
+    run: Callable[[], object]
+    amount: float
+    repeats: int = 1
+
+    def seconds(self, device: torch.device) -> float:
+        """Has ``device`` do it; returns how long that took."""
+        import torch
+
+        started = time.perf_counter()
+        for _ in range(self.repeats):
+            self.run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return max(time.perf_counter() - started, 1e-9)
+
+
+def measure(
+    device: torch.device | None = None, *, tier: str = "host", disk_paths: Sequence[Path] | None = None
+) -> Machine:
+    """Measures ``device``: products of numbers of 16 and of 32 bits, bytes of its memory, and its link to a tier.
+
+    Each rate is the median of 5 measurements after one that is left out, so that it is not that of a moment in which
+    something else ran; :attr:`Machine.spread` says how much they differ. Takes at most 0.6 GiB on an accelerator, less
+    where that is not free, and about a second; a few on a busy machine or a slow disk.
 
     Args:
         device: ``None`` is the accelerator, or the CPU if there is none.
+        tier: ``"host"``: the link is that to host memory; ``"disk"``: to a disk.
+        disk_paths: directories for a file on that disk. ``None``: those that ``disk_path=None`` tries.
 
     Raises:
-        ConfigError: ``device`` is not on this machine.
+        ConfigError: ``device`` is not on this machine, another ``tier``, ``disk_paths`` beside ``"host"``, or no
+            directory serves.
     """
+    import torch
+
+    from eager_offload.runtime.accelerator import accelerator_runtime
+    from eager_offload.runtime.host import host_runtime
+
+    if tier not in ("host", "disk"):
+        raise ConfigError(f'tier={tier!r} is not accepted: tier takes "host" or "disk"')
+    if tier == "host" and disk_paths is not None:
+        raise ConfigError('disk_paths goes with tier="disk" only: leave it out')
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    machine = replace(_rates_of(device), memory_bytes=memory_of(device) or 0)
+    if tier == "disk":
+        return _with_link(machine, _disk_link(disk_paths))
+    runtime = host_runtime() if device.type == "cpu" else accelerator_runtime()
+    with _undisturbed():
+        return _with_link(machine, runtime.measure_link(device))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Compilers trace without bytes, and what is measured is no part of what they trace."""
     import torch
 
     from eager_offload._torch import without_dispatch_modes
 
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _rates_of(device: torch.device) -> Machine:
+    """Measures ``device``, and no link."""
+    import torch
+
     if not _is_here(device):
         raise ConfigError(
             f"device={str(device)!r} is not accepted: it is not on this machine, to be measured. Known without that "
             f"are {', '.join(TABLE)}; an eager_offload.Machine describes any other"
         )
-    # Compilers trace without bytes, and what is measured is no part of what they trace.
-    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-        rate = partial(_rate, device)
-        single = rate(partial(_product, device, torch.float32))
+    with _undisturbed():
+        sized = partial(_sized, device)
+        works = [sized(partial(_product, device, torch.float32)), sized(partial(_copy, device))]
         try:
-            half = rate(partial(_product, device, torch.bfloat16))
+            works.append(sized(partial(_product, device, torch.bfloat16)))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # not every device has products of such numbers
-            half = single
-        memory = rate(partial(_copy, device))
-    machine = Machine(name_of(device), half[0], single[0], memory[0])
-    return Measurement(machine, max(spread for _, spread in (half, single, memory)))
+            works.append(works[0])
+        single, memory, half = _rates(device, works)
+    spread = max(one.spread for one in (half, single, memory))
+    return Machine(name_of(device), half.median, single.median, memory.median, spread=spread)
 
 
-@cache
-def _measured(device: torch.device) -> Machine:
-    return measure(device).machine
+_measured = cache(_rates_of)
 
 
-def _product(device: torch.device, dtype: torch.dtype, scale: int) -> tuple[Callable[[], object], float]:
+def _product(device: torch.device, dtype: torch.dtype, scale: int) -> _Work:
     import torch
 
     size = scale * _ROWS
     generator = torch.Generator(device)  # not torch's own, whose numbers belong to the user's training
     # Random ones: a device that is short of power multiplies ones or zeros faster.
-    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    return partial(torch.mm, left, right, out=torch.empty_like(left)), 2.0 * size**3
+    square = torch.randn(size, size, device=device, generator=generator).to(dtype)
+    return _Work(partial(torch.mm, square, square, out=torch.empty_like(square)), 2.0 * size**3)
 
 
-def _copy(device: torch.device, scale: int) -> tuple[Callable[[], object], float]:
+def _copy(device: torch.device, scale: int) -> _Work:
     import torch
 
     source = torch.ones(scale**2 * _BYTES, dtype=torch.uint8, device=device)
-    return partial(torch.empty_like(source).copy_, source), 2.0 * source.numel()
+    return _Work(partial(torch.empty_like(source).copy_, source), 2.0 * source.numel())
 
 
-def _rate(device: torch.device, work: _Work) -> tuple[float, float]:
-    """The median of the rate at which ``device`` does ``work``, and its spread."""
+def _sized(device: torch.device, work_of: Callable[[int], _Work]) -> _Work:
+    """Returns the work of the first scale that is large enough, repeated until it takes ``_SECONDS``."""
     import torch
 
-    def seconds_of(run: Callable[[], object], repeats: int) -> float:
-        started = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return max(time.perf_counter() - started, 1e-9)
-
-    run, amount, once = None, 0.0, 0.0
+    work, once, rate = None, 0.0, 0.0
     for scale in _SCALES:
         try:
-            larger, its_amount = work(scale)
-            seconds_of(larger, 1)  # loads kernels, starts threads and fills memory
-            run, amount, once = larger, its_amount, seconds_of(larger, 1)
+            larger = work_of(scale)
+            larger.seconds(device)  # loads kernels, starts threads and fills memory
+            work, once = larger, larger.seconds(device)
         except torch.OutOfMemoryError:
-            if run is None:
+            if work is None:
                 raise
             break
-        if once > _LARGE_ENOUGH:
+        before, rate = rate, work.amount / once
+        if once > _LARGE_ENOUGH and (rate <= _RISING * before or once > _LONGEST):
             break
-    assert run is not None
-    repeats = max(round(_SECONDS / once), 1)
-    rates = [amount * repeats / seconds_of(run, repeats) for _ in range(_TIMES)]
-    lower, median, upper = statistics.quantiles(rates, n=4)
-    return median, (upper - lower) / median
+    assert work is not None
+    return work._replace(repeats=max(round(_SECONDS / once), 1))
+
+
+def _rates(device: torch.device, works: Sequence[_Work]) -> list[Rate]:
+    """Measures the rates of ``works`` in turn, so that a moment in which something else runs is in one of each."""
+    seconds = [[work.seconds(device) for work in works] for _ in range(TIMES)]
+    columns = zip(*seconds, strict=True)
+    return [Rate.of(work.amount * work.repeats, each) for work, each in zip(works, columns, strict=True)]
 
 
 def _is_here(device: torch.device) -> bool:

@@ -41,7 +41,7 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
-from eager_offload.plan_settings import ComputedPlan, fraction_of, settings_of
+from eager_offload.plan_settings import PlanSettings, fraction_of, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_table import StepTable
@@ -93,12 +93,12 @@ class Offload:
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
-        plan: StepTable | ComputedPlan | None = None,
+        plan: StepTable | PlanSettings | None = None,
         runtime: Runtime | None = None,
         around_tier: Callable[[Tier], Tier] | None = None,
         **fields: Unpack[OffloadFields],
     ) -> None:
-        if isinstance(plan, ComputedPlan):
+        if isinstance(plan, PlanSettings):
             self._begin(settings_of(plan, config, fields), runtime, around_tier)
         else:
             self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
@@ -133,14 +133,14 @@ class Offload:
         self.patterns = patterns_of(self.config)
         _alive.add(self)
 
-    def _take(self, plan: StepTable | ComputedPlan) -> None:
+    def _take(self, plan: StepTable | PlanSettings) -> None:
         """Applies ``plan``, apart from its settings."""
-        if not isinstance(plan, StepTable | ComputedPlan):
+        if not isinstance(plan, StepTable | PlanSettings):
             raise ConfigError(
                 f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
                 "StepTable of step_plan() or StepTable.load"
             )
-        if isinstance(plan, ComputedPlan):
+        if isinstance(plan, PlanSettings):
             self._accounts.counters.expect(plan)
             if (fraction := fraction_of(plan)) is not None:
                 self._hooks.fraction = fraction

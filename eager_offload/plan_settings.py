@@ -11,22 +11,20 @@ import torch
 from eager_offload.config import OffloadConfig, OffloadFields, shown, variable_of
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine
-from eager_offload.stats import Relief
+from eager_offload.stats import PlanPredictions
 
 #: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
 _WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
 _PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "codec")
 
 
-class ComputedPlan:
-    """What a planner has worked out; sizes in bytes, times in seconds."""
+class PlanSettings(PlanPredictions):
+    """A plan as settings of an ``Offload``, which go with its predictions; sizes in bytes, times in seconds."""
 
     config: OffloadConfig
     """The settings that it was made for."""
     device_budget: int
     """Bytes of the device that a step may take."""
-    policy: str
-    """``"least"``, ``"free"`` or ``"max"``."""
     machine: Machine
     """The device."""
     fraction: float
@@ -35,11 +33,6 @@ class ComputedPlan:
     @property
     def is_small(self) -> bool:
         """Whether beside parameters the step saves nothing that is as large as ``min_bytes``."""
-        raise NotImplementedError
-
-    @property
-    def peak_bytes(self) -> int:
-        """That the step takes of the device at most."""
         raise NotImplementedError
 
     @property
@@ -52,24 +45,9 @@ class ComputedPlan:
         """That could leave the device, and stay."""
         raise NotImplementedError
 
-    @property
-    def step_seconds(self) -> float:
-        """Of forward and backward."""
-        raise NotImplementedError
-
-    @property
-    def without_offload_seconds(self) -> float | None:
-        """Of forward and backward without offload, where real steps were timed."""
-        raise NotImplementedError
-
-    @property
-    def relief(self) -> Relief | None:
-        """The least larger budget with which compute waits little; ``None`` where there is none. May take seconds."""
-        raise NotImplementedError
-
 
 def settings_of(
-    plan: ComputedPlan, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
+    plan: PlanSettings, config: OffloadConfig | Mapping[str, Any] | None, fields: OffloadFields
 ) -> OffloadConfig:
     """The settings of ``plan``, with those that a user gives beside it.
 
@@ -104,7 +82,7 @@ def settings_of(
     return OffloadConfig.from_fields(_what_stays(plan), found)
 
 
-def fraction_of(plan: ComputedPlan) -> float | None:
+def fraction_of(plan: PlanSettings) -> float | None:
     """Returns the part of each step's movable bytes that moves by ``plan``; ``None`` where a setting says it.
 
     On a CPU a budget would be of all that the process takes, of which a plan knows the step alone: so there it is the
@@ -114,7 +92,7 @@ def fraction_of(plan: ComputedPlan) -> float | None:
     return plan.fraction if is_cpu and plan.policy == "least" else None
 
 
-def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
+def _what_stays(plan: PlanSettings) -> dict[str, Any]:
     """Returns the fields that say what stays of a step, as ``plan`` has worked it out.
 
     Where a part of each step moves, ``keep_last_bytes`` are for steps that are not known: as many as the plan keeps, or
@@ -129,7 +107,7 @@ def _what_stays(plan: ComputedPlan) -> dict[str, Any]:
     return {"device_budget": plan.device_budget}
 
 
-def _check_variables(plan: ComputedPlan, planned: Mapping[str, object]) -> None:
+def _check_variables(plan: PlanSettings, planned: Mapping[str, object]) -> None:
     """Looks for variables of the environment that a plan was not made for; the rest of them it has heeded.
 
     Raises:

@@ -83,8 +83,8 @@ class Relief(NamedTuple):
     """The share of the step in which compute waits for transfers."""
 
 
-class Planned(Protocol):
-    """The plan that the user gave."""
+class PlanPredictions(Protocol):
+    """What the plan that the user gave predicts."""
 
     policy: str
     """``"least"``, ``"free"`` or ``"max"``."""
@@ -236,7 +236,7 @@ class OffloadStats:
     """Time since the first ``with`` that is counted."""
     _config: ClassVar[OffloadConfig] = OffloadConfig()
     """The configuration of the run. It is not a field, and not compared."""
-    _planned: ClassVar[Planned | None] = None
+    _planned: ClassVar[PlanPredictions | None] = None
     """The plan that was given, likewise."""
     _rows: ClassVar[tuple[SavedRow, ...]] = ()
     """The saves of the largest step of which rows were kept, likewise; empty if there is none."""
@@ -269,7 +269,7 @@ class OffloadStats:
         stats._know(self._config, self._planned, self._rows)
         return stats
 
-    def _know(self, config: OffloadConfig, planned: Planned | None, rows: tuple[SavedRow, ...]) -> None:
+    def _know(self, config: OffloadConfig, planned: PlanPredictions | None, rows: tuple[SavedRow, ...]) -> None:
         # the one way to set an attribute of a frozen dataclass
         for name, value in (("_config", config), ("_planned", planned), ("_rows", rows)):
             object.__setattr__(self, name, value)
@@ -295,7 +295,7 @@ class Counters:
         self,
         live: LiveBytes | None = None,
         plan: PlanOutcome | None = None,
-        planned: Planned | None = None,
+        planned: PlanPredictions | None = None,
         rows: tuple[SavedRow, ...] = (),
     ) -> None:
         self.live = LiveBytes() if live is None else live
@@ -349,7 +349,7 @@ class Counters:
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
 
-    def expect(self, planned: Planned) -> None:
+    def expect(self, planned: PlanPredictions) -> None:
         """Takes the predictions of ``planned`` into the stats."""
         without = planned.without_offload_seconds
         self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)

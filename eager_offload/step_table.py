@@ -599,9 +599,7 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        table = log.table(
-            link, None if alike is None else alike.table, None if self.controller is None else window
-        )
+        table = log.table(link, None if alike is None else alike.table, None if self.controller is None else window)
         if alike is None:
             alike = KnownTable(table)
         else:

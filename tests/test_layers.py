@@ -32,10 +32,10 @@ PUBLIC_MODULES = {
 #: Functions whose second argument names an attribute of their first.
 _BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 
-#: The planner's solver: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
-SOLVER = {f"eager_offload.planning.{name}" for name in ("predict", "program", "recompute", "solve")}
+#: What chooses for a plan: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
+CHOOSER = {f"eager_offload.planning.{name}" for name in ("choose", "problem", "program", "replay")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those inside of a folder are `solver`, and `doctor`, which trains a step where all else that observes is told.
+#: Those inside of a folder are `chooser`, and `doctor`, which trains a step where all else that observes is told.
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
@@ -44,15 +44,16 @@ ROOMS: dict[str, set[str]] = {
     "schedule": set(),
     "budget": set(),
     "version": set(),
+    "rates": set(),
     "module_calls": {"_torch"},
     "trace_file": {"errors"},
     "codecs": {"errors"},
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
-    "machine": {"_torch", "config", "errors", "names"},
+    "machine": {"_torch", "config", "errors", "names", "rates", "runtime", "tiers"},
     "malloc": {"config"},
-    "tiers": {"_torch", "config", "errors"},
+    "tiers": {"_torch", "config", "errors", "rates"},
     "live_bytes": {"_torch", "tiers"},
-    "runtime": {"_torch", "config", "errors", "tiers"},
+    "runtime": {"_torch", "config", "errors", "rates", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
     "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory"},
@@ -64,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     "step_table": {"budget", "config", "errors", "schedule", "stats", "tiers"},
     "plan_settings": {"config", "errors", "machine", "stats"},
     "kernels": {"_torch", "codecs", "config", "errors"},
-    "solver": {"machine", "stats", "tiers"},
+    "chooser": {"budget", "machine", "schedule", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
     },
@@ -80,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
             "runtime",
             "schedule",
             "selection",
-            "solver",
+            "chooser",
             "stats",
             "tiers",
             "version",
@@ -99,14 +100,14 @@ ROOMS: dict[str, set[str]] = {
     "planning": {
         *("_torch", "codecs", "compile", "config", "contexts", "eager", "errors"),
         *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),
-        *("schedule", "selection", "solver", "stats", "step_table", "tiers"),
+        *("rates", "schedule", "selection", "chooser", "stats", "step_table", "tiers"),
     },
     "eager_offload": {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),
         "version",
     },
     "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
-    "doctor": {"_torch", "config", "errors", "machine", "offload", "runtime", "tiers", "version"},
+    "doctor": {"_torch", "config", "errors", "machine", "offload", "rates", "tiers", "version"},
     "running": {"_torch", "config", "errors", "offload", "step_memory", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
@@ -130,8 +131,8 @@ def imports() -> dict[str, set[str]]:
 
 def room_of(module: str) -> str:
     """The first name below the package: a folder, or a module of its own."""
-    if module in SOLVER:
-        return "solver"
+    if module in CHOOSER:
+        return "chooser"
     if module == "eager_offload.observe.doctor":
         return "doctor"
     return module.split(".")[1] if "." in module else module
@@ -142,7 +143,7 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 def test_every_room_has_a_row_and_no_row_is_in_a_cycle() -> None:
-    assert imports().keys() >= SOLVER
+    assert imports().keys() >= CHOOSER
     assert {room_of(module) for module in imports()} == ROOMS.keys()
     list(TopologicalSorter(ROOMS).static_order())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eager_offload as eo
 from eager_offload import machine, malloc
-from eager_offload.machine import TABLE, machine_of, measure
+from eager_offload.machine import TABLE, disk_link, here, link_of, machine_of, measure
+from eager_offload.rates import LinkRates, Rate
+from eager_offload.runtime.host import HostRuntime
+from eager_offload.tiers.disk import DiskTier
 from tests.processes import printed_by
+from tests.simulation.simulated import SimulatedRuntime
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -24,44 +29,99 @@ def test_a_cpu_is_measured_once_and_another_form_of_a_known_device_is(monkeypatc
     assert rates is machine_of(torch.device("cpu"))
     assert min(rates.flops, rates.single_flops, rates.memory) > 1e6
     accelerator(monkeypatch, "NVIDIA H100 PCIe")
-    measured = eo.Machine("measured", 3.0, 2.0, 1.0)
-    monkeypatch.setattr(machine, "measure", lambda device: machine.Measurement(measured, 0.0))
-    assert machine_of(torch.device("cuda", 0)) is measured
-    machine._measured.cache_clear()
+    monkeypatch.setattr(machine, "_measured", lambda device: eo.Machine("measured", 3.0, 2.0, 1.0))
+    assert machine_of(torch.device("cuda", 0)).name == "measured"
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_trace(
-    monkeypatch: pytest.MonkeyPatch,
+    tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, kinds, product = torch.get_rng_state(), list[type](), machine._product
+    before, kinds, product = torch.get_rng_state(), set[type](), machine._product
 
-    def noted(*given: object) -> object:
-        run, amount = product(*given)  # type: ignore[arg-type]
-        kinds.append(type(run()))
-        return run, amount
+    def noted(*given: Any) -> Any:
+        work = product(*given)
+        kinds.add(type(work.run()))
+        return work
 
     monkeypatch.setattr(machine, "_product", noted)
     with FakeTensorMode():
-        found = measure()
-    assert set(kinds) == {torch.Tensor}
-    assert found.spread >= 0
+        found = measure(tier=tier, disk_paths=[tmp_path] if tier == "disk" else None)
+    assert kinds == {torch.Tensor}
     assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are the user's"
+    assert min(found.out, found.back, found.memory_bytes) > 1e6
+    assert 1 <= found.spread < 1e6
+    assert f"spread {found.spread:,.2f}" in str(found)
+    assert list(tmp_path.iterdir()) == [], "a file on the disk leaves nothing behind"
 
 
-def test_a_rate_is_the_median_of_several_measurements_however_slow_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slow = 0.0, iter([1.0, 1.0, 1.0, 50.0, 1.0, 1.0, 1.0])
+def test_a_tier_that_is_none_is_an_error() -> None:
+    with pytest.raises(eo.ConfigError, match='tier takes "host" or "disk"'):
+        measure(CPU, tier="tape")
+    with pytest.raises(eo.ConfigError, match='disk_paths goes with tier="disk" only'):
+        measure(CPU, disk_paths=[Path()])
 
-    def work(scale: int) -> tuple[object, float]:
-        def run() -> None:
-            nonlocal now
-            now += next(slow)
 
-        return run, 6.0
+def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seconds = 0.0, iter([50.0, 1.0, 50.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
+
+    def run() -> None:
+        nonlocal now
+        now += next(seconds)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
-    rate, spread = machine._rate(CPU, work)  # type: ignore[arg-type]
-    assert rate == 6.0
-    assert spread > 0
+    work = machine._sized(CPU, lambda scale: machine._Work(run, 6.0))
+    (rate,) = machine._rates(CPU, [work])
+    assert rate.median == 6.0
+    assert rate.spread > 1.5
+
+
+def test_a_rate_has_the_deciles_of_its_measurements_as_its_spread() -> None:
+    assert Rate.of(8.0, [2.0] * 5) == (4.0, 1.0)
+    assert Rate.of(8.0, [2.0]) == (4.0, 1.0)
+    assert Rate.of(1.0, [1 / rate for rate in range(1, 12)]) == (pytest.approx(6.0), pytest.approx(5.0))
+
+
+def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Path) -> None:
+    class Counted(SimulatedRuntime):
+        times = 0
+
+        def measure_link(self, device: torch.device) -> LinkRates:
+            self.times += 1
+            return super().measure_link(device)
+
+    runtime = Counted(out_bandwidth=7.0, in_bandwidth=9.0)
+    for _ in range(2):
+        assert link_of(runtime, CPU) == ((7.0, 1.0), (9.0, 1.0))
+    assert runtime.times == 1
+    assert disk_link((tmp_path,)) is disk_link((tmp_path,))
+    if not torch.accelerator.is_available():
+        found, (out, back) = here(eo.OffloadConfig(tier="disk", disk_path=tmp_path)), disk_link((tmp_path,))
+        assert (found.name, found.out, found.back) == ("here (cpu)", out.median, back.median)
+        assert found.spread == max(machine_of(CPU).spread, out.spread, back.spread)
+
+
+def test_training_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does a budget, a limit of the slowdown, or a window that follows from the steps."""
+
+    def measured(*_: object) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(machine, "_rates_of", measured)
+    monkeypatch.setattr(machine, "_measured", measured)
+    monkeypatch.setattr(HostRuntime, "measure_link", measured)
+    monkeypatch.setattr(DiskTier, "measure", measured)
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), torch.randn(256, 64)
+    for fields in ({"device_budget": "64GiB"}, {"max_slowdown": 0.1}, {"tier": "disk", "disk_path": tmp_path}):
+        offload = eo.Offload(min_bytes=1024, **{"tier": "disk", "disk_path": tmp_path, **fields})
+        for _ in range(3):
+            with offload:
+                loss = model(x).square().sum()
+            loss.backward()
+        assert offload.stats(synchronize=True).saved_tensors > 0
+        offload.close()
 
 
 def accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -15,7 +15,6 @@ import torch
 from benchmarks.common import GIB, commit, environment
 from benchmarks.gpu.results import Job
 from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.base import Direction
 
 T = TypeVar("T")
 
@@ -54,10 +53,10 @@ def facts(job: Job) -> None:
         overcommit=_text("/proc/sys/vm/overcommit_memory"),
         allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
     )
-    ways = {way.name.lower(): way for way in Direction}
+    link = runtime.measure_link(device)
     job.add(
         what="link",
-        alone={name: runtime.bandwidth(device, way) / 1e9 for name, way in ways.items()},
+        alone={"out": link.out.median / 1e9, "in": link.back.median / 1e9},
         slabs=str(runtime.slab_sizes()),
     )
     sizes = (1 / 16, 1 / 8) if job.small else (1 / 4, 4)

@@ -32,11 +32,8 @@ from eager_offload.compile import ops
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
-from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine
-from eager_offload.runtime.accelerator import accelerator_runtime
+from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of
 from eager_offload.runtime.base import Direction
-from eager_offload.tiers.disk import Bandwidth, DiskTier
-from eager_offload.tiers.limits import host_capacity
 
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
@@ -207,20 +204,12 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
         with without_dispatch_modes():
             offloader: DeviceOffloader = contexts.serving(text, is_hooked=True).offloader_of(device)
             if offloader.tiers[0].name == "disk":
-                disk = disk_bandwidth(text)
-                return disk.write if direction is Direction.OUT else disk.read
-            return offloader.runtime.bandwidth(device, direction)
+                link = disk_link(OffloadConfig.from_text(text).disk_paths)
+            else:
+                link = link_of(offloader.runtime, device)
+            return (link.out if direction is Direction.OUT else link.back).median
     except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
         return UNKNOWN_BANDWIDTH
-
-
-@cache
-def memory_of(device: torch.device) -> int | None:
-    """Returns the bytes of memory that ``device`` has; ``None`` where that is not known."""
-    if device.type == "cpu":
-        return host_capacity()
-    here = torch.accelerator.current_accelerator()
-    return accelerator_runtime().total_memory(device) if here is not None and here.type == device.type else None
 
 
 @cache
@@ -243,13 +232,3 @@ def free_bytes(config_key: str) -> int | None:
         return None
     step = 1 << max(nbytes.bit_length() - _LEADING_BITS, 0)
     return nbytes // step * step
-
-
-@cache
-def disk_bandwidth(text: str) -> Bandwidth:
-    """Of the disk tier of the configuration ``text``: measured once, in a file of its own that is counted nowhere."""
-    tier = DiskTier(OffloadConfig.from_text(text).disk_paths, None)
-    try:
-        return tier.measure()
-    finally:
-        tier.close()

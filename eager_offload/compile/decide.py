@@ -75,7 +75,7 @@ class Aim(NamedTuple):
 
     @classmethod
     def of(cls, config: OffloadConfig, fraction: float | None) -> Aim | None:
-        """Returns what ``config`` and the fraction of a plan say; ``None`` where that is how many of the newest stay."""
+        """Returns what ``config`` and a plan's fraction say; ``None`` where that is how many of the newest stay."""
         budget, slowdown = config.device_budget, config.slowdown
         if budget is None and slowdown is None and fraction is None:
             return None

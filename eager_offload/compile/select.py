@@ -16,7 +16,7 @@ from eager_offload._torch import hint, is_plain_fake, schema_of
 from eager_offload.codecs import Codec, Gather
 from eager_offload.codecs.names import IDENTITY, ROUNDING, shared_name
 from eager_offload.compile.coding import codec_for
-from eager_offload.compile.cost import memory_of, returns_views
+from eager_offload.compile.cost import returns_views
 from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
     calls_regions,
@@ -38,6 +38,7 @@ from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_o
 from eager_offload.compile.rounding import codec_of_readers, differentiated
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
+from eager_offload.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.schedule import Windows, largest_of
 from eager_offload.selection import keeps_cpu_tensors

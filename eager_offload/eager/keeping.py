@@ -27,13 +27,15 @@ class Keeping:
         self._windows = transfers.windows
         #: Reads what steps take; ``None`` where nothing depends on that.
         self.readings: Readings | None = None
-        if config.device_budget is not None or config.slowdown is not None:
+        is_controlled = config.device_budget is not None or config.slowdown is not None
+        if is_controlled or transfers.accounts.counters.plan is not None:
             self.readings = Readings(transfers, config)
-            if tables.controller is None:
-                tables.control(Controller(self.readings.budget, config.slowdown))
-            else:
-                tables.controller.budget = self.readings.budget
         self._budget = None if self.readings is None else self.readings.budget
+        if is_controlled:
+            if tables.controller is None:
+                tables.control(Controller(self._budget, config.slowdown))
+            else:
+                tables.controller.budget = self._budget
         self._queues: Living[ResidentQueue] = Living()
         # Not by the time that steps took, where a graph is captured of one.
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
@@ -76,7 +78,7 @@ class Keeping:
         for one in self.readings.timed():
             self._observe_time(one)
         controller = self._tables.controller
-        if controller is not None and self._budget is None:
+        if controller is not None and self._config.slowdown is not None and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
         warning, self._unkept = self._unkept, None if self._unkept else self._unkept
         return warning or ""

@@ -1,4 +1,4 @@
-"""The memory and the time that each step takes, for ``budget.py``.
+"""The memory and the time that each step takes, for ``budget.py``, and for the stats beside what a plan has predicted.
 
 [Note: the peak of a step]
     an accelerator   remembers its highest peak, which is the user's to start anew. Where that has grown in a step, it
@@ -15,6 +15,10 @@ A transfer is exposed for as long as compute waits for it. Each wait is timed on
 before and one after it: on an accelerator by events of that stream, so that the host's clock, which runs ahead, has no
 part in it; on a CPU by the host's, where compute is the host. The rest of a step is its time without offload: an
 estimate, since it has in it what the library's calls take, and what transfers take of compute's memory bandwidth.
+
+[Note: what came of a plan]
+The peak is the one that the allocator remembers, where that has grown in the step; a CPU has none. The time is that
+from the beginning of the forward until backward has asked for all: what comes between steps is no part of a plan.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.transfer_log import Reader, Waited
@@ -41,6 +46,8 @@ _HIDING_PART = 0.96
 _FIRST, _NOW_AND_THEN = 8, 7
 #: In so many steps the ask that is read in between moves on.
 _ROUND = 64
+#: Of so many steps the stats have the median time.
+_TOLD = 15
 
 
 @dataclass(slots=True)
@@ -64,6 +71,8 @@ class Reading:
     saves: int = 0
     asks: int = 0
     is_over: bool = False
+    #: Whether the stats have been told of it, beside a plan.
+    is_told: bool = False
     #: Once it is over: bytes that are used beyond those at its beginning, where it ended, and where in the log.
     growth: int = 0
     stopped: Moment = None
@@ -82,6 +91,11 @@ class Readings:
 
     def __init__(self, transfers: Transfers, config: OffloadConfig) -> None:
         self._transfers, self._runtime, self._device = transfers, transfers.runtime, transfers.device
+        #: Whether the stats have what a plan has predicted, and are told what comes of it.
+        self._is_planned = transfers.accounts.counters.plan is not None
+        #: From when to when the steps lasted of which the stats are to be told; and the seconds of the last ones.
+        self._told: deque[tuple[Moment, Moment]] = deque(maxlen=_TOLD)
+        self._seconds: deque[float] = deque(maxlen=_TOLD)
         #: The setting for which time is read; ``None`` where it is not.
         self._timed_for = None if config.slowdown is None else config.says_slowdown
         self._tells_time: bool | None = None
@@ -122,6 +136,29 @@ class Readings:
                 self._look(one)
             one.is_over |= is_last
 
+    @property
+    def awaits_end(self) -> bool:
+        """Whether the stats are to be told of the step that goes on."""
+        return self._is_planned and self._open is not None and not self._open.is_told
+
+    def note_end(self) -> None:
+        """Backward has been given all that it asks for: tells the stats, see [Note: what came of a plan]."""
+        one, counters = self._open, self._transfers.accounts.counters
+        assert one is not None
+        one.is_told, memory, outcome = True, self._runtime.memory(self._device), counters.plan
+        assert outcome is not None
+        before = None if one.memory is None else one.memory.peak
+        if memory is not None and memory.peak is not None and before is not None and memory.peak > before:
+            outcome = replace(outcome, peak_bytes=max(memory.peak, outcome.peak_bytes or 0))
+        self._told.append((one.began, self._moment()))
+        while self._told and (seconds := self._runtime.seconds_between(*self._told[0])) is not None:
+            self._told.popleft()
+            if seconds:  # a device that does not tell the time says 0
+                self._seconds.append(seconds)
+        if self._seconds:
+            outcome = replace(outcome, step_seconds=median(self._seconds))
+        counters.plan = outcome
+
     def note_exit(self) -> None:
         """The context is left."""
         if self._open is not None and self.budget is not None and not self._remembers:
@@ -138,8 +175,8 @@ class Readings:
         """
         self._check_clock()
         one, closed = self._open, None
-        memory = self._memory()
-        now = None if self._timed_for is None else self._runtime.moment(self._runtime.current_stream(self._device))
+        memory = self._runtime.memory(self._device) if self._is_planned else self._memory()
+        now = self._moment() if self._is_planned or self._timed_for is not None else None
         if one is not None:
             thread = one.thread()
             if thread is not None and thread is not queue:
@@ -207,6 +244,9 @@ class Readings:
         one.peak = max(one.peak, memory.used, grown)
         counters = self._transfers.accounts.counters
         counters.device_memory_peak = max(counters.device_memory_peak, memory.used, grown)
+
+    def _moment(self) -> Moment:
+        return self._runtime.moment(self._runtime.current_stream(self._device))
 
     def _memory(self) -> DeviceMemory | None:
         return None if self.budget is None else self._runtime.memory(self._device)

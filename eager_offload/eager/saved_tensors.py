@@ -15,7 +15,6 @@ from torch import Tensor
 from eager_offload._torch import current_backward, keeps_graph, profiled, profiler_is_on, storage_key, version_of
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.handles import SavedStorage, SavedView
-from eager_offload.eager.measuring import StepMeasures
 from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.saving import Saving
 from eager_offload.engine.offloader import DeviceOffloader
@@ -44,7 +43,6 @@ class SavedTensors(Saving):
     ) -> None:
         super().__init__(offloader, config, tables, script)
         self.offloader = offloader
-        self._measures = StepMeasures(offloader)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -60,13 +58,11 @@ class SavedTensors(Saving):
 
     def begin_forward(self, queue: ResidentQueue) -> None:
         """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""
-        offloader, is_planned = self.offloader, self._accounts.counters.plan is not None
-        if not (is_planned or self.keeping.adapts) or offloader.is_crashed or offloader.is_capturing():
+        offloader = self.offloader
+        if not self.keeping.adapts or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.locked():
             message = self.keeping.begin(queue)
-            if is_planned:
-                self._measures.begin()
         if message:  # with the lock not held: a warnings.showwarning is the user's
             offloader.warn(message)
 
@@ -160,10 +156,11 @@ class SavedTensors(Saving):
             offloader.refuse_call("backward asked for a tensor that was offloaded")
         if version_of(view.alias) != view.version:  # `check_version`, which would be a call
             view.check_version()
+        readings = self.keeping.readings
         try:
-            if self.keeping.readings is not None:
+            if readings is not None:
                 with offloader.lock:
-                    self.keeping.readings.note_ask()
+                    readings.note_ask()
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._unpack(view)
@@ -180,9 +177,9 @@ class SavedTensors(Saving):
             with offloader.crashing():
                 offloader.make_room(partial(self.reloading.drop_all_but, view.storage))
                 tensor = self._unpack(view)
-        if view.step.is_over and self._measures.is_in_step:
+        if view.step.is_over and readings is not None and readings.awaits_end:
             with offloader.lock:
-                self._measures.end(self._accounts.counters)
+                readings.note_end()
         if view.original is not None and tensor is not view.original():
             tensor = view.original.like(tensor)
             own_until_taken(view.storage, tensor)

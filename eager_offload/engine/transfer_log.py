@@ -105,7 +105,7 @@ class TransferLog:
 
     @property
     def begin(self) -> int:
-        """The number of the oldest entry that is held: counted, since an interrupt may part an entry from its number."""
+        """The number of the oldest entry that is held: counted, as an interrupt may part an entry from its number."""
         return self.end - len(self._entries)
 
     def reader(self) -> Reader:

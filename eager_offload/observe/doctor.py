@@ -34,10 +34,9 @@ from torch import Tensor
 from eager_offload import _torch
 from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Measurement, measure, name_of
+from eager_offload.machine import Machine, measure, memory_of, name_of
 from eager_offload.offload import Offload
-from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.base import Direction
+from eager_offload.rates import LinkRates
 from eager_offload.tiers.directories import filesystem_of, usual_directories
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
@@ -149,7 +148,8 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     """
     started, run = time.perf_counter(), _Probes()
     memory: Memory | None = run("host memory", _memory, None)
-    found = [Device("cpu", _processor(), psutil.virtual_memory().total, itemsize=4)]
+    cpu = torch.device("cpu")
+    found = [Device("cpu", _processor(), memory_of(cpu), itemsize=4)]
     found += run("accelerators", _accelerators, list[Device]())
     devices = [_measured(run, one) for one in found]
     disks: list[Disk] = []
@@ -225,23 +225,18 @@ def _accelerators() -> list[Device]:
     if accelerator is None:
         return []
     devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
-    return [Device(str(one), name_of(one), accelerator_runtime().total_memory(one)) for one in devices]
+    return [Device(str(one), name_of(one), memory_of(one)) for one in devices]
 
 
 def _measured(run: _Probes, device: Device) -> Device:
     at, name = torch.device(device.name), device.name
-    measured: Measurement | None = run(f"compute of {name}", partial(measure, at), None)
-    if measured is not None:
-        rates = measured.machine
-        flops = rates.single_flops if at.type == "cpu" else rates.flops
-        device = replace(device, flops=flops, memory_speed=rates.memory, spread=measured.spread)
-    link: Speed | None = None if at.type == "cpu" else run(f"link of {name}", partial(_link, at), None)
-    return replace(device, link=link)
-
-
-def _link(device: torch.device) -> Speed:
-    runtime = accelerator_runtime()
-    return Speed(runtime.bandwidth(device, Direction.OUT), runtime.bandwidth(device, Direction.IN))
+    rates: Machine | None = run(f"speed of {name}", partial(measure, at), None)
+    if rates is None:
+        return device
+    device = replace(device, memory_speed=rates.memory, spread=rates.spread)
+    if at.type == "cpu":  # whose tensors go to a disk
+        return replace(device, flops=rates.single_flops)
+    return replace(device, flops=rates.flops, link=Speed(rates.out, rates.back))
 
 
 def _memory() -> Memory:
@@ -263,9 +258,13 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
         if free // _PART_OF_FREE < _LEAST_ON_DISK:
             return [replace(disk, refused=f"only {size_text(free)} are free there")]
         same = next((one.speed for one in others if one.device == disk.device and one.speed), None)
-        return [replace(disk, direct_io=tier.direct_io, speed=same or Speed(*tier.measure()))]
+        return [replace(disk, direct_io=tier.direct_io, speed=same or _speed(tier.measure()))]
     finally:
         tier.close()
+
+
+def _speed(link: LinkRates) -> Speed:
+    return Speed(link.out.median, link.back.median)
 
 
 def _missing() -> dict[str, str]:
@@ -422,7 +421,7 @@ def _shown(name: str, value: Any) -> str:
         return rate_text(value)
     if name == "flops":
         return f"{value / 1e12:,.1f} T/s" if value >= 1e12 else f"{value / 1e9:,.0f} G/s"
-    return f"{value:.0%}" if name == "spread" else str(value)
+    return f"{value:.2f}" if name == "spread" else str(value)
 
 
 def _wrapped(row: tuple[str, str]) -> str:

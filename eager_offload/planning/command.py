@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         or the model raises; a line on stderr says why.
     """
     options = _parser().parse_args(arguments)
-    from eager_offload.observe.figure import needs_plotly, write_page  # and torch with it, as below
+    from eager_offload.config import size_text  # and torch with it, as below
+    from eager_offload.observe.figure import needs_plotly, write_page
 
     try:
         if options.html:
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(found.to_dict() | front, indent=2))
     else:
         print("\n".join([str(found), *_table(points or ())]))
+        if options.html:
+            print(f"\n{options.html}: {size_text(os.stat(options.html).st_size)}, to open in a browser")
     return 0 if found.fits else 1
 
 

@@ -10,7 +10,7 @@ from eager_offload.config import size_text
 from eager_offload.observe.advice import change_text
 from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack
 from eager_offload.observe.report import Tile, time_text
-from eager_offload.planning.figures import FixedWay, PlanFigures, sentences
+from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, sentences
 from eager_offload.planning.files import Point
 from eager_offload.planning.replay import Replay
 
@@ -37,7 +37,7 @@ def drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -
         [
             Tile("Peak on the device", size_text(plan.peak_bytes), f"{fits} {size_text(budget)} that may be taken"),
             Tile("Without offload", size_text(without), f"{change} with this plan"),
-            Tile("Step", time_text(plan.step_seconds), times),
+            Tile("Step", about_text(plan.machine) + time_text(plan.step_seconds), times),
             Tile("Moves", size_text(plan.moved_bytes), f"and {size_text(plan.kept_bytes)} that could, stay{again}"),
             Tile("Least budget", size_text(plan.least_budget), "that a plan fits"),
         ]
@@ -71,15 +71,15 @@ def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
 
 
 def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:
-    """Peak against time of a step, as a multiple of one without transfers: of this plan, the best, and fixed ways."""
+    """Draws the time of a step, in times one without transfers, over the budget: of the best plans, this one and fixed
+    ways."""
     compute = plan.compute_seconds or 1.0
     x, y = stack.axis(PLOT, 2 * GAP)
-    # Of budgets that buy the same, one.
-    found = sorted({(one.peak_bytes, one.step_seconds) for one in front})
-    drawn = [("best plans", found, "lines+markers", DEVICE, "circle")]
+    drawn = [("best plans", [*front], "lines+markers", DEVICE, "circle")]
     for one, symbol in zip(ways, itertools.cycle(_SYMBOLS), strict=False):
-        drawn.append((one.name, [(one.peak_bytes, one.step_seconds)], "markers", MUTED, symbol))
-    drawn.append(("this plan", [(plan.peak_bytes, plan.step_seconds)], "markers", BUDGET, "star"))
+        drawn.append((one.name, [Point(one.peak_bytes, *one[1:])], "markers", MUTED, symbol))
+    this = Point(plan.peak_bytes, plan.peak_bytes, plan.step_seconds)
+    drawn.append(("this plan", [this], "markers", BUDGET, "star"))
     for name, points, mode, colour, symbol in drawn:
         stack.drawing.add_scatter(
             xaxis=x,
@@ -87,14 +87,15 @@ def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways
             mode=mode,
             name=name,
             legend="legend2",
-            x=[peak for peak, _ in points],
-            y=[seconds / compute for _, seconds in points],
+            line={"shape": "hv"},  # a budget between two buys what the smaller one does
+            x=[one.budget for one in points],
+            y=[one.step_seconds / compute for one in points],
             marker={"color": colour, "symbol": symbol, "size": 14 if symbol == "star" else 8},
-            customdata=[f"{size_text(peak)}, {time_text(seconds)}" for peak, seconds in points],
+            customdata=[f"{size_text(one.peak_bytes)}, {time_text(one.step_seconds)}" for one in points],
             hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
         )
-    reached = [peak for _, points, *_ in drawn for peak, _ in points]
+    reached = [one.budget for _, points, *_ in drawn for one in points]
     stack.bytes_at(x, max(reached), int(0.9 * min(reached)))
     stack.legends["legend2"] = y
     stack.layout(y, title={"text": "times a step without transfers", "font": {"size": 11}})
-    stack.layout(x, title={"text": "peak on the device", "standoff": 4}, anchor=y)
+    stack.layout(x, title={"text": "budget of the device", "standoff": 4}, anchor=y)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
+from eager_offload.machine import Machine
 from eager_offload.planning.choose import Chooser
 from eager_offload.planning.files import PlanFields
 from eager_offload.planning.problem import Moves, Problem
@@ -266,11 +267,12 @@ def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
 
 def _step(plan: PlanFigures) -> str:
     times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
+    about = about_text(plan.machine)
     if plan.again:
         without += " and with nothing computed again"
     return (
-        f"step: {seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
-        f"floor {seconds_text(plan.floor_seconds)}, which none with these transfers goes below"
+        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
+        f"floor {about}{seconds_text(plan.floor_seconds)}, which none with these transfers goes below"
     )
 
 
@@ -290,6 +292,11 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
         last = f"  {size_text(row.recomputed_bytes):>11}" if is_again else ""
         lines.append(f"{row.kind:<{width}}  {row.storages:>8,}  {stay:>11}  {move:>11}{last}")
     return lines
+
+
+def about_text(machine: Machine) -> str:
+    """Returns the word before seconds that follow from the rates of ``machine``."""
+    return "about " if machine.is_rough else ""
 
 
 def seconds_text(value: float) -> str:

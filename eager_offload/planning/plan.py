@@ -12,10 +12,10 @@ from torch import nn
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
-from eager_offload.plan_settings import ComputedPlan
+from eager_offload.plan_settings import PlanSettings
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.choose import Chooser
-from eager_offload.planning.figures import FixedWay, PlanFigures, seconds_text
+from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
 from eager_offload.planning.files import Point, read, write
 from eager_offload.stats import Relief
 
@@ -23,7 +23,7 @@ from eager_offload.stats import Relief
 _LITTLE, _BITS = 0.05, 6
 
 
-class Plan(PlanFigures, ComputedPlan):
+class Plan(PlanFigures, PlanSettings):
     """What a step of a model is to move on a device, and what comes of it; :func:`eager_offload.plan` makes one.
 
     ``print`` shows it: whether it fits, its peak, its time, and what is moved of each kind of module. The model was not
@@ -128,7 +128,7 @@ class Plan(PlanFigures, ComputedPlan):
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.model} on {self.machine.name}: {'fits' if self.fits else 'does not fit'}, "
-            f"{size_text(self.peak_bytes)}, {seconds_text(self.step_seconds)}>"
+            f"{size_text(self.peak_bytes)}, {about_text(self.machine)}{seconds_text(self.step_seconds)}>"
         )
 
     # -- files --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError
-from eager_offload.machine import LAUNCH_SECONDS, TABLE, Machine, machine_of
+from eager_offload.machine import TABLE, Machine, here
 from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import POLICIES
 from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
@@ -81,8 +81,8 @@ def plan(
             models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and ``device_budget`` and ``host_budget`` where these
-            are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
+            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (windows that are ``"auto"`` the plan chooses), and
+            ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
     plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.
@@ -288,39 +288,6 @@ def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
         return found
     raise ConfigError(
         f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
-    )
-
-
-def here(settings: OffloadConfig) -> Machine:
-    """The device of this process (:func:`~eager_offload.machine.machine_of`) and the tier that it offloads to, measured
-    in about a second: the accelerator and host memory, or the CPU and the disk."""
-    from eager_offload.compile.cost import disk_bandwidth
-    from eager_offload.runtime.accelerator import accelerator_runtime
-    from eager_offload.runtime.base import Direction
-    from eager_offload.runtime.host import host_runtime
-    from eager_offload.tiers.limits import host_headroom
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
-    else:
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        # Other processes and the driver have some of it, and an allocator cannot hand out all: as device_budget="auto".
-        used, free = accelerator_runtime().memory(device), accelerator_runtime().free_memory(device)
-        memory_bytes = int((0 if used is None else used.used) + 0.9 * free)
-    if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
-        disk = disk_bandwidth(settings.to_text())
-        out, back = disk.write, disk.read
-    else:
-        runtime = host_runtime() if accelerator is None else accelerator_runtime()
-        out, back = (runtime.bandwidth(device, direction) for direction in (Direction.OUT, Direction.IN))
-    return replace(
-        machine_of(device),
-        name=f"here ({device})",
-        out=out,
-        back=back,
-        memory_bytes=memory_bytes,
-        launch_seconds=0.0 if accelerator is None else LAUNCH_SECONDS,
     )
 
 

@@ -369,7 +369,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         modules = tuple(self._modules)
         ops, asks = tuple(self._ops), tuple(self._asks)
         guessed = tuple(sorted(self._guessed))
-        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, self._calls.repeatable(), guessed)
+        return Program(
+            modules, ops, self._forward_ops, saves, asks, storages, other_bytes, self._calls.repeatable(), guessed
+        )
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:

@@ -28,8 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave
-from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses, Use
-
+from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses
 
 #: Of each storage, whether it is asked for before it could be away, behind a full window, and back.
 Late: TypeAlias = tuple[bool, ...]
@@ -61,7 +60,9 @@ class Replay:
         program = problem.program
         saves, asks = program.saves, program.asks
         if problem.ordered or not saves:  # a graph, whose values are each saved once
-            saves = tuple(ProgramSave(one.nbytes, True, None, at, op=one.saved) for at, one in enumerate(program.storages))
+            saves = tuple(
+                ProgramSave(one.nbytes, True, None, at, op=one.saved) for at, one in enumerate(program.storages)
+            )
             asks = tuple(ProgramAsk(at, program.storages[at].asked) for at in problem.by_ask)
         self.saves = saves
         #: By operator: saves of storages that may move, and asks for them, each in order.
@@ -243,7 +244,7 @@ class _Step:
 
     def _wait_for_the_oldest(self) -> None:
         """Waits for the copy out that has begun first; in a graph compute does, and else the host."""
-        over, number = self.leaving[0]
+        over, _ = self.leaving[0]
         if self.problem.ordered:
             self.clear_from = max(self.clear_from, over)
             self._note_left()

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
+from eager_offload.rates import LinkRates
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
-from eager_offload.runtime.link_probe import LinkProbe
+from eager_offload.runtime.link_probe import measured_link
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
@@ -59,7 +60,7 @@ class AcceleratorRuntime(Runtime):
 
     Args:
         api: where the calls go; ``torch.accelerator`` unless a test says otherwise.
-        probe_bytes: of one copy when bandwidth is measured.
+        probe_bytes: of one copy when the link is measured.
 
     Raises:
         OffloadError: there is no usable accelerator.
@@ -83,7 +84,6 @@ class AcceleratorRuntime(Runtime):
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _Streams] = {}
         self._separate_streams: dict[torch.device, torch.Stream] = {}
-        self._links: dict[torch.device, LinkProbe] = {}
         self._pinned = PinnedMemory(self._api)
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool(self._api)
@@ -239,8 +239,9 @@ class AcceleratorRuntime(Runtime):
         if self._pinned.returned:
             self._pinned.poll()
 
-    def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._probe(device).bandwidth(direction)
+    def measure_link(self, device: torch.device) -> LinkRates:
+        device = self._indexed(device)
+        return LinkRates(*[measured_link(self, self._api, device, way, self._probe_bytes) for way in Direction])
 
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
@@ -352,7 +353,7 @@ class AcceleratorRuntime(Runtime):
         LEFT_TO_THE_PARENT.extend([self._kept, self._events, self._streams, self._separate_streams])
         self._streams, self._separate_streams = {}, {}
         self._kept = deque()
-        self._lock, self._links = threading.Lock(), {}
+        self._lock = threading.Lock()
         self._pinned.after_fork()
 
     def _indexed(self, device: torch.device) -> torch.device:
@@ -399,15 +400,6 @@ class AcceleratorRuntime(Runtime):
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "
                 "run without Offload there"
             ) from error
-
-    def _probe(self, device: torch.device) -> LinkProbe:
-        device = self._indexed(device)
-        self.transfer_stream(device, Direction.OUT)
-        with self._lock:
-            probe = self._links.get(device)
-            if probe is None:
-                probe = self._links[device] = LinkProbe(self, self._api, device, self._probe_bytes)
-            return probe
 
 
 def _index(device: torch.device) -> int | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError
+from eager_offload.rates import LinkRates
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
 from eager_offload.tiers.slabs import SlabSizes
@@ -115,6 +116,8 @@ class Runtime(abc.ABC):
         self._users: Living[object] = Living()
         self._registers: set[_Register] = set()
         self._ownerless: deque[FinalizerRecord[object]] = deque()
+        #: By device, the links that ``machine.link_of`` has had measured.
+        self.links: dict[torch.device, LinkRates] = {}
 
     # -- streams and events ---------------------------------------------------------------------------------------
 
@@ -354,5 +357,8 @@ class Runtime(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Bytes a second between ``device`` and host memory in ``direction``; measured once, then cached."""
+    def measure_link(self, device: torch.device) -> LinkRates:
+        """Measures the link between ``device`` and host memory, for which the host waits.
+
+        Ask ``machine.link_of``, which measures once.
+        """

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
+from eager_offload.rates import TIMES, LinkRates, Rate
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Slot
@@ -76,7 +77,6 @@ class HostRuntime(Runtime):
         # [Note: copies that are held back] in engine/transfers.py: it takes the next ones.
         self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
         self._out.pauses = partial(_poll, self._polled)
-        self._bandwidth: float | None = None
         self._process = psutil.Process()
         tell_after_fork(self)
 
@@ -114,14 +114,16 @@ class HostRuntime(Runtime):
     def host_buffer(self, nbytes: int) -> Tensor:
         return resident_slab(nbytes)
 
-    def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        """Of a copy within host memory, which is what the host tier of a CPU device does; see ``DiskTier.measure``."""
-        if self._bandwidth is None:
-            source, target = anonymous_slab(_PROBE_BYTES).fill_(1), anonymous_slab(_PROBE_BYTES).fill_(0)
+    def measure_link(self, device: torch.device) -> LinkRates:
+        """Measures copies within host memory, which the host tier of a CPU makes; see ``DiskTier.measure`` too."""
+        source, target = anonymous_slab(_PROBE_BYTES).fill_(1), anonymous_slab(_PROBE_BYTES)
+        seconds = list[float]()
+        for _ in range(TIMES + 1):
             started = time.perf_counter()
             target.copy_(source)
-            self._bandwidth = _PROBE_BYTES / (time.perf_counter() - started)
-        return self._bandwidth
+            seconds.append(time.perf_counter() - started)
+        rate = Rate.of(_PROBE_BYTES, seconds[1:])
+        return LinkRates(rate, rate)
 
     def record(self, stream: Any) -> Event:
         return stream.record() if stream != _COMPUTE else _OVER

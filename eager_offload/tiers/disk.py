@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 import torch
 
 from eager_offload.config import size_text
 from eager_offload.errors import CapacityError, ConfigError, reentered
+from eager_offload.rates import LinkRates, Rate
 from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.directories import open_some, open_spill_files
 from eager_offload.tiers.disk_slots import Disk, DiskSlot, DiskSlotRecord
@@ -38,13 +39,6 @@ from eager_offload.tiers.spill import SpillFile
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
-
-
-class Bandwidth(NamedTuple):
-    """What one transfer at a time reaches; bytes a second."""
-
-    write: float
-    read: float
 
 
 class _Missing(MustGrow):
@@ -255,8 +249,9 @@ class DiskTier(Tier):
             with self._lock.lock, self._crashing():
                 self._poll()
 
-    def measure(self) -> Bandwidth:
-        """Measures what this disk does, through the tier itself.
+    def measure(self) -> LinkRates:
+        """Measures what one transfer at a time reaches, through the tier itself. Ask ``machine.disk_link``, which
+        measures once.
 
         Raises:
             CapacityError: there is no room to try it.
@@ -271,9 +266,10 @@ class DiskTier(Tier):
             slots.append(slot)
         if not slots:
             raise CapacityError(f"there is no room for {_MEASURED_PIECE} bytes in the disk tier to measure it with")
-        written, write_seconds = _timed([partial(slot.write, source) for slot in slots])
-        read, read_seconds = _timed([partial(slot.read, source) for slot in slots[:written]])
-        return Bandwidth(written * _MEASURED_PIECE / write_seconds, read * _MEASURED_PIECE / read_seconds)
+        write = _timed([partial(slot.write, source) for slot in slots])
+        read = _timed([partial(slot.read, source) for slot in slots[: len(write)]])
+        # The first piece is left out, unless no other was reached: a file grows, and pages are touched.
+        return LinkRates(*[Rate.of(_MEASURED_PIECE, seconds[1:] or seconds) for seconds in (write, read)])
 
     def close(self) -> None:
         with self._lock.lock:
@@ -335,12 +331,13 @@ def _disks_of(files: Sequence[SpillFile]) -> tuple[Disk, ...]:
     return tuple([Disk(file, lane) for lane, file in enumerate(files)])
 
 
-def _timed(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
-    """Makes calls until the time for it is over. Returns how many, and how long that took in seconds."""
-    started = time.perf_counter()
-    for done, call in enumerate(calls, 1):
+def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Makes calls until the time for it is over. Returns the seconds of each call that was made."""
+    seconds = list[float]()
+    for call in calls:
+        started = time.perf_counter()
         call()
-        elapsed = time.perf_counter() - started
-        if elapsed > _MEASURING_SECONDS:
-            return done, elapsed
-    return len(calls), max(elapsed, 1e-9)
+        seconds.append(time.perf_counter() - started)
+        if sum(seconds) > _MEASURING_SECONDS:
+            break
+    return seconds

@@ -122,7 +122,7 @@ def test_a_link_that_cannot_be_measured_has_a_bandwidth_all_the_same(
         raise torch.OutOfMemoryError("no room")
 
     runtime = SimulatedRuntime()
-    monkeypatch.setattr(runtime, "bandwidth", full)
+    monkeypatch.setattr(runtime, "measure_link", full)
     offload = eo.Offload(runtime=runtime, tier="host", min_bytes=3)
     with offload:
         assert bandwidth_of(CPU, direction, offload.config_key) > 0

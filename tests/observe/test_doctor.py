@@ -12,7 +12,7 @@ import torch
 
 import eager_offload as eo
 from eager_offload.__main__ import main
-from eager_offload.machine import Machine, Measurement
+from eager_offload.machine import Machine
 from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Device, Disk, Memory, SelfTest, Speed, examine, recommended, to_text, verdict
 from eager_offload.tiers import disk
@@ -32,7 +32,7 @@ def _patiently(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what takes long and what the test at hand is not about."""
-    found = Measurement(Machine("cpu", 1e11, 1e11, 1e10), 0.1)
+    found = Machine("cpu", 1e11, 1e11, 1e10, spread=1.1)
     monkeypatch.setattr(doctor, "measure", lambda device: found)
     monkeypatch.setattr(doctor, "_missing", dict)
     monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
@@ -91,7 +91,7 @@ def test_a_probe_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch, 
     finally:
         answered.set()
     assert {
-        "compute of cpu: RuntimeError: the driver is gone",
+        "speed of cpu: RuntimeError: the driver is gone",
         "host memory: RuntimeError: the driver is gone",
         f"directory {tmp_path}: no answer within 5 s",
     } <= {*found.failures}

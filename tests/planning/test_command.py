@@ -75,13 +75,40 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
         main(["plan", "--policy", "most"])
 
 
-def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(tmp_path: Path) -> None:
+def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
     assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
+    assert f"{tmp_path / 'plan.html'}: " in capsys.readouterr().out.splitlines()[-1]
     page = (tmp_path / "plan.html").read_text("utf-8")
     assert "it does not fit" in page
     assert "Plotly.newPlot" in page
     plan = eo.Plan.load(tmp_path / "plan.json")
     figure = replace(plan, model="<img src=x onerror=alert(1)>").figure()
     assert "<img" not in figure.layout.title.text
-    assert any(one.name is not None and one.name.startswith("with this plan") for one in figure.data)
+    drawn = {one.name.partition(",")[0]: one for one in figure.data if one.name}
+    assert max(drawn["with this plan"].y) <= plan.peak_bytes
+    assert max(drawn["without offload"].y) == pytest.approx(plan.fixed_ways()[0].peak_bytes, rel=1e-6)
+    assert {*drawn["budget"].y} == {2 * GIB}
+    front, best = plan.front(), drawn["best plans"]
+    assert [*best.x] == [one.budget for one in front]
+    assert [*best.y] == [one.step_seconds / plan.compute_seconds for one in front]
+    for way in plan.fixed_ways():
+        assert (*drawn[way.name].x, *drawn[way.name].y) == (way.peak_bytes, way.step_seconds / plan.compute_seconds)
+    said = [line for one in figure.data if one.type == "table" for column in one.cells["values"] for line in column]
+    assert {*str(plan).splitlines()[1:4]} <= {*said}
+
+
+def test_times_of_a_machine_whose_measurements_differ_are_about(tmp_path: Path) -> None:
+    main(["plan", f"{MODELS}:two_blocks", "--device", "a100", "--save", str(tmp_path / "plan.json")])
+    plan = eo.Plan.load(tmp_path / "plan.json")
+    assert "step: about" not in str(replace(plan, machine=replace(plan.machine, spread=1.4)))
+    rough = replace(plan, machine=replace(plan.machine, spread=1.6))
+    assert "; medians, spread 1.60\n" in str(rough)
+    assert "step: about" in str(rough)
+    assert "floor about" in str(rough)
+    assert ", about " in repr(rough)
+    assert any(
+        "about" in line for one in rough.figure().data if one.type == "table" for (line, *_) in one.cells["values"]
+    )

@@ -248,13 +248,16 @@ def test_a_function_is_no_model_and_a_wrapper_of_processes_says_so() -> None:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds"])
+@pytest.mark.parametrize(
+    "field", ["flops", "single_flops", "memory", "out", "back", "memory_bytes", "launch_seconds", "spread"]
+)
 def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
     for value in (-1, float("nan"), float("inf"), 10**400, "fast", None, True, 1j):
         with pytest.raises(eo.ConfigError, match=f"{field}=.* is not accepted"):
             slow(**{field: value})
-    with pytest.raises(eo.ConfigError, match=r"memory_bytes=.* takes a whole number"):
-        slow(memory_bytes=80e9)
+    for value, accepted in ((80e9, "memory_bytes of a Machine takes a whole number, 0 or more"), (0.5, "1 or more")):
+        with pytest.raises(eo.ConfigError, match=accepted):
+            slow(**{"memory_bytes" if value > 1 else "spread": value})
     for name in (5, None, b"h200"):
         with pytest.raises(eo.ConfigError, match=r"name=.* is not accepted: name of a Machine takes a text"):
             eo.Machine(name, 1.0, 1.0, 1.0)  # type: ignore[arg-type]

@@ -53,12 +53,16 @@ def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step
 def test_peak_and_step_are_near_what_was_predicted(made: Made, launch: float, part: float | str) -> None:
     """A plan says how much stays, and a step which of it."""
     machine = slow(out=1e8, back=1e8, launch_seconds=launch)
-    moves = {"policy": "max"} if isinstance(part, str) else {"device_budget": budget_of(machine, made, part)}
-    plan = planned(made, device=machine, **moves)
+    # A window of one tensor has what is saved often leave more than once.
+    config = CONFIG if made is wide else {**CONFIG, "max_inflight_bytes": "256KiB"}
+    moves = (
+        {"policy": "max"} if isinstance(part, str) else {"device_budget": budget_of(machine, made, part, config=config)}
+    )
+    plan = planned(made, device=machine, config=config, **moves)
     steps, stats = simulated(Stage(machine), plan, *made(), 6)
-    for step in steps:
-        assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.15)
-        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.12)
+    for step in steps[2:]:
+        assert step.peak_bytes <= 1.05 * plan.peak_bytes, "steps take turns where what is late depends on what waits"
+        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.06)
         assert step.seconds >= sum(step.op_seconds) * (1 - 1e-9)
     assert stats.plan is not None
     assert stats.plan.step_seconds is not None

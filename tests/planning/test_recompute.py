@@ -261,7 +261,7 @@ def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "rows"), [("", 256), ("another batch", 128), ("another order", 256), ("a layer less", 256)]
+    ("how", "rows"), [("", 256), ("another batch", 128), ("another order", 256), ("another end", 256)]
 )
 def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
     how: str, rows: int, plan: eo.Plan, tmp_path: Path

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import without_dispatch_modes
+from eager_offload.rates import LinkRates, Rate
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -124,8 +125,8 @@ class ClockedRuntime(Runtime):
         assert isinstance(event, ClockedEvent)
         return () if event.copy is None else (event.copy,)
 
-    def bandwidth(self, device: torch.device, direction: Direction) -> float:
-        return self._bandwidths[direction]
+    def measure_link(self, device: torch.device) -> LinkRates:
+        return LinkRates(*[Rate(self._bandwidths[way]) for way in Direction])
 
     def record(self, stream: Stream) -> Event:
         assert isinstance(stream, ClockedStream)

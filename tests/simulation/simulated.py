@@ -25,10 +25,10 @@ from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
-from tests.simulation.clocked import ClockedEvent, ClockedRuntime, ClockedStream
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
 from eager_offload.tiers.base import Slot
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
+from tests.simulation.clocked import ClockedEvent, ClockedRuntime, ClockedStream
 from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog, region_of
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.timeline import StreamSpan, Timeline

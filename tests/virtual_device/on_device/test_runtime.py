@@ -217,24 +217,21 @@ def test_h22_copies_are_exact_and_memory_is_ordinary_in_any_mode_of_the_caller(
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
-def test_bandwidth_is_measured_once_behind_the_last_owner_of_its_memory(
+def test_a_link_is_measured_behind_the_last_owner_of_its_memory(
     virtual: VirtualDevice, runtime: AcceleratorRuntime
 ) -> None:
     before, allocated = selection(), torch.accelerator.memory_allocated()
     with virtual.slow_links(bandwidth=1e8):
-        for way in Direction:
-            stream = f"0/{runtime.transfer_stream(HERE, way).stream_id}"
-            with virtual.noted() as calls:
-                found = runtime.bandwidth(HERE, way)
-            assert 0 < found <= 1e8, "by the device's clock"
-            first = calls.index(f"copy {PROBE} on {stream}")
-            assert {"record_event 0/0", f"wait_event {stream}"} <= {*calls[:first]}
-            copy, record = f"copy {PROBE} on {stream}", f"record_event {stream}"
-            made = [call for call in calls[first:] if call in (copy, record, "synchronize")]
-            assert made == [copy, record, "synchronize", record, *[copy] * 4, record, "synchronize"]
-            with virtual.noted() as calls:
-                assert runtime.bandwidth(torch.device(NAME), way) == found
-            assert calls == []
+        streams = [f"0/{runtime.transfer_stream(HERE, way).stream_id}" for way in Direction]
+        with virtual.noted() as calls:
+            found = runtime.measure_link(torch.device(NAME))
+    for stream, rate in zip(streams, found, strict=True):
+        assert 0 < rate.median <= 1e8, "by the device's clock"
+        copy, record = f"copy {PROBE} on {stream}", f"record_event {stream}"
+        first = calls.index(copy)
+        assert {"record_event 0/0", f"wait_event {stream}"} <= {*calls[:first]}
+        made = [call for call in calls[first:] if call in (copy, record)]
+        assert made == [copy, record, record, *[copy, record] * 5]
     assert selection() == before
     assert torch.accelerator.memory_allocated() == allocated
 
@@ -243,7 +240,7 @@ def test_without_events_that_tell_the_time_the_host_does(virtual: VirtualDevice,
     with virtual.without_a_clock():
         assert not runtime.tells_time(HERE)
         with virtual.slow_links(bandwidth=1e8):
-            assert 0 < runtime.bandwidth(HERE, Direction.OUT) <= 1e8
+            assert 0 < runtime.measure_link(HERE).out.median <= 1e8
         before = runtime.moment(runtime.current_stream(HERE))
         (span,) = runtime.spans(offload(runtime))
         assert runtime.seconds_between(span.began, span.ended) == 0.0
@@ -262,7 +259,7 @@ def test_h10_the_memory_of_an_interrupted_probe_outlives_its_copies(
     for _ in range(2):  # the second time an event of the first is over
         with virtual.held_stream(out):
             with pytest.raises(KeyboardInterrupt):
-                runtime.bandwidth(HERE, Direction.OUT)
+                runtime.measure_link(HERE)
             runtime.poll()
             collect()
             assert torch.accelerator.memory_allocated() >= before + PROBE
