@@ -66,13 +66,12 @@ with offload:
     loss = x.exp().sum()
 loss.backward()
 assert offload.stats(synchronize=True).bytes_out > 0
-proof = sorted({"eager_offload.planning.rehearse", "eager_offload.planning.simulated"} & set(sys.modules))
 brought = {name for name in set(sys.modules) - before if not name.startswith("eager_offload")}
-print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}) + proof)
+print(len(brought), sorted(brought & {"networkx", "torch._inductor.lowering", "torch._functorch.partitioners"}))
 """
 
 
-def test_h49_a_step_of_eager_code_loads_neither_the_rest_of_the_compiler_nor_the_simulation() -> None:
+def test_h49_a_step_of_eager_code_does_not_load_the_rest_of_the_compiler() -> None:
     count, named = printed_by("-c", TRAINING).split(maxsplit=1)
     assert named.strip() == "[]"
     assert int(count) < 150, "some 40 MiB of modules that only a compilation needs"

@@ -32,7 +32,7 @@ PUBLIC_MODULES = {
 #: Functions whose second argument names an attribute of their first.
 _BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 
-#: What chooses for a plan: numbers, which know no tensor, no graph and nothing else of the planner. Compilers ask it too.
+#: What chooses for a plan: numbers, which know no tensor, no graph and nothing else of it. Compilers ask it too.
 CHOOSER = {f"eager_offload.planning.{name}" for name in ("choose", "problem", "program", "replay")}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
 #: Those inside of a folder are `chooser`, and `doctor`, which trains a step where all else that observes is told.

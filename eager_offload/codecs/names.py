@@ -92,10 +92,6 @@ class CodecRules(Mapping[str, str]):
         """Returns the codec that a captured step calls ``text``."""
         return _PACKING.get(text)
 
-    def stand_in(self) -> Codec | None:
-        """Returns what packs the storage that is saved now, in place of a codec of these names; in a rehearsal only."""
-        return None
-
 
 def check_name(name: object, given: str, accepts: str = "the codecs are", others: str = "") -> None:
     """Raises ``ConfigError`` where no codec has that ``name``.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eager_offload._torch import cast_from, made_by_function
 from eager_offload.codecs import BitMask, Codec, Gather, Narrow, TensorMeta
-from eager_offload.codecs.names import IDENTITY, ROUNDING, CodecRules
+from eager_offload.codecs.names import IDENTITY, ROUNDING
 from eager_offload.selection import Footprint, is_copy_of_leaf
 
 _GATHER, _NARROW, _BITMASK = Gather(), Narrow(), BitMask()
@@ -70,15 +70,13 @@ class Coding(NamedTuple):
         return not isinstance(self.codec, BitMask) or self.codec.may_hold(x)
 
 
-def coding_of(tensor: Tensor, area: Footprint, name: str, rules: CodecRules, min_bytes: int) -> Coding | None:
+def coding_of(tensor: Tensor, area: Footprint, name: str, min_bytes: int) -> Coding | None:
     """How ``area`` of the storage of ``tensor`` is to travel; ``None``: as it is.
 
     Args:
         name: of the codec that is in force.
         min_bytes: what is smaller is not rounded.
     """
-    if (stand_in := rules.stand_in()) is not None:
-        return _coding(stand_in, TensorMeta((area.nbytes // tensor.itemsize,), (1,), tensor.dtype))
     rounding, exact = _rounding_of(tensor, area, name, min_bytes), _exact_of(tensor, area, name)
     return exact if rounding is None or (exact is not None and exact.nbytes <= rounding.nbytes) else rounding
 

@@ -175,9 +175,7 @@ class Saving(abc.ABC):
             step.taken(number)
         if step.table is None and queue.awaited:
             queue.await_nothing()
-        coding = (
-            coding_of(tensor, area, codec, self.rules, self.min_bytes) if codec != IDENTITY or area.gathered else None
-        )
+        coding = coding_of(tensor, area, codec, self.min_bytes) if codec != IDENTITY or area.gathered else None
         if coding is not None and coding.may_be_refused and transfers.is_captured:
             coding = None  # a graph can go by no value
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, step, number)

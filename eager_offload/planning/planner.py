@@ -81,8 +81,9 @@ def plan(
             models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (windows that are ``"auto"`` the plan chooses), and
-            ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all of them from ``plan=...``.
+            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and
+            ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
+            of them from ``plan=...``.
 
     Where ``torch.distributed`` has a process group of several ranks, all of them have to call it together. They get one
     plan, by what rank 0 gives and for the least of their budgets; an error of one is an error of all.

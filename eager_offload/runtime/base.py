@@ -1,8 +1,8 @@
 """The contract between the library and a device: streams, events, copies, memory.
 
 A *runtime* knows how to move bytes and how to order that against compute; it knows nothing of autograd, of what is
-worth moving, or when. There are three: ``accelerator`` (``torch.accelerator``), ``host`` (the device is the CPU) and
-``planning/simulated.py`` (virtual streams on a virtual clock, which plans rehearse on).
+worth moving, or when. There are two: ``accelerator`` (``torch.accelerator``) and ``host`` (the device is the CPU).
+Tests have a third one, of virtual streams on a virtual clock.
 
 Every call that orders or touches memory goes through this class, so that a log of it can be written, in the form that
 the happens-before checker reads: see ``tests/simulation``.

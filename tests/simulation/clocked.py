@@ -1,14 +1,13 @@
-"""A device for rehearsals: streams, two links and a clock that only work moves.
+"""A device of numbers: streams, two links and a clock that only work moves.
 
 Time is arithmetic. Each call of the host takes ``launch_seconds``, each copy as long as its bytes take at its
-direction's bandwidth, and a stream does one thing at a time. Tensors are CPU tensors, and no bytes move: a rehearsal
-asks when copies are over and how many bytes are alive meanwhile.
+direction's bandwidth, and a stream does one thing at a time. Tensors are CPU tensors, and no bytes move:
+``simulated.py`` adds that.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ from eager_offload._torch import without_dispatch_modes
 from eager_offload.rates import LinkRates, Rate
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.finalizers import FinalizerRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -52,28 +50,8 @@ class ClockedEvent:
         return f"event on {self.stream} at {self.time:.9f} s"
 
 
-class LivingStorages:
-    """Counts the bytes of storages until they die."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-        self._records: dict[FinalizerRecord[torch.UntypedStorage], int] = {}
-        self._died: deque[FinalizerRecord[torch.UntypedStorage]] = deque()
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        self._records[FinalizerRecord(storage, self._died.append)] = nbytes = storage.nbytes()
-        self._nbytes += nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those that are alive."""
-        while self._died:
-            self._nbytes -= self._records.pop(self._died.popleft())
-        return self._nbytes
-
-
 class ClockedRuntime(Runtime):
-    """The device of one thread's rehearsal.
+    """The device of one thread.
 
     Args:
         out_bandwidth, in_bandwidth: bytes a second from the device, and to it.
@@ -86,8 +64,6 @@ class ClockedRuntime(Runtime):
         self.launch_seconds = launch_seconds
         #: Seconds on the host's clock.
         self.now = 0.0
-        #: What is on the device: reload targets, and what a rehearsal adds.
-        self.living = LivingStorages()
         self._bandwidths = {Direction.OUT: out_bandwidth, Direction.IN: in_bandwidth}
         self._host_waits = host_waits
         #: The one that computes.
@@ -181,8 +157,6 @@ class ClockedRuntime(Runtime):
             block = torch.empty(layout.alignment_offset + layout.nbytes, dtype=torch.uint8, device="cpu")
             assert block.data_ptr() % ALIGNMENT == 0, "torch aligns CPU memory to 64 bytes"
             target = block[layout.alignment_offset :]
-        if target.numel():
-            self.living.add(target.untyped_storage())
         return target
 
     def host_buffer(self, nbytes: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""The device of rehearsals with real bytes and a log: to prove orderings on.
+"""A simulated device with real bytes and a log: to prove orderings on.
 
 CPU tensors stand for device memory. Compute runs the moment it is called; copies are only enqueued, and carried out as
 late as the ordering allows: when the host has synchronized or a query has said yes, or when compute waits. So a copy
 that nothing waits for reads what compute has written over its source since, and an unpack that does not wait reads
 what was in the target before: a missing edge shows as wrong bytes, besides the happens-before checker's verdict.
 
-Each operator takes as long as its bytes do at ``compute_rate``; ``eager_offload/planning/simulated.py`` has the clock.
+Each operator takes as long as its bytes do at ``compute_rate``; ``clocked.py`` has the clock.
 
 What is simpler than on a device: autograd does not switch streams in backward, so that a node runs on the stream that
 is current where ``backward`` was called, and operators that read a value to the host do not synchronize.
