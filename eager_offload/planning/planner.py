@@ -22,7 +22,9 @@ from eager_offload.planning.plan import Plan
 from eager_offload.planning.predict import Problem
 from eager_offload.planning.program import Program
 from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
+from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
 from eager_offload.planning.solve import EQUAL
+from eager_offload.planning.states import Optimizing, States, states_of
 from eager_offload.schedule import Windows, largest_of
 
 #: The device that this process has.
@@ -39,7 +41,10 @@ def plan(
     device: str | Machine = _HERE,
     device_budget: int | str | None = None,
     host_budget: int | str | None = None,
-    optimizer_bytes: int | str = 0,
+    optimizer: Optimizing | None = torch.optim.AdamW,
+    optimizer_bytes: int | str | None = None,
+    mesh: tuple[int, ...] | None = None,
+    accumulation: int = 1,
     policy: str = "least",
     recompute: bool = False,
     steps: int = 0,
@@ -68,7 +73,17 @@ def plan(
         host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
             room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
             slabs round.
-        optimizer_bytes: that are there beside parameters and gradients all the time: the states of an optimizer.
+        optimizer: a class, an instance, or a function that makes one of a list of parameters: its states are there all
+            the time, for each parameter that is trained. They are found by a step of it on tensors without bytes;
+            those that an instance has count as they are. Tensors that live only while it steps are left out. ``None``:
+            no states are counted, and the plan says so.
+        optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
+        mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
+            with two replicas. The plan is that of one device, where each member of the repeated blocks is gathered
+            while it runs, and one ahead. A model that ``fully_shard`` has sharded is planned as it is, without
+            ``mesh``. Collectives take no time.
+        accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
+            beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
@@ -88,16 +103,22 @@ def plan(
 
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
-            ``keep_last_bytes`` beside it, or ``steps`` that cannot be timed.
+            ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
+            ``mesh`` beside a model that is sharded.
         PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
             differentiate on a CPU, such as FlexAttention, or it changes what is outside of it where that cannot be put
             back; the text names the module. An error of the model's own comes as it is, with a note that names the
-            module.
+            module. Or the model is sharded in another way than by ``fully_shard``.
     """
 
     def ask() -> Asked:
         _check_what(model, loss, policy, recompute=recompute)
         _check_steps(steps, device, recompute=recompute)
+        _check_accumulation(accumulation)
+        check_mesh(mesh)
+        sharding = sharding_of(model, mesh)
+        if sharding is not None and steps and mesh is None:
+            raise ConfigError(f"steps={steps!r} is not accepted for a model that is sharded: leave steps out")
         given = OffloadConfig.from_given(config, {})
         if given.keep_last_bytes != "auto":
             raise ConfigError(
@@ -112,7 +133,17 @@ def plan(
         written = given.written("device_budget") if device_budget is None else device_budget
         if isinstance(written, str):
             OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
-        standing = parse_size(optimizer_bytes, "optimizer_bytes")
+        if optimizer_bytes is not None:
+            states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+        elif optimizer is not None:
+            parts = [one for one in (model, loss) if isinstance(one, nn.Module)]
+            parameters = {id(one): one for part in parts for one in part.parameters()}
+            own = {id(one) for one in model.parameters()}
+            states = states_of(
+                optimizer, [*parameters.values()], lambda one: shape_on(one, mesh if id(one) in own else None)
+            )
+        else:
+            states = None
         machine = _machine(device, settings)
         if budget is None:
             budget = machine.memory_bytes
@@ -122,7 +153,8 @@ def plan(
                 )
         is_cpu = device == _HERE and torch.accelerator.current_accelerator(check_available=True) is None
         text = model_text(model) if are_several() else ""
-        return Asked(settings, machine, budget, standing, steps, text, is_cpu)
+        held = sharding, accumulation > 1
+        return Asked(settings, machine, budget, states, steps, text, is_cpu, *held)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -150,11 +182,12 @@ def _make(
             if asked.is_cpu:  # whose kernels were traced
                 program = replace(program, guessed=())
             seconds = tuple(program.seconds(machine))
+        program = on_one_device(program, asked.sharding, accumulates=asked.accumulates)
         windows, rests = _windows(settings, program, machine), settings.host_budget
         room = rests - rests // _ROUNDED if isinstance(rests, int) else None
         links = machine.out, machine.back, windows.inflight, windows.prefetch
         problem = Problem(program, seconds, *links, room, machine.memory)
-        problem = problem.with_more(asked.standing)
+        problem = problem.with_more(0 if asked.states is None else asked.states.nbytes)
         return problem.packing(pays=True) if recompute and problem.packs else problem
 
     name, problem = type(model).__name__, traced()
@@ -166,8 +199,9 @@ def _make(
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=found.problem.window, prefetch_bytes=found.problem.ahead)
     decided = found.problem, found.moves, settings, found.course, found.again, found.whole
+    shards = 1 if asked.sharding is None else asked.sharding.shards
     is_eager = not any(map(is_compiled, (*model.modules(), loss)))
-    return Plan(name, machine, budget, policy, *decided, least, asked.steps, not is_eager)
+    return Plan(name, machine, budget, policy, *decided, least, asked.steps, not is_eager, asked.states, shards)
 
 
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:
@@ -211,6 +245,13 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+
+
+def _check_accumulation(accumulation: object) -> None:
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(
+            f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
+        )
 
 
 def _bytes_of(model: nn.Module) -> int:

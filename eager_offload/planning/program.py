@@ -125,6 +125,17 @@ class RecomputableCall(NamedTuple):
     """That it takes at most for what is neither there before it nor saved by it."""
 
 
+class Weight(NamedTuple):
+    """A parameter of the model, which is there all the time, and the gradient that it has when the step is over."""
+
+    name: str
+    nbytes: int
+    gradient_bytes: int
+    """0 where it has none, as of a frozen one."""
+    gradient_made: int
+    """The operator that made its gradient."""
+
+
 @dataclass(frozen=True)
 class Program:
     """One forward and its backward."""
@@ -148,6 +159,8 @@ class Program:
     saved and asked for nowhere."""
     guessed: tuple[str, ...] = ()
     """Functions that were called whose saves depend on the device: those of a CPU were written down."""
+    weights: tuple[Weight, ...] = ()
+    """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
 
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""

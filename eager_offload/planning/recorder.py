@@ -37,7 +37,7 @@ from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.planning.calls import Calls, written_by
 from eager_offload.planning.coded import CodedSave, coded_save, packing_of
 from eager_offload.planning.guessed import guessed_name
-from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage
+from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage, Weight
 from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         #: Those that have saved something, by autograd's number, in order.
         self._nodes: dict[int, int] = {}
         self._is_backward = False
+        self._weights: tuple[Weight, ...] = ()
         #: Operators that other operators are made of, and those of the recorder itself, are not counted.
         self._depth = 0
         #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Names the modules of ``model`` as they are called."""
+        """Names the modules of ``model`` as they are called; afterwards notes its parameters and their gradients."""
         with ExitStack() as hooks:
             for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
                 if number:
@@ -147,6 +148,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(self._leaving))
             yield
+            self._weights = tuple(self._weights_of(model))
+
+    def _weights_of(self, model: nn.Module) -> Iterator[Weight]:
+        known = set[Block]()
+        for name, parameter in model.named_parameters():
+            block = self._blocks.of(parameter)
+            if block is None or block in known:  # it has no bytes, or shares those of another one
+                continue
+            made = None if parameter.grad is None else self._blocks.of(parameter.grad)
+            known.add(block)
+            if made is None or made in known:
+                yield Weight(name, block.nbytes, 0, 0)
+            else:
+                known.add(made)
+                yield Weight(name, block.nbytes, made.nbytes, made.made)
 
     def _entering(self, number: int, module: nn.Module, *given: object) -> None:
         self._inside.append(number)
@@ -370,7 +386,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         calls, arguments = self._calls.result(numbers, len(self._ops))
         ops, asks = tuple(self._ops), tuple(self._asks)
         guessed = tuple(sorted(self._guessed))
-        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, calls, arguments, guessed)
+        noted = calls, arguments, guessed, self._weights
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, *noted)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:
