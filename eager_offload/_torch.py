@@ -354,9 +354,14 @@ def node_sequence(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def is_of_function(node: object) -> bool:
+    """Returns whether an autograd node is that of a custom ``autograd.Function``."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def made_by_function(tensor: Tensor) -> bool:
     """Returns whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
-    return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+    return is_of_function(tensor.grad_fn)
 
 
 def cast_from(tensor: Tensor) -> torch.dtype | None:

@@ -98,7 +98,7 @@ def _compare(models: Sequence[str]) -> None:
         named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())
         raise PlanError(
             f"ranks plan different models: on rank 0 {models[0]}, {named}. All get the plan that rank 0 makes, so give "
-            "the same model on each, before it is wrapped; stages of a pipeline cannot be planned"
+            "the same model on each; stages of a pipeline cannot be planned"
         )
 
 

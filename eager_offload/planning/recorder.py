@@ -19,6 +19,7 @@ from eager_offload._torch import (
     autograd_sequence,
     current_autograd_node,
     is_fake,
+    is_of_function,
     leaves_of,
     node_sequence,
     schema_of,
@@ -91,6 +92,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._asks: list[ProgramAsk] = []
         self._modules = [""]
         self._inside = [0]
+        #: Those that a function of backward is calling, as a reentrant checkpoint does.
+        self._again: list[int] = []
         self._calls = Calls(self._blocks)
         self._rules = rules
         #: What says which codec packs, by the number of the save, where one may.
@@ -166,13 +169,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _entering(self, number: int, module: nn.Module, *given: object) -> None:
         self._inside.append(number)
+        if self._is_backward:
+            self._again.append(number)
         op = len(self._ops)
         self._blocks.note_deaths(op)
         self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()
-        if not self._is_backward:
+        if self._is_backward:
+            del self._again[-1:]
+        else:
             self._calls.leave(len(self._ops), len(self._saves))
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -186,9 +193,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         """The number of the module that runs, or whose gradient is computed."""
         if not self._is_backward:
             number = self._inside[-1]
-            self._of_nodes[autograd_sequence() - 1] = number
+            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # operators without a node come behind it
             return number
         node = current_autograd_node()
+        if self._again and is_of_function(node):
+            return self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
+        self._again.clear()
         number = self._of_nodes.get(-1 if node is None else node_sequence(node), self._inside[-1])
         self._inside[-1] = number
         return number
