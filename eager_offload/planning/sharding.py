@@ -6,9 +6,11 @@ to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in 
 
 1. all the time the shards of parameters, and from a unit's reduction on (with accumulation: all the time) the shards of
    its gradients;
-2. the whole parameters of a unit while it runs, in forward and in backward, and from the beginning of the unit before
-   it on: one unit is prefetched. Those of the root, and of units that say so, stay from forward until backward is over;
-3. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
+2. the whole parameters of a unit while it runs, in forward and in backward. Those of the root, and of units that say
+   so, stay from forward until backward is over;
+3. their copy as it was gathered: in forward until the next unit has its parameters, which lets transfers overlap; in
+   backward from the beginning of the unit before on, since one is prefetched;
+4. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
    reduced, until the next unit's backward is over.
 
 The ranks' collectives take no time in the plan. Shards are padded to the rows of the first rank, as FSDP2 pads them.
@@ -221,16 +223,25 @@ class _Placed:
         return sorted([*found, *running.values()])
 
     def _gathered(self, number: int, unit: Unit) -> list[tuple[int, int]]:
-        """Returns from where until where the parameters of a unit are gathered."""
+        """Returns from where until where the parameters of a unit are gathered, and a copy of them."""
+        turn = self._program.forward_ops
+        nexts = [*(run.begin + 1 for run in self._forward), turn]
         if "" in unit.modules:
-            return [(0, self._ops)]
-        found = [
-            (runs[max(at - 1, 0)].begin if at else half, run.end)
-            for half, runs in ((0, self._forward), (self._program.forward_ops, self._backward))
-            for at, run in enumerate(runs)
+            return [(0, self._ops), (0, nexts[0])]
+        forward = [(run, nexts[at + 1]) for at, run in enumerate(self._forward) if run.unit == number]
+        backward = [
+            (self._backward[at - 1].begin if at else turn, run.end)
+            for at, run in enumerate(self._backward)
             if run.unit == number
         ]
-        return found if unit.frees or not found else [(found[0][0], found[-1][1])]
+        if unit.frees or not forward:
+            return [
+                *((run.begin, run.end) for run, _ in forward),
+                *((run.begin, end) for run, end in forward),
+                *backward,
+            ]
+        (first, copied), last = forward[0], max(end for _, end in [*backward, (0, forward[-1][0].end)])
+        return [(first.begin, last), (first.begin, copied)]
 
     def spans(self, *, accumulates: bool) -> Iterator[_Span]:
         """Yields what there is more, and with negative bytes what there is less, than in the step of the program."""
