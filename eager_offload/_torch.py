@@ -1107,16 +1107,18 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
 def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """Returns a bare module of the class that ``module`` had before ``fully_shard``, and the attributes of ``module``
     without those of ``fully_shard``, its hooks on forward among them."""
-    kept = {name: one for name, one in vars(module).items() if not name.startswith("__composable_api_state_key")}
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        kept[name] = OrderedDict((number, hook) for number, hook in kept[name].items() if not _shards(hook))
+    kept = dict(vars(module))
+    for name, one in kept.items():
+        if isinstance(one, OrderedDict):  # hooks, or states of functions such as `fully_shard`
+            kept[name] = OrderedDict((key, value) for key, value in one.items() if not _shards(value))
     kind: type[nn.Module] = type(module).__mro__[2]
     return kind.__new__(kind), kept
 
 
-def _shards(hook: Any) -> bool:
-    """Returns whether ``hook`` is one of ``fully_shard``."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+def _shards(value: Any) -> bool:
+    """Returns whether ``value`` is a hook or a state of ``fully_shard``."""
+    of_fsdp = str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")
+    return of_fsdp and not isinstance(value, nn.Module)
 
 
 # -- profilers --------------------------------------------------------------------------------------------------------

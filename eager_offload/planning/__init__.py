@@ -9,6 +9,7 @@ solve.py      which storages are to move, which modules to be computed again: a 
 rehearse.py   the library moves what was decided on a simulated device (simulated.py): the peak and the time that are
               given out
 decide.py     solve and rehearse, until a budget is kept to; where modules are computed again, trace that before
+states.py     bytes of the states of an optimizer; sharding.py: what FSDP2 leaves of parameters and gradients on one device
 numbers.py    what planning leaves alone: modes, hooks and random numbers
 apply.py      checkpoints around the modules of a plan
 planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; command.py the command

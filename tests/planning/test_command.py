@@ -48,6 +48,26 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
     assert report["step_seconds"] == pytest.approx(report["compute_seconds"], rel=1e-3), "and the host's first call"
 
 
+def test_optimizers_and_meshes_have_names_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    def subject(*options: str) -> str:
+        main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options])
+        return capsys.readouterr().out.partition(" on ")[0]
+
+    assert subject("--mesh", "2,8", "--accumulation", "4") == (
+        "Stack, sharded over 8 devices, with 208.0 MiB of AdamW states"
+    )
+    assert subject("--optimizer", "sgd") == "Stack with 0 B of SGD states"
+    assert subject("--optimizer", "none") == "Stack without optimizer states"
+    for options, said in (
+        (("--optimizer", "adamx"), "--optimizer 'adamx' is not accepted: it takes none, adadelta, adafactor, "),
+        (("--mesh", "2x8"), "--mesh '2x8' is not accepted: it takes sizes, such as 8 or 2,8"),
+        (("--mesh", "0"), "mesh=(0,) is not accepted"),
+        (("--accumulation", "0"), "accumulation=0 is not accepted"),
+    ):
+        assert main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out

@@ -123,11 +123,9 @@ def figures(plan: eo.Plan) -> dict[str, Any]:
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_that_is_sharded_is_planned_as_the_whole_one_over_its_mesh() -> None:
     model, x = sharded()
-    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     adamw = torch.optim.AdamW
     expected = figures(planned(stack, mesh=(1,), optimizer=adamw))
     assert figures(planned(lambda: (model, x), optimizer=adamw)) == expected
-    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
     model(x).backward()
     assert figures(planned(lambda: (model, x), optimizer=adamw)) == expected, "while it is trained"
     optimizer = adamw(model.parameters())
