@@ -133,17 +133,7 @@ def plan(
         written = given.written("device_budget") if device_budget is None else device_budget
         if isinstance(written, str):
             OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
-        if optimizer_bytes is not None:
-            states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
-        elif optimizer is not None:
-            parts = [one for one in (model, loss) if isinstance(one, nn.Module)]
-            parameters = {id(one): one for part in parts for one in part.parameters()}
-            own = {id(one) for one in model.parameters()}
-            states = states_of(
-                optimizer, [*parameters.values()], lambda one: shape_on(one, mesh if id(one) in own else None)
-            )
-        else:
-            states = None
+        states = _states(model, loss, optimizer, optimizer_bytes, mesh)
         machine = _machine(device, settings)
         if budget is None:
             budget = machine.memory_bytes
@@ -202,6 +192,25 @@ def _make(
     shards = 1 if asked.sharding is None else asked.sharding.shards
     is_eager = not any(map(is_compiled, (*model.modules(), loss)))
     return Plan(name, machine, budget, policy, *decided, least, asked.steps, not is_eager, asked.states, shards)
+
+
+def _states(
+    model: nn.Module,
+    loss: object,
+    optimizer: Optimizing | None,
+    optimizer_bytes: int | str | None,
+    mesh: tuple[int, ...] | None,
+) -> States | None:
+    """What ``plan`` counts of an optimizer; ``None``: nothing."""
+    if optimizer_bytes is not None:
+        return States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+    if optimizer is None:
+        return None
+    meshes: dict[Tensor, tuple[int, ...] | None] = {}
+    if isinstance(loss, nn.Module):
+        meshes.update((one, None) for one in loss.parameters())
+    meshes.update((one, mesh) for one in model.parameters())
+    return states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
 
 
 def _windows(settings: OffloadConfig, program: Program, machine: Machine) -> Windows:

@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             return number
         node = current_autograd_node()
         if self._again and is_of_function(node):
-            return self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
+            self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
+            return self._again[-1]
         self._again.clear()
         number = self._of_nodes.get(-1 if node is None else node_sequence(node), self._inside[-1])
         self._inside[-1] = number

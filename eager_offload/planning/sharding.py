@@ -18,6 +18,7 @@ The ranks' collectives take no time in the plan. Shards are padded to the rows o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -33,8 +34,6 @@ from eager_offload.planning.program import Program, living
 
 #: Bytes, from which operator and until which.
 _Span = tuple[int, int, int]
-#: Containers whose members are repeated blocks.
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Unit(NamedTuple):
@@ -109,22 +108,21 @@ def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Returns the names of the outermost modules that are one of several of a class in a list, a sequence or a mapping
-    of modules."""
-    found: list[str] = []
+    """Returns the names of the outermost modules that are one of several of a class in a list or a mapping of modules,
+    or in a sequence of that class alone."""
 
-    def look_into(module: nn.Module, prefix: str) -> None:
-        children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
-        kinds = {type(child) for _, child in children}
-        if isinstance(module, _CONTAINERS) and len(children) > 1 and len(kinds) == 1:
-            blocks = [name for name, child in children if next(child.parameters(), None) is not None]
-            found.extend(blocks)
-            return
-        for name, child in children:
-            look_into(child, f"{name}.")
+    def look_into(module: nn.Module, prefix: str) -> Iterator[str]:
+        kinds = Counter(map(type, module.children()))
+        repeats = isinstance(module, nn.ModuleList | nn.ModuleDict) or (
+            isinstance(module, nn.Sequential) and len(kinds) == 1
+        )
+        for name, child in module.named_children():
+            if not repeats or kinds[type(child)] == 1:
+                yield from look_into(child, f"{prefix}{name}.")
+            elif next(child.parameters(), None) is not None:
+                yield f"{prefix}{name}"
 
-    look_into(model, "")
-    return found
+    return [*look_into(model, "")]
 
 
 def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:

@@ -90,13 +90,13 @@ def test_members_of_a_list_are_units_and_the_root_has_the_rest() -> None:
             super().__init__()
             self.words = nn.Linear(16, 16, bias=False)
             self.towers = nn.ModuleDict({"a": layers()[0], "b": layers()[0]})
-            self.head = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU())
+            self.head = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.ReLU()])
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.words(x)
             for tower in self.towers.values():
                 x = x + tower(x)
-            out: Tensor = self.head(x).sum()
+            out: Tensor = self.head[1](self.head[0](x)).sum()
             return out
 
     found = added(lambda: (Model(), torch.ones(2, 16)), mesh=(8,))
