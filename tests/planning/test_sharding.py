@@ -15,6 +15,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextmanager
-def group(backend: str, size: int) -> Iterator[None]:
-    """This process is the first of ``size`` ranks; "fake" ones do not exist."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=size)  # type: ignore[attr-defined]
+def group(backend: str, store: dist.Store, size: int) -> Iterator[None]:
+    """This process is the first of ``size`` ranks; of a "fake" group the others do not exist."""
+    dist.init_process_group(backend, store=store, rank=0, world_size=size)
     yield
     dist.destroy_process_group()
 
@@ -34,7 +35,7 @@ def group(backend: str, size: int) -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    with group("gloo", 1):
+    with group("gloo", dist.HashStore(), 1):  # type: ignore[attr-defined]
         yield
 
 
@@ -192,7 +193,7 @@ def test_the_peak_is_that_of_a_real_step_with_eight_ranks(made: Callable[[], Any
     x = torch.ones(rows, 32)
     plan = planned(lambda: (made(), x), mesh=(8,), config=None)
     assert plan.moved_bytes == 0
-    with group("fake", 8):
+    with group("fake", FakeStore(), 8):
         model, _ = sharded(lambda: (made(), x))
         tracker = FSDPMemTracker(model)
         tracker.track_inputs((x,))
