@@ -69,7 +69,7 @@ def cost_of(share: float, options: argparse.Namespace) -> Cost:
     gc.collect()
     method, base = reset_peak(), status_bytes("VmRSS")
     began = time.process_time()
-    eo.plan(model, x, loss=torch.sum, device="h200", device_budget=budget)
+    eo.plan(model, x, loss=torch.sum, optimizer=None, device="h200", device_budget=budget)
     cpu_seconds = time.process_time() - began
     return Cost(budget, cpu_seconds, status_bytes("VmHWM") - base, method)
 
@@ -112,9 +112,9 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
     data = text(options, options.steps)
     inputs = data[0].inputs, data[0].targets
     config = windows(options)
-    plain = eo.plan(model, inputs, device_budget=1 << 50, config=config)
+    plain = eo.plan(model, inputs, optimizer=None, device_budget=1 << 50, config=config)
     budget = plain.least_budget + int((plain.peak_bytes - plain.least_budget) * part)
-    plan = eo.plan(model, inputs, steps=2, device_budget=budget, config=config)
+    plan = eo.plan(model, inputs, optimizer=None, steps=2, device_budget=budget, config=config)
     there = sum(one.nbytes for one in [*model.parameters(), *inputs])
     predicted, moved = plan.peak_bytes - there, plan.moved_bytes
     with TemporaryDirectory(dir=options.disk_path) as directory:

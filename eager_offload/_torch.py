@@ -103,6 +103,10 @@ PRIVATE_NAMES = {
         "torch.Tensor._post_accumulate_grad_hooks",
     ),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
+    "planning of a model that fully_shard has sharded fails": (
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+    ),
     "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
     "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
@@ -350,9 +354,14 @@ def node_sequence(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def is_of_function(node: object) -> bool:
+    """Returns whether an autograd node is that of a custom ``autograd.Function``."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def made_by_function(tensor: Tensor) -> bool:
     """Returns whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
-    return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+    return is_of_function(tensor.grad_fn)
 
 
 def cast_from(tensor: Tensor) -> torch.dtype | None:
@@ -1034,6 +1043,82 @@ def offloaded_modules(model: nn.Module) -> list[str]:
     host memory."""
     wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
     return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
+
+
+# -- sharded models ---------------------------------------------------------------------------------------------------
+
+
+class ShardedGroup(NamedTuple):
+    """Parameters that ``fully_shard`` gathers together."""
+
+    modules: tuple[nn.Module, ...]
+    """Those that were sharded in one call."""
+    parameters: tuple[Tensor, ...]
+    """The shards."""
+    frees: bool
+    """Whether the gathered parameters are freed between forward and backward."""
+    policy: Any
+    """A ``torch.distributed.fsdp.MixedPrecisionPolicy``."""
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` is a ``DTensor``."""
+    kind = _if_imported("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def placements_of(distributed: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns how a ``DTensor`` is placed in each dimension of its mesh, and the sizes of those."""
+    tensor = cast(Any, distributed)
+    return tensor.placements, tensor.device_mesh.shape
+
+
+def local_of(distributed: Tensor) -> Tensor:
+    """Returns what this device has of a ``DTensor``."""
+    local: Tensor = cast(Any, distributed.detach()).to_local()
+    return local
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Returns whether ``fully_shard`` was called with ``module``."""
+    kind = _if_imported("torch.distributed.fsdp", "FSDPModule")
+    return kind is not None and isinstance(module, kind)
+
+
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """Returns the groups of parameters of ``model`` that ``fully_shard`` gathers, in the order of its modules."""
+    groups: dict[int, Any] = {}
+    for module in model.modules():
+        if is_fully_sharded(module):
+            group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+            if group is not None:  # modules inside have all of its parameters
+                groups[id(group)] = group
+    return [
+        ShardedGroup(
+            tuple(group.modules),
+            tuple(one.sharded_param for one in group.fsdp_params),
+            group.post_forward_mesh_info is not None,
+            group.mp_policy,
+        )
+        for group in groups.values()
+    ]
+
+
+def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns a bare module of the class that ``module`` had before ``fully_shard``, and the attributes of ``module``
+    without those of ``fully_shard``, its hooks on forward among them."""
+    kept = dict(vars(module))
+    for name, one in kept.items():
+        if isinstance(one, OrderedDict):  # hooks, or states of functions such as `fully_shard`
+            kept[name] = OrderedDict((key, value) for key, value in one.items() if not _shards(value))
+    kind: type[nn.Module] = type(module).__mro__[2]
+    return kind.__new__(kind), kept
+
+
+def _shards(value: Any) -> bool:
+    """Returns whether ``value`` is a hook or a state of ``fully_shard``."""
+    of_fsdp = str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")
+    return of_fsdp and not isinstance(value, nn.Module)
 
 
 # -- profilers --------------------------------------------------------------------------------------------------------

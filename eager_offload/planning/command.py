@@ -73,7 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
-    parser.add_argument("--optimizer-bytes", default=0, help="bytes of the states of an optimizer")
+    parser.add_argument(
+        "--optimizer", default="AdamW", help="a class of torch.optim, in any case, or none; default: %(default)s"
+    )
+    parser.add_argument("--optimizer-bytes", help="bytes of the states of an optimizer, in place of counting them")
+    parser.add_argument("--mesh", help="sizes of the mesh over which FSDP2 will shard the model, such as 8 or 2,8")
+    parser.add_argument("--accumulation", type=int, default=1, help="backwards to a step; default: %(default)s")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
     parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
     parser.add_argument(
@@ -101,7 +106,10 @@ def _plan(options: argparse.Namespace) -> Plan:
             device=options.device,
             device_budget=options.budget,
             host_budget=options.host_budget,
+            optimizer=_optimizer(options.optimizer),
             optimizer_bytes=options.optimizer_bytes,
+            mesh=_mesh(options.mesh),
+            accumulation=options.accumulation,
             policy=options.policy,
             recompute=options.recompute,
             steps=options.steps,
@@ -111,6 +119,30 @@ def _plan(options: argparse.Namespace) -> Plan:
     except Exception as error:
         said = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
         raise OffloadError(f"{options.function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
+
+
+def _optimizer(text: str) -> Any:
+    """The class of ``torch.optim`` that ``text`` names, or ``None``; raises ``ConfigError`` for another name."""
+    import torch
+
+    if text.lower() == "none":
+        return None
+    kinds = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if (kind := kinds.get(text.lower())) is None:
+        raise ConfigError(f"--optimizer {text!r} is not accepted: it takes none, {', '.join(sorted(kinds))}")
+    return kind
+
+
+def _mesh(text: str | None) -> tuple[int, ...] | None:
+    """The sizes that ``text`` has; raises ``ConfigError`` where these are no numbers."""
+    try:
+        return None if text is None else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--mesh {text!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
 
 
 def _call(text: str) -> tuple[Any, ...]:

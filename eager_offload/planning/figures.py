@@ -19,7 +19,7 @@ from eager_offload.stats import KeepReason
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
-    *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled"),
+    *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
 )
 
 
@@ -72,8 +72,8 @@ class PlanFigures(PlanFields):
 
     @property
     def peak_bytes(self) -> int:
-        """Of parameters, gradients, inputs, activations and what is on its way, at most. Optimizer states count where
-        they were named; memory that kernels take for themselves, and what an allocator cannot hand out, do not."""
+        """Of parameters, gradients, states of the optimizer, inputs, activations and what is on its way, at most.
+        Memory that kernels take for themselves, and what an allocator cannot hand out, do not count."""
         return self.outcome.peak_bytes
 
     @property
@@ -180,7 +180,9 @@ class PlanFigures(PlanFields):
         """What it says, in the types that JSON has, without the step's own numbers."""
         shown = {name: getattr(self, name) for name in _SHOWN}
         rows = [row._asdict() for row in self.rows()]
-        return shown | {"machine": asdict(self.machine), "again": list(self.again), "modules": rows}
+        states = None if self.states is None else self.states._asdict()
+        made = {"machine": asdict(self.machine), "states": states, "again": list(self.again), "modules": rows}
+        return shown | made
 
     def __str__(self) -> str:
         return _text_of(self)
@@ -201,7 +203,15 @@ def _by_kind(program: Program) -> dict[str, int]:
 def _text_of(plan: PlanFigures) -> str:
     """What comes of it, and a row for each kind of module."""
     table = _table(plan.rows(), is_again=bool(plan.again))
-    return "\n".join([f"{plan.model} on {plan.machine}", *sentences(plan), *table])
+    return "\n".join([f"{_subject(plan)} on {plan.machine}", *sentences(plan), *table])
+
+
+def _subject(plan: PlanFigures) -> str:
+    """Names the model, the devices that have a shard of it, and its optimizer."""
+    shards = f", sharded over {plan.shards} devices," if plan.shards > 1 else ""
+    if plan.states is None:
+        return f"{plan.model}{shards} without optimizer states"
+    return f"{plan.model}{shards} with {size_text(plan.states.nbytes)} of {plan.states.name} states"
 
 
 def sentences(plan: PlanFigures) -> list[str]:
@@ -251,6 +261,8 @@ def _what_again_brings(plan: PlanFigures) -> Iterator[str]:
 def _fits(plan: PlanFigures) -> str:
     peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
     said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
+    if plan.fits and not (plan.moved_bytes or plan.again):
+        return f"fits without offloading: {said}"
     return f"fits: {said}" if plan.fits else f"does not fit: {said}"
 
 
@@ -262,7 +274,8 @@ def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
         yield 'less would be taken with policy="least", which keeps to its budget'
         return
     again = "" if plan.again or plan.steps else "recompute=True (--recompute), "
-    yield f"less is taken with {again}a smaller batch, or smaller max_inflight_bytes and prefetch_bytes"
+    mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
+    yield f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
 
 
 def _step(plan: PlanFigures) -> str:

@@ -18,6 +18,7 @@ from eager_offload.machine import Machine
 from eager_offload.planning.choose import Chosen
 from eager_offload.planning.problem import Problem
 from eager_offload.planning.replay import Outcome
+from eager_offload.planning.states import States
 
 #: The form of the file.
 _FORMAT = 4
@@ -81,6 +82,10 @@ class PlanFields:
     """By how many real steps the times of operators are; 0: estimated."""
     is_compiled: bool = False
     """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
+    states: States | None = None
+    """Of the optimizer; ``None``: they are not counted."""
+    shards: int = 1
+    """Over how many devices FSDP2 shards the model."""
 
 
 _Plan = TypeVar("_Plan", bound=PlanFields)

@@ -23,6 +23,8 @@ from eager_offload.planning.problem import Problem
 from eager_offload.planning.program import Program
 from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
 from eager_offload.planning.recompute import positions
+from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
+from eager_offload.planning.states import Optimizing, States, states_of
 from eager_offload.schedule import bounded_window, largest_of
 
 #: The device that this process has.
@@ -41,7 +43,10 @@ def plan(
     device: str | Machine = _HERE,
     device_budget: int | str | None = None,
     host_budget: int | str | None = None,
-    optimizer_bytes: int | str = 0,
+    optimizer: Optimizing | None = torch.optim.AdamW,
+    optimizer_bytes: int | str | None = None,
+    mesh: tuple[int, ...] | None = None,
+    accumulation: int = 1,
     policy: str = "least",
     recompute: bool = False,
     steps: int = 0,
@@ -70,7 +75,17 @@ def plan(
         host_budget: bytes that may rest in the tier at one time, in the same form; ``None``: any number. What finds no
             room there stays. It is the ``host_budget`` of the ``Offload`` too, and an eighth of it is left for what its
             slabs round.
-        optimizer_bytes: that are there beside parameters and gradients all the time: the states of an optimizer.
+        optimizer: a class, an instance, or a function that makes one of a list of parameters: its states are there all
+            the time, for each parameter that is trained. They are found by a step of it on tensors without bytes;
+            those that an instance has count as they are. Tensors that live only while it steps are left out. ``None``:
+            no states are counted, and the plan says so.
+        optimizer_bytes: of its states, in place of what ``optimizer`` would have, such as those in 8 bits.
+        mesh: the sizes of the mesh over which FSDP2 will shard the whole model that is given: ``(8,)``, or ``(2, 8)``
+            with two replicas. The plan is that of one device, where each member of the repeated blocks is gathered
+            while it runs, and one ahead. A model that ``fully_shard`` has sharded is planned as it is, without
+            ``mesh``. Collectives take no time.
+        accumulation: backwards to a step of the optimizer. From 2 on the gradients of the last one are there from the
+            beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
         recompute: whether modules may be computed again in backward, where that takes less time than moving what they
@@ -93,16 +108,22 @@ def plan(
 
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
-            ``keep_last_bytes`` beside it, or ``steps`` that cannot be timed.
+            ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
+            ``mesh`` beside a model that is sharded.
         PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
             differentiate on a CPU, such as FlexAttention, or it changes what is outside of it where that cannot be put
             back; the text names the module. An error of the model's own comes as it is, with a note that names the
-            module.
+            module. Or the model is sharded in another way than by ``fully_shard``.
     """
 
     def ask() -> Asked:
         _check_what(model, loss, policy, recompute=recompute)
         _check_steps(steps, device, recompute=recompute)
+        _check_accumulation(accumulation)
+        check_mesh(mesh)
+        sharding = sharding_of(model, mesh)
+        if sharding is not None and steps and mesh is None:
+            raise ConfigError(f"steps={steps!r} is not accepted for a model that is sharded: leave steps out")
         given = OffloadConfig.from_given(config, {})
         if given.keep_last_bytes != "auto":
             raise ConfigError(
@@ -117,7 +138,7 @@ def plan(
         written = given.written("device_budget") if device_budget is None else device_budget
         if isinstance(written, str):
             OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
-        standing = parse_size(optimizer_bytes, "optimizer_bytes")
+        states = _states(model, loss, optimizer, optimizer_bytes, mesh)
         machine = _machine(device, settings)
         if budget is None:
             budget = machine.memory_bytes
@@ -127,7 +148,8 @@ def plan(
                 )
         is_cpu = device == _HERE and torch.accelerator.current_accelerator(check_available=True) is None
         text = model_text(model) if are_several() else ""
-        return Asked(settings, machine, budget, standing, steps, text, is_cpu)
+        held = sharding, accumulation > 1
+        return Asked(settings, machine, budget, states, steps, text, is_cpu, *held)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -155,6 +177,7 @@ def _make(
             if asked.is_cpu:  # whose kernels were traced
                 program = replace(program, guessed=())
             seconds = tuple(program.seconds(machine))
+        program = on_one_device(program, asked.sharding, accumulates=asked.accumulates)
         return _chooser(program, seconds, asked)
 
     whole = step()
@@ -195,7 +218,28 @@ def _make(
         may_again,
         asked.steps,
         any(map(is_compiled, (*model.modules(), loss))),
+        asked.states,
+        1 if asked.sharding is None else asked.sharding.shards,
     )
+
+
+def _states(
+    model: nn.Module,
+    loss: object,
+    optimizer: Optimizing | None,
+    optimizer_bytes: int | str | None,
+    mesh: tuple[int, ...] | None,
+) -> States | None:
+    """What ``plan`` counts of an optimizer; ``None``: nothing."""
+    if optimizer_bytes is not None:
+        return States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+    if optimizer is None:
+        return None
+    meshes: dict[Tensor, tuple[int, ...] | None] = {}
+    if isinstance(loss, nn.Module):
+        meshes.update((one, None) for one in loss.parameters())
+    meshes.update((one, mesh) for one in model.parameters())
+    return states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
 
 
 def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
@@ -219,7 +263,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
         machine.memory,
     )
-    return Chooser(problem.with_more(asked.standing), sorted(tried))
+    return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
 
 
 def _choose(chooser: Chooser, budget: int, policy: str) -> Chosen:
@@ -254,6 +298,13 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+
+
+def _check_accumulation(accumulation: object) -> None:
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(
+            f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
+        )
 
 
 def _bytes_of(model: nn.Module) -> int:

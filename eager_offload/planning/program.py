@@ -110,6 +110,17 @@ class Storage(NamedTuple):
         return self.nbytes if self.is_whole else self.moved_bytes
 
 
+class Weight(NamedTuple):
+    """A parameter of the model, which is there all the time, and the gradient that it has when the step is over."""
+
+    name: str
+    nbytes: int
+    gradient_bytes: int
+    """0 where it has none, as of a frozen one."""
+    gradient_made: int
+    """The operator that made its gradient."""
+
+
 @dataclass(frozen=True)
 class Program:
     """One forward and its backward."""
@@ -131,6 +142,8 @@ class Program:
     was there before, and the user has not said of what it saves whether that is to move."""
     guessed: tuple[str, ...] = ()
     """Functions that were called whose saves depend on the device: those of a CPU were written down."""
+    weights: tuple[Weight, ...] = ()
+    """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
 
     def seconds(self, machine: Machine) -> list[float]:
         """How long each operator takes."""

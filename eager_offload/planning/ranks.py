@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import nn
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
 from eager_offload.machine import Machine
+from eager_offload.planning.sharding import Sharding
+from eager_offload.planning.states import States
 
 
 class Asked(NamedTuple):
@@ -22,21 +25,26 @@ class Asked(NamedTuple):
     machine: Machine
     budget: int
     """That a step may take of the device."""
-    standing: int
-    """Of an optimizer's states."""
+    states: States | None
+    """Of an optimizer; ``None``: they are not counted."""
     steps: int
     """How many real steps are run; 0: none, and one is traced."""
     model: str
     """What is planned, where there are several ranks: see ``model_text``."""
     is_cpu: bool = False
     """Whether the device is the CPU of this process."""
+    sharding: Sharding | None = None
+    """How the model is sharded."""
+    accumulates: bool = False
+    """Whether gradients are there when the step begins."""
 
     def within(self, each: Sequence[Asked]) -> Asked:
         """The same, but what keeps to the limits of all."""
         hosts = [one.settings.host_budget for one in each if isinstance(one.settings.host_budget, int)]
         settings = replace(self.settings, host_budget=min(hosts)) if hosts else self.settings
-        budget, standing = min(one.budget for one in each), max(one.standing for one in each)
-        return self._replace(settings=settings, budget=budget, standing=standing)
+        states = [one.states for one in each if one.states is not None]
+        most = self.states and max(states, key=attrgetter("nbytes"))
+        return self._replace(settings=settings, budget=min(one.budget for one in each), states=most)
 
 
 _P = TypeVar("_P")
@@ -90,7 +98,7 @@ def _compare(models: Sequence[str]) -> None:
         named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())
         raise PlanError(
             f"ranks plan different models: on rank 0 {models[0]}, {named}. All get the plan that rank 0 makes, so give "
-            "the same model on each, before it is wrapped; stages of a pipeline cannot be planned"
+            "the same model on each; stages of a pipeline cannot be planned"
         )
 
 

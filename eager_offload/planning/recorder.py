@@ -19,6 +19,7 @@ from eager_offload._torch import (
     autograd_sequence,
     current_autograd_node,
     is_fake,
+    is_of_function,
     leaves_of,
     node_sequence,
     schema_of,
@@ -37,7 +38,7 @@ from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.planning.calls import Calls, written_by
 from eager_offload.planning.coded import CodedSave, coded_save, packing_of
 from eager_offload.planning.guessed import guessed_name
-from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage
+from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage, Weight
 from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
@@ -91,6 +92,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._asks: list[ProgramAsk] = []
         self._modules = [""]
         self._inside = [0]
+        #: Those that a function of backward is calling, as a reentrant checkpoint does.
+        self._again: list[int] = []
         self._calls = Calls(self._blocks)
         self._rules = rules
         #: What says which codec packs, by the number of the save, where one may.
@@ -100,6 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         #: Those that have saved something, by autograd's number, in order.
         self._nodes: dict[int, int] = {}
         self._is_backward = False
+        self._weights: tuple[Weight, ...] = ()
         #: Operators that other operators are made of, and those of the recorder itself, are not counted.
         self._depth = 0
         #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
@@ -138,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Names the modules of ``model`` as they are called."""
+        """Names the modules of ``model`` as they are called; afterwards notes its parameters and their gradients."""
         with ExitStack() as hooks:
             for number, (name, module) in enumerate(model.named_modules()):  # the first one is the model
                 if number:
@@ -147,16 +151,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(self._leaving))
             yield
+            self._weights = tuple(self._weights_of(model))
+
+    def _weights_of(self, model: nn.Module) -> Iterator[Weight]:
+        known = set[Block]()
+        for name, parameter in model.named_parameters():
+            block = self._blocks.of(parameter)
+            if block is None or block in known:  # it has no bytes, or shares those of another one
+                continue
+            made = None if parameter.grad is None else self._blocks.of(parameter.grad)
+            known.add(block)
+            if made is None or made in known:
+                yield Weight(name, block.nbytes, 0, 0)
+            else:
+                known.add(made)
+                yield Weight(name, block.nbytes, made.nbytes, made.made)
 
     def _entering(self, number: int, module: nn.Module, *given: object) -> None:
         self._inside.append(number)
+        if self._is_backward:
+            self._again.append(number)
         op = len(self._ops)
         self._blocks.note_deaths(op)
         self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()
-        if not self._is_backward:
+        if self._is_backward:
+            del self._again[-1:]
+        else:
             self._calls.leave(len(self._ops), len(self._saves))
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -170,9 +193,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         """The number of the module that runs, or whose gradient is computed."""
         if not self._is_backward:
             number = self._inside[-1]
-            self._of_nodes[autograd_sequence() - 1] = number
+            self._of_nodes.setdefault(autograd_sequence() - 1, number)  # operators without a node come behind it
             return number
         node = current_autograd_node()
+        if self._again and is_of_function(node):
+            self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
+            return self._again[-1]
+        self._again.clear()
         number = self._of_nodes.get(-1 if node is None else node_sequence(node), self._inside[-1])
         self._inside[-1] = number
         return number
@@ -369,9 +396,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         modules = tuple(self._modules)
         ops, asks = tuple(self._ops), tuple(self._asks)
         guessed = tuple(sorted(self._guessed))
-        return Program(
-            modules, ops, self._forward_ops, saves, asks, storages, other_bytes, self._calls.repeatable(), guessed
-        )
+        noted = self._calls.repeatable(), guessed, self._weights
+        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, *noted)
 
     def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
         if not storage.is_whole:

@@ -12,6 +12,10 @@ Integers and booleans that depend on no parameter and on no activation (token nu
 trace, and what follows from them alone is computed. So a mask of ones is found to be one as in a real step, which some
 models do not ask of a fake tensor, and indices may be counted. Small constants from outside have numbers too. Whatever
 depends on anything else is fake; a question for its value is an error that names the module.
+
+[Note: sharded models]
+The copy of a model that ``fully_shard`` has sharded has its layers as they were before: whole parameters in the type in
+which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from torch.overrides import TorchFunctionMode
 
 from eager_offload._torch import (
     is_fake,
+    is_fully_sharded,
     is_plain_fake,
     is_wrapper,
+    sharded_groups,
     storage_key,
     tree_iter,
     tree_map,
     without_dispatch_modes,
+    without_sharding,
 )
 from eager_offload.errors import PlanError
 from eager_offload.planning.recorder import MOST_KNOWN, Recorder
@@ -48,6 +55,8 @@ class StandIns(TorchFunctionMode):
         self._recorder = recorder
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
+        #: In which type shards are gathered, by the identity of the parameter.
+        self._gathered: dict[int, torch.dtype] = {}
         self._owners: list[object] = []  # no key is used twice
 
     def of_inputs(self, inputs: object) -> Any:
@@ -59,6 +68,10 @@ class StandIns(TorchFunctionMode):
         """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
         cannot."""
         found: dict[int, Any] = {}
+        groups = sharded_groups(model)
+        for group in groups:
+            dtype = group.policy.param_dtype
+            self._gathered.update((id(one), dtype or one.dtype) for one in group.parameters)
         for name, module in model.named_modules():
             for value in vars(module).values():
                 for one in tree_iter(value):
@@ -71,13 +84,23 @@ class StandIns(TorchFunctionMode):
                         with without_dispatch_modes():  # its state is a tensor
                             found[id(one)] = one.clone_state()
         is_copied = any(isinstance(one, nn.Module) for one in (loss, getattr(loss, "__self__", None)))
+        bare = {module: without_sharding(module) for module in model.modules() if is_fully_sharded(module)}
+        found |= {id(module): made for module, (made, _) in bare.items()}
+        attributes = [kept for _, kept in bare.values()]
         try:
-            copied, its_loss = copy.deepcopy((model, loss if is_copied else None), {**found, **self._found})
+            copied, its_loss, attributes = copy.deepcopy(
+                (model, loss if is_copied else None, attributes), {**found, **self._found}
+            )
         except Exception as error:
             raise PlanError(
                 f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
                 "module inside of what wraps it"
             ) from error
+        for (made, _), kept in zip(bare.values(), attributes, strict=True):
+            vars(made).update(kept)
+        for group in groups:
+            for module in group.modules:
+                _cast(bare[module][0], group.policy)
         return copied, its_loss if is_copied else loss
 
     def __torch_function__(
@@ -100,11 +123,15 @@ class StandIns(TorchFunctionMode):
     def _of(self, tensor: Tensor, *, is_outside: bool = False) -> Tensor:
         if (known := self._found.get(id(tensor))) is not None:
             return known
-        if is_wrapper(tensor) or not (type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)):
+        gathered = self._gathered.get(id(tensor))
+        is_plain = type(tensor) in (Tensor, nn.Parameter) or is_plain_fake(tensor)
+        if gathered is None and (is_wrapper(tensor) or not is_plain):
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
-        if _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
+        if gathered is not None:
+            made = torch.empty(tensor.shape, dtype=gathered)
+        elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
                 made = tensor.detach().to("cpu", copy=True)
         else:
@@ -129,6 +156,23 @@ class StandIns(TorchFunctionMode):
             whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
             self._wholes[storage_key(storage)] = whole
         return whole.as_strided(size, stride, tensor.storage_offset())
+
+
+def _cast(module: nn.Module, policy: Any) -> None:
+    """Has ``module`` cast its inputs and outputs to what ``policy``, of mixed precision, says."""
+
+    def to(dtype: torch.dtype, values: Any) -> Any:
+        def cast_one(one: Any) -> Any:
+            return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+
+        return tree_map(cast_one, values)
+
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(
+            lambda _, args, named: to(policy.param_dtype, (args, named)), prepend=True, with_kwargs=True
+        )
+    if policy.output_dtype is not None:
+        module.register_forward_hook(lambda _, args, output: to(policy.output_dtype, output))
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -92,8 +92,8 @@ def shared() -> tuple[nn.Module, Tensor]:
 
 
 def planned(made: Made = wide, **fields: Any) -> eo.Plan:
-    """A plan for a model on the slow device."""
-    return eo.plan(*made(), **{"device": slow(), "config": CONFIG, **fields})
+    """A plan for a model on the slow device, without an optimizer."""
+    return eo.plan(*made(), **{"device": slow(), "config": CONFIG, "optimizer": None, **fields})
 
 
 def budget_of(machine: eo.Machine, made: Made, part: float, **fields: Any) -> int:

@@ -29,7 +29,7 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     saved = tmp_path / "plan.json"
-    options = ("--device", "h200", "--budget", "400GiB", "--json", "--save", saved)
+    options = ("--device", "h200", "--optimizer", "none", "--budget", "400GiB", "--json", "--save", saved)
     report = json.loads(printed_by("-c", COMMAND, f"{MODELS}:seventy_billion", *options))
     parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
     assert report["fits"] is True
@@ -48,10 +48,30 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
     assert report["step_seconds"] == pytest.approx(report["compute_seconds"], rel=1e-3), "and the host's first call"
 
 
+def test_optimizers_and_meshes_have_names_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    def subject(*options: str) -> str:
+        main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options])
+        return capsys.readouterr().out.partition(" on ")[0]
+
+    assert subject("--mesh", "2,8", "--accumulation", "4") == (
+        "Stack, sharded over 8 devices, with 208.0 MiB of AdamW states"
+    )
+    assert subject("--optimizer", "sgd") == "Stack with 0 B of SGD states"
+    assert subject("--optimizer", "none") == "Stack without optimizer states"
+    for options, said in (
+        (("--optimizer", "adamx"), "--optimizer 'adamx' is not accepted: it takes none, adadelta, adafactor, "),
+        (("--mesh", "2x8"), "--mesh '2x8' is not accepted: it takes sizes, such as 8 or 2,8"),
+        (("--mesh", "0"), "mesh=(0,) is not accepted"),
+        (("--accumulation", "0"), "accumulation=0 is not accepted"),
+    ):
+        assert main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out
-    assert "Stack on rtx4090" in output
+    assert "Stack with 1.6 GiB of AdamW states on rtx4090" in output
     assert "does not fit: a peak of" in output
     assert "less is taken with recompute=True (--recompute), a smaller batch" in output
     assert len(output.rpartition("     budget")[2].splitlines()) == 9

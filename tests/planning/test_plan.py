@@ -130,7 +130,7 @@ def test_free_moves_what_the_link_hides() -> None:
 
 def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
     text = str(planned(policy="max"))
-    assert text.startswith("Stack on slow: 0.001 TFLOP/s")
+    assert text.startswith("Stack without optimizer states on slow: 0.001 TFLOP/s")
     assert "fits: a peak of" in text
     assert "1.000 times one without transfers" in str(everything_fits)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith("blocks")}

@@ -289,7 +289,7 @@ def test_threads_plan_under_no_grad_while_the_model_trains_and_leave_nothing_beh
         begun.wait()
         with torch.no_grad():
             found[number] = eo.plan(
-                model, x, device=FAR, device_budget=plan.device_budget, recompute=True, config=CONFIG
+                model, x, device=FAR, device_budget=plan.device_budget, optimizer=None, recompute=True, config=CONFIG
             )
             assert not torch.is_grad_enabled()
 

@@ -93,8 +93,19 @@ def different_models_are_an_error_of_all(ranks: Ranks) -> None:
     assert eo.plan(model(), x[: ROWS // (1 + ranks.rank)], device=FAR).fits, "inputs are rank 0's"
 
 
+def sharded_models_are_planned_as_whole_ones(ranks: Ranks) -> None:
+    x, adamw = torch.zeros(ROWS, WIDTH), torch.optim.AdamW
+    whole, made = eo.plan(model(), x, device=FAR, mesh=(ranks.size,)), sharded()
+    for optimizer in (adamw, adamw(made.parameters())):
+        found = eo.plan(made, x, device=FAR, optimizer=optimizer)
+        assert (found.living, found.states, found.shards) == (whole.living, whole.states, ranks.size)
+    assert ranks.gathered(str(found)) == [str(found)] * ranks.size
+    assert whole.peak_bytes < eo.plan(model(), x, device=FAR).peak_bytes
+
+
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {
     "different_budgets_agree": different_budgets_agree,
     "an_error_of_one_is_an_error_of_all": an_error_of_one_is_an_error_of_all,
     "different_models_are_an_error_of_all": different_models_are_an_error_of_all,
+    "sharded_models_are_planned_as_whole_ones": sharded_models_are_planned_as_whole_ones,
 }

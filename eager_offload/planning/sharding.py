@@ -1,0 +1,262 @@
+"""A step of which FSDP2 gives this device a shard: what lives of parameters and gradients, and when.
+
+[Note: gathered at their time]
+The step is traced with whole parameters on one device. What that has of parameters and gradients from their beginning
+to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in their place:
+
+1. all the time the shards of parameters, and from a unit's reduction on (with accumulation: all the time) the shards of
+   its gradients;
+2. the whole parameters of a unit while it runs, in forward and in backward. Those of the root, and of units that say
+   so, stay from forward until backward is over;
+3. their copy as it was gathered: in forward until the next unit has its parameters, which lets transfers overlap; in
+   backward from the beginning of the unit before on, since one is prefetched;
+4. whole gradients from where they are made until the unit's backward is over, and from there on the copy that is
+   reduced, until the next unit's backward is over.
+
+The ranks' collectives take no time in the plan. Shards are padded to the rows of the first rank, as FSDP2 pads them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from operator import add, attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eager_offload._torch import is_distributed, local_of, placements_of, sharded_groups
+from eager_offload.errors import ConfigError, PlanError
+from eager_offload.planning.program import Program, living
+
+#: Bytes, from which operator and until which.
+_Span = tuple[int, int, int]
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered together."""
+
+    modules: tuple[str, ...]
+    """Names of the modules that it runs in; the root's is empty."""
+    frees: bool
+    """Whether they are freed between forward and backward."""
+
+
+class Piece(NamedTuple):
+    """A parameter on one device."""
+
+    unit: int
+    """The number of its unit."""
+    nbytes: int
+    """Of its shard; that of its gradient has as many."""
+    reduced_bytes: int
+    """Of its whole gradient while it is reduced."""
+
+
+class Sharding(NamedTuple):
+    """How FSDP2 shards a model."""
+
+    shards: int
+    """Over how many devices."""
+    units: tuple[Unit, ...]
+    pieces: Mapping[str, Piece]
+    """By the names of the parameters that are sharded."""
+
+
+def check_mesh(mesh: object) -> None:
+    """Raises ``ConfigError`` where these are no sizes of a mesh of FSDP2."""
+    sizes = mesh if isinstance(mesh, tuple | list) else ()
+    if mesh is not None and not (0 < len(sizes) <= 2 and all(type(one) is int and one > 0 for one in sizes)):
+        raise ConfigError(
+            f"mesh={mesh!r} is not accepted: mesh takes the sizes of a device mesh, such as (8,) to shard over 8 "
+            "devices, or (2, 8) to shard over 8 and replicate that twice"
+        )
+
+
+def shape_on(tensor: Tensor, mesh: Sequence[int] | None) -> torch.Size:
+    """Returns the shape that a parameter has on one device: of a ``DTensor`` the local one, else a shard of rows."""
+    if is_distributed(tensor):
+        return local_of(tensor).shape
+    if not mesh or not tensor.dim():
+        return tensor.shape
+    return torch.Size((-(-tensor.shape[0] // mesh[-1]), *tensor.shape[1:]))
+
+
+def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None:
+    """Returns how ``model`` is sharded, or will be over ``mesh``; ``None``: not at all.
+
+    Raises:
+        ConfigError: it is sharded already, and ``mesh`` is given.
+        PlanError: it is sharded in another way than by ``fully_shard`` over one mesh.
+    """
+    parameters = dict(model.named_parameters())
+    is_sharded = any(map(is_distributed, parameters.values()))
+    if mesh is None:
+        return _of_groups(model, parameters) if is_sharded else None
+    if is_sharded:
+        raise ConfigError(f"mesh={mesh!r} is not accepted, since the model is sharded already: leave mesh out")
+    units = [Unit(("",), frees=False), *(Unit((name,), frees=True) for name in repeated_blocks(model))]
+    numbers = {name: number for number, unit in enumerate(units) for name in unit.modules}
+    pieces = {}
+    for name, one in parameters.items():
+        unit = next(number for module in _around(name) if (number := numbers.get(module)) is not None)
+        pieces[name] = Piece(unit, shape_on(one, mesh).numel() * one.itemsize, one.numel() * one.itemsize)
+    return Sharding(mesh[-1], tuple(units), pieces)
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Returns the names of the outermost modules that are one of several of a class in a list or a mapping of modules,
+    or in a sequence of that class alone."""
+
+    def look_into(module: nn.Module, prefix: str) -> Iterator[str]:
+        kinds = Counter(map(type, module.children()))
+        repeats = isinstance(module, nn.ModuleList | nn.ModuleDict) or (
+            isinstance(module, nn.Sequential) and len(kinds) == 1
+        )
+        for name, child in module.named_children():
+            if not repeats or kinds[type(child)] == 1:
+                yield from look_into(child, f"{prefix}{name}.")
+            elif next(child.parameters(), None) is not None:
+                yield f"{prefix}{name}"
+
+    return [*look_into(model, "")]
+
+
+def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:
+    names, groups = {one: name for name, one in model.named_modules()}, sharded_groups(model)
+    units = [Unit(tuple(names[one] for one in group.modules), group.frees) for group in groups]
+    numbers = {id(one): number for number, group in enumerate(groups) for one in group.parameters}
+    pieces, shards = {}, 1
+    for name, one in parameters.items():
+        if not is_distributed(one):  # it was left out, and is whole on each device
+            continue
+        unit, placements, sizes = numbers.get(id(one)), *placements_of(one)
+        sharded = [size for place, size in zip(placements, sizes, strict=True) if not place.is_replicate()]
+        if unit is None or len(sharded) > 1:
+            raise PlanError(
+                f"parameter {name!r} is a DTensor with the placements {placements}, and not one that "
+                "fully_shard alone has made. Plan the step of one device: a model with the local shapes of its layers "
+                "(heads and inner width divided by the size of tensor parallelism), and mesh=... for FSDP2"
+            )
+        shards = max(shards, *sharded)
+        policy = groups[unit].policy
+        dtype = policy.reduce_dtype or policy.param_dtype or one.dtype
+        pieces[name] = Piece(unit, shape_on(one, None).numel() * one.itemsize, one.numel() * dtype.itemsize)
+    # Backward begins with the root, so torch does not free its parameters after forward.
+    units = [unit._replace(frees=unit.frees and "" not in unit.modules) for unit in units]
+    return Sharding(shards, tuple(units), pieces)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yields the names of the modules around ``name``, the innermost first and the model's own, "", last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+# -- the step on one device -------------------------------------------------------------------------------------------
+
+
+def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: bool) -> Program:
+    """Returns ``program`` with what lives of parameters and gradients on one device.
+
+    Args:
+        program: of a step with whole parameters.
+        sharding: ``None``: it has whole ones.
+        accumulates: whether gradients are there already when the step begins.
+    """
+    ops = len(program.ops)
+    if sharding is not None:
+        spans = [*_Placed(program, sharding).spans(accumulates=accumulates)]
+    elif accumulates:  # a new gradient lives until it is added
+        spans = [(one.gradient_bytes, 0, one.gradient_made + 1) for one in program.weights]
+    else:
+        spans = []
+    other_bytes = tuple(map(add, program.other_bytes, living(ops, spans)))
+    return replace(program, other_bytes=other_bytes, weights=())
+
+
+class _Run(NamedTuple):
+    """Operators of one unit behind each other."""
+
+    begin: int
+    end: int
+    unit: int
+
+
+class _Placed:
+    """When the units of ``sharding`` run in ``program``."""
+
+    def __init__(self, program: Program, sharding: Sharding) -> None:
+        self._program, self._sharding, self._ops = program, sharding, len(program.ops)
+        self._forward = self._runs(0, program.forward_ops)
+        self._backward = self._runs(program.forward_ops, self._ops)
+        ended = sorted(self._backward, key=attrgetter("end"))
+        #: From where on the gradients of each unit are reduced, and until where.
+        self._reduced = {
+            run.unit: (run.end, self._ops if after is None else after.end)
+            for run, after in zip_longest(ended, ended[1:])
+        }
+
+    def _runs(self, begin: int, end: int) -> list[_Run]:
+        """Returns the runs of all units but the root in the order in which they begin; operators of no unit do not
+        interrupt one."""
+        units = {name: number for number, unit in enumerate(self._sharding.units) for name in unit.modules if name}
+        around = [
+            {number for name in (module, *_around(module)) if (number := units.get(name)) is not None}
+            for module in self._program.modules
+        ]
+        found: list[_Run] = []
+        running: dict[int, _Run] = {}
+        for op in range(begin, end):
+            inside = around[self._program.ops[op].module]
+            if not inside:
+                continue
+            found += [running.pop(unit) for unit in [*running] if unit not in inside]
+            for unit in inside:
+                running[unit] = running.get(unit, _Run(op, op, unit))._replace(end=op + 1)
+        return sorted([*found, *running.values()])
+
+    def _gathered(self, number: int, unit: Unit) -> list[tuple[int, int]]:
+        """Returns from where until where the parameters of a unit are gathered, and a copy of them."""
+        turn = self._program.forward_ops
+        nexts = [*(run.begin + 1 for run in self._forward), turn]
+        if "" in unit.modules:
+            return [(0, self._ops), (0, nexts[0])]
+        forward = [(run, nexts[at + 1]) for at, run in enumerate(self._forward) if run.unit == number]
+        backward = [
+            (self._backward[at - 1].begin if at else turn, run.end)
+            for at, run in enumerate(self._backward)
+            if run.unit == number
+        ]
+        if unit.frees or not forward:
+            return [
+                *((run.begin, run.end) for run, _ in forward),
+                *((run.begin, end) for run, end in forward),
+                *backward,
+            ]
+        (first, copied), last = forward[0], max(end for _, end in [*backward, (0, forward[-1][0].end)])
+        return [(first.begin, last), (first.begin, copied)]
+
+    def spans(self, *, accumulates: bool) -> Iterator[_Span]:
+        """Yields what there is more, and with negative bytes what there is less, than in the step of the program."""
+        end = self._ops
+        gathered = [self._gathered(*one) for one in enumerate(self._sharding.units)]
+        for weight in self._program.weights:
+            piece = self._sharding.pieces.get(weight.name)
+            if piece is None:
+                if accumulates:
+                    yield weight.gradient_bytes, 0, weight.gradient_made + 1
+                continue
+            yield -weight.nbytes, 0, end
+            yield piece.nbytes, 0, end
+            yield from ((weight.nbytes, *span) for span in gathered[piece.unit])
+            if weight.gradient_bytes:
+                begins, ends = self._reduced.get(piece.unit, (end, end))
+                begins = max(begins, weight.gradient_made + 1)
+                yield -weight.gradient_bytes, begins, end
+                yield piece.reduced_bytes, begins, ends
+                yield piece.nbytes, 0 if accumulates else begins, end

@@ -1,0 +1,168 @@
+"""Bytes of the states of an optimizer, found by a step of it on tensors without bytes.
+
+[Note: a trial step]
+A table of optimizers would know torch's own, and would be wrong for factored states and for hyperparameters that add a
+state. So the optimizer runs one step on fake parameters, one for each shape, and the tensors in its ``state`` are
+counted. An optimizer that exists is not run: a bare object of its class takes its attributes and hyperparameters. What
+it has in its ``state`` already is counted as it is. Scalars, such as the number of steps, are left out, and so are
+tensors that only live inside of ``step()``, such as those of ``foreach=True``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, tree_iter
+from eager_offload.errors import ConfigError
+from eager_offload.planning.numbers import by_itself
+from eager_offload.selection import logical_bytes
+
+#: An optimizer, or what makes one of parameters: its class, or a function.
+Optimizing: TypeAlias = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
+#: Switches that choose kernels, and not states; those kernels may not take fakes.
+_KERNELS = ("foreach", "fused", "capturable")
+
+
+class States(NamedTuple):
+    """The states of an optimizer."""
+
+    name: str
+    """Of its class."""
+    nbytes: int
+    """On this device."""
+
+
+def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Callable[[Tensor], torch.Size]) -> States:
+    """Returns the states that ``optimizer`` has from its first step on.
+
+    Args:
+        optimizer: an instance, whose own parameters count; or what makes one of a list of parameters.
+        parameters: those of the model; frozen ones have no state.
+        shape_of: returns the shape that a parameter has on this device.
+
+    Raises:
+        ConfigError: it is no such optimizer, or it cannot be tried.
+    """
+    if isinstance(optimizer, Optimizer):
+        return _of_instance(optimizer, parameters, shape_of)
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not accepted: optimizer takes a class such as torch.optim.AdamW, an instance, "
+            "a function that makes one of a list of parameters, or None"
+        )
+    alike = Counter((shape_of(one), one.dtype) for one in parameters if one.requires_grad)
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    with _trying(name):
+        fakes = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
+        if not fakes:
+            return States(name, 0)
+        trial = optimizer(fakes)
+        if not isinstance(trial, Optimizer):
+            raise ConfigError(
+                f"optimizer={name} is not accepted: it makes a {type(trial).__name__}, where optimizer takes what "
+                "makes a torch.optim.Optimizer"
+            )
+        counts: dict[Tensor, int] = dict(zip(fakes, alike.values(), strict=True))
+        return States(type(trial).__name__, _step(trial, counts))
+
+
+def _of_instance(
+    optimizer: Optimizer, parameters: Iterable[Tensor], shape_of: Callable[[Tensor], torch.Size]
+) -> States:
+    kind = type(optimizer)
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    models = {id(one) for one in parameters}
+    if not any(id(one) in models for one in held):
+        raise ConfigError(
+            f"optimizer={kind.__name__} is not accepted: it has no parameter of this model. Make it of the parameters "
+            "of the model that is planned, or give its class"
+        )
+    inside = [one for one in tree_iter([*vars(optimizer).values()]) if isinstance(one, Optimizer)]
+    if inside:
+        raise ConfigError(
+            f"optimizer={kind.__name__} is not accepted, since it wraps another one: give that, or optimizer_bytes"
+        )
+    there = [one for held_one in held for one in tree_iter([*optimizer.state.get(held_one, {}).values()])]
+    nbytes = sum(logical_bytes(one) for one in there if isinstance(one, Tensor) and one.dim())
+    with _trying(kind.__name__):
+        counts: dict[Tensor, int] = {}
+        groups = []
+        for group in optimizer.param_groups:
+            missing = [one for one in group["params"] if one.requires_grad and not optimizer.state.get(one)]
+            alike = Counter((shape_of(one), one.dtype) for one in missing)
+            fakes = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
+            counts.update(zip(fakes, alike.values(), strict=True))
+            if fakes:
+                groups.append({**group, "params": fakes})
+        if groups:
+            nbytes += _step(_like(optimizer, groups), counts)
+    return States(kind.__name__, nbytes)
+
+
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Returns an optimizer without states that has ``groups``, and else what ``optimizer`` has."""
+    trial = object.__new__(type(optimizer))
+    containers = (dict, list, set)
+    own = {name: copy(one) if isinstance(one, containers) else one for name, one in vars(optimizer).items()}
+    own.pop("step", None)  # a scheduler's, which calls that of `optimizer`
+    vars(trial).update(own)
+    # Without the hooks of `optimizer`, as after it was pickled.
+    trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    return trial
+
+
+def _step(trial: Optimizer, counts: Mapping[Tensor, int]) -> int:
+    """Returns the bytes of the states after a step of ``trial``, where each parameter stands for so many."""
+    for group in trial.param_groups:
+        group.update((name, False) for name in _KERNELS if name in group)
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    step = type(trial).step
+    if getattr(step, "hooked", False):  # around it torch calls the hooks of all optimizers
+        step = step.__wrapped__  # type: ignore[attr-defined]  # functools.wraps
+    with torch.no_grad():
+        step(trial)
+    return sum(
+        counts.get(parameter, 1) * one.nbytes
+        for parameter, state in trial.state.items()
+        for one in tree_iter([*state.values()])
+        if isinstance(one, Tensor) and one.dim()
+    )
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """Answers a question for a number with a half: no step divides by it, by its logarithm, or by 1 less it."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if schema_of(func).name == "aten::_local_scalar_dense":
+            return 0.5 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _trying(name: str) -> Iterator[None]:
+    """Where an optimizer runs on fakes; its errors become a ``ConfigError``."""
+    with by_itself(), FakeTensorMode(allow_non_fake_inputs=True), _Answers():  # type: ignore[no-untyped-call]  # as above
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer={name} is not accepted: its states were not found by a step on tensors without bytes "
+                f"({type(error).__name__}: {error}). Give their bytes in optimizer_bytes"
+            ) from error
