@@ -70,6 +70,22 @@ def test_h54_what_is_expected_next_comes_back_early_and_once_within_the_window(b
     assert 0 < stats.inflight_bytes_peak <= 2 * SIZE
 
 
+def test_h54_what_a_node_holds_and_the_next_one_needs_is_not_brought_twice(backend: Backend) -> None:
+    """A product asks for both of its factors, and each of these for itself once more; the window has room for one."""
+    offload = backend.offload(step_plans=True, prefetch_bytes=SIZE)
+    for _ in range(3):
+        offload.reset_stats()
+        with Settled(offload):
+            x = leaf(SIDE, SIDE)
+            for _ in range(4):
+                x = x.sigmoid() * x.tanh()
+        x.sum().backward()
+        del x
+    stats = assert_settled(offload)
+    assert stats.bytes_out == 8 * SIZE
+    assert stats.bytes_in <= 12 * SIZE
+
+
 def test_h54_what_is_rounded_has_the_same_numbers_by_a_table(backend: Backend) -> None:
     """Once, a second time, and where the bits of another type share the storage, which must not be rounded with it."""
 
