@@ -242,7 +242,7 @@ def _what_moves(plan: PlanFigures) -> str:
         f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
         f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
-        + (f"; windows of {size_text(plan.window_bytes)}" if plan.moved_bytes else "")
+        + (f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}" if plan.moved_bytes else "")
     )
 
 
