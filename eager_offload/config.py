@@ -233,12 +233,12 @@ class OffloadConfig(_BesideFields):
     device_budget: Size | None = None
     """Bytes of the device that training may take: as little moves as fits. ``"auto"`` is the used memory and nine
     tenths of the free memory when it is first needed; ``None`` sets no bound, and everything movable moves. Each
-    forward teaches the next one how much fits: see the page on tuning. For a CPU device it bounds the memory of the
+    forward teaches the next one how much fits: see the page on budgets. For a CPU device it bounds the memory of the
     process. Compiled code is decided when it is compiled, by the memory that its graphs are estimated to take."""
 
     policy: str = "max"
     """``"max"`` moves everything movable. ``"free"`` moves only bytes that the link hides: as many stay as keep compute
-    from waiting for more than 0.5 % of a step, learnt from measured waits (see the page on tuning). Only
+    from waiting for more than 0.5 % of a step, learnt from measured waits (see the page on budgets). Only
     ``device_budget`` bounds the bytes that stay. Compiled code is decided when it is compiled, by estimated times."""
 
     max_slowdown: float | None = None
