@@ -70,6 +70,7 @@ class SavedBlock:
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.use = block, Use()
+        self._device = tensor.device
         #: The numbers themselves, where the trace has them.
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
@@ -83,10 +84,10 @@ class SavedBlock:
         if found is None:
             length = self.block.nbytes // dtype.itemsize
             if self._known is None:
-                found = torch.empty(length, dtype=dtype)
+                found = torch.empty(length, dtype=dtype, device=self._device)
             else:
                 with without_dispatch_modes():
-                    found = torch.empty(0, dtype=dtype).set_(self._known, 0, (length,), (1,))
+                    found = torch.empty(0, dtype=dtype, device=self._device).set_(self._known, 0, (length,), (1,))
             self._copies[dtype] = found
         return found
 

@@ -32,20 +32,19 @@ from eager_offload.contexts import Patches
 
 
 @contextmanager
-def by_itself() -> Iterator[None]:
-    """Autograd is on, compiled functions run as they were written, and the caller's modes, hooks and default device
-    count for nothing."""
+def by_itself(device: torch.device | None = None) -> Iterator[None]:
+    """Autograd is on, compiled functions run as they were written, and the caller's modes and hooks count for nothing;
+    so does the default device, unless it is of the kind of ``device``."""
+    kind = "cpu" if device is None else device.type
     with ExitStack() as stack:
         stack.enter_context(_uncompiled())
         stack.enter_context(contexts.outside())
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
-            stack.enter_context(torch.device("cpu"))
-        device = torch.accelerator.current_accelerator()
-        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
-            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
+        default = torch.get_default_device()
+        if function_modes() or default.type != "cpu":
+            stack.enter_context(default if default.type == kind else torch.device("cpu"))
         yield
 
 

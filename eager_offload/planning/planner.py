@@ -146,9 +146,10 @@ def _make(
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
         else:
-            program = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, rules=rules)
-            if asked.is_cpu:  # whose kernels were traced
-                program = replace(program, guessed=())
+            target = "cpu" if asked.is_cpu else "cuda"
+            program = trace(
+                model, inputs, loss, min_bytes=least, patterns=patterns, again=again, rules=rules, target=target
+            )
             seconds = tuple(program.seconds(machine))
         windows, rests = _windows(settings, program, machine), settings.host_budget
         room = rests - rests // _ROUNDED if isinstance(rests, int) else None

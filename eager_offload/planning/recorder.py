@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._min_bytes, self._generator = min_bytes, generator
+        self._generators: dict[torch.device, torch.Generator] = {}
         #: How long each operator took, where they are real, and those since the last one that has bytes.
         self.seconds: list[float] = []
         self._unwritten = 0.0
@@ -256,7 +257,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if known and is_random:
-            func, named = _drawing_from(self._generator, func, named)
+            func, named = _drawing_from(self._generator_of(made[0].device), func, named)
             known = "generator" in named
         if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
             return _computed(func, args, named)
@@ -264,6 +265,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
         return result
+
+    def _generator_of(self, device: torch.device) -> torch.Generator:
+        """The one for the random numbers of ``device``, which no other thread draws from."""
+        assert self._generator is not None, "tensors are fake"
+        if device.type == self._generator.device.type:
+            return self._generator
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
 
     def _has_numbers(self, tensor: Tensor) -> bool:
         if is_fake(type(tensor)):

@@ -17,7 +17,7 @@ depends on anything else is fake; a question for its value is an error that name
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -41,16 +41,22 @@ _MOST_READ = 64 << 10
 
 
 class StandIns(TorchFunctionMode):
-    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else."""
+    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else.
 
-    def __init__(self, recorder: Recorder) -> None:
+    All are on ``device``. Where some of the model's are there already, those that the program has on the CPU are there
+    on purpose, and so are those of the inputs.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._device = recorder, device
+        self._are_there = False
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
         self._owners: list[object] = []  # no key is used twice
 
     def of_inputs(self, inputs: object) -> Any:
+        self._look(tree_iter(inputs))
         return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
 
     def copy_of(
@@ -59,6 +65,7 @@ class StandIns(TorchFunctionMode):
         """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
         cannot."""
         found: dict[int, Any] = {}
+        self._look(one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
         for name, module in model.named_modules():
             for value in vars(module).values():
                 for one in tree_iter(value):
@@ -106,7 +113,7 @@ class StandIns(TorchFunctionMode):
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
         if _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
-                made = tensor.detach().to("cpu", copy=True)
+                made = tensor.detach().to(self._place(tensor), copy=True)
         else:
             made = self._fake(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -118,15 +125,23 @@ class StandIns(TorchFunctionMode):
         self._recorder.has(made)
         return made
 
+    def _look(self, values: Iterable[object]) -> None:
+        self._are_there = any(isinstance(one, Tensor) and one.device.type == self._device.type for one in values)
+
+    def _place(self, tensor: Tensor) -> torch.device:
+        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
+        return tensor.device if is_told else self._device
+
     def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, self._place(tensor)
         storage = tensor.untyped_storage()
         whole = self._wholes.get(storage_key(storage))
         if whole is None or whole.dtype != dtype:
             if tensor.nbytes == storage.nbytes():
-                made = self._wholes[storage_key(storage)] = torch.empty_strided(size, stride, dtype=dtype)
+                made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                self._wholes[storage_key(storage)] = made
                 return made
-            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
+            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
             self._wholes[storage_key(storage)] = whole
         return whole.as_strided(size, stride, tensor.storage_offset())
 

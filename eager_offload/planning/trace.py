@@ -1,10 +1,10 @@
 """A model and its inputs, traced into a ``Program``: nothing is computed, and nothing is allocated.
 
 [Note: tracing]
-A copy of the model is run whose parameters are fake tensors on the CPU, which stand for the device. So the model
+A copy of the model is run whose parameters are fake tensors, of the device or in its place (target.py). So the model
 itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py). A fake
-CPU tensor takes autograd to the kernels of a CPU; those of an accelerator would abort where torch was built without it.
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py).
+Backward runs on the calling thread on any device, since the modes and settings of a trace are those of one thread.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from eager_offload.planning.numbers import by_itself, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns
+from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
 #: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
@@ -45,6 +47,7 @@ def trace(
     patterns: Sequence[Pattern] = (),
     again: Sequence[str] = (),
     rules: CodecRules = PLAIN,
+    target: str = CPU,
 ) -> Program:
     """One training step of ``model`` as numbers.
 
@@ -56,6 +59,8 @@ def trace(
         patterns: name modules that keep what they save, or that ``rules`` name a codec for.
         again: names of modules that are computed again, as :meth:`Plan.apply` has them.
         rules: which codecs may pack what moves.
+        target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
+            of the process stands.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -64,7 +69,7 @@ def trace(
     made = Made()
     with left_as_it_was(model, loss, made):
         # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, made)
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, target, made)
 
 
 def _trace(
@@ -75,16 +80,21 @@ def _trace(
     patterns: Sequence[Pattern],
     again: Sequence[str],
     rules: CodecRules,
+    target: str,
     made: Made,
 ) -> Program:
+    device = device_of(target)
+    is_guess = device.type == CPU != target
     with (
-        by_itself(),
+        by_itself(device),
+        torch.autograd.set_multithreading_enabled(False),
         numbers_of_its_own() as generator,
         _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
+        autocast_of(target) if is_guess else nullcontext(),
     ):
         recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
-        stand_ins = StandIns(recorder)
+        stand_ins = StandIns(recorder, device)
         inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
         for part in (traced, made_loss):
@@ -93,7 +103,7 @@ def _trace(
         if patterns:
             matched.add(traced, patterns, rules)
         try:
-            with stand_ins:
+            with stand_ins, TargetKernels() if is_guess else nullcontext():
                 run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
@@ -107,7 +117,8 @@ def _trace(
                 'none, plan from them: eo.plan(..., device="here", steps=2)'
             )
             raise  # the model's own
-        return recorder.program()
+        program = recorder.program()
+        return program if is_guess else replace(program, guessed=())
 
 
 def _lacks(error: Exception) -> str | None:
