@@ -43,6 +43,8 @@ from eager_offload.stats import KeepReason
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
+#: Bytes of a constant from outside whose numbers are known, whatever its type, and of copies of it.
+MOST_READ = 64 << 10
 #: Everything travels as it is.
 PLAIN = CodecRules({"*": IDENTITY})
 
@@ -259,7 +261,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if known and is_random:
             func, named = _drawing_from(self._generator_of(made[0].device), func, named)
             known = "generator" in named
-        if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
+        is_copy = schema_of(func).name == "aten::_to_copy" and all(one.nbytes <= MOST_READ for one in made)
+        if known and all((is_copy or _may_be_known(one)) and (one.numel() <= 1 or not is_random) for one in made):
             return _computed(func, args, named)
         if schema_of(func).is_mutable:
             storages = (storage_of(one) for one in tensors if not is_fake(type(one)))

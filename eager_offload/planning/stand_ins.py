@@ -17,7 +17,7 @@ depends on anything else is fake; a question for its value is an error that name
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -34,10 +34,7 @@ from eager_offload._torch import (
     without_dispatch_modes,
 )
 from eager_offload.errors import PlanError
-from eager_offload.planning.recorder import MOST_KNOWN, Recorder
-
-#: Bytes of a constant from outside whose numbers are known, whatever its type.
-_MOST_READ = 64 << 10
+from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
 
 
 class StandIns(TorchFunctionMode):
@@ -56,7 +53,7 @@ class StandIns(TorchFunctionMode):
         self._owners: list[object] = []  # no key is used twice
 
     def of_inputs(self, inputs: object) -> Any:
-        self._look(tree_iter(inputs))
+        self._are_there = are_on(self._device, tree_iter(inputs))
         return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
 
     def copy_of(
@@ -65,7 +62,7 @@ class StandIns(TorchFunctionMode):
         """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
         cannot."""
         found: dict[int, Any] = {}
-        self._look(one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
+        self._are_there = are_on(self._device, values_in(model))
         for name, module in model.named_modules():
             for value in vars(module).values():
                 for one in tree_iter(value):
@@ -111,7 +108,7 @@ class StandIns(TorchFunctionMode):
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
-        if _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
+        if _has_numbers(tensor) or (is_outside and tensor.nbytes <= MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
                 made = tensor.detach().to(self._place(tensor), copy=True)
         else:
@@ -124,9 +121,6 @@ class StandIns(TorchFunctionMode):
         self._owners.append(tensor)
         self._recorder.has(made)
         return made
-
-    def _look(self, values: Iterable[object]) -> None:
-        self._are_there = any(isinstance(one, Tensor) and one.device.type == self._device.type for one in values)
 
     def _place(self, tensor: Tensor) -> torch.device:
         is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
@@ -144,6 +138,16 @@ class StandIns(TorchFunctionMode):
             whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
             self._wholes[storage_key(storage)] = whole
         return whole.as_strided(size, stride, tensor.storage_offset())
+
+
+def values_in(model: nn.Module) -> Iterator[object]:
+    """Yields what the modules of ``model`` have as attributes, or in containers that are attributes."""
+    return (one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
+
+
+def are_on(device: torch.device, values: Iterable[object]) -> bool:
+    """Returns whether any of ``values`` is a tensor on a device of the kind of ``device``."""
+    return any(isinstance(one, Tensor) and one.device.type == device.type for one in values)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

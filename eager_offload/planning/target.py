@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from eager_offload._torch import Patch, tree_map
+from eager_offload._torch import Patch, attention_in_parts, efficient_attention, flash_attention, tree_map
 from eager_offload.contexts import Patches
 from eager_offload.planning.guessed import name_of
 
@@ -60,8 +60,6 @@ _AS_GIVEN = frozenset(
         *("replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d"),
     )
 )
-#: Elements that cuDNN can count.
-_MOST_COUNTED = 2**31 - 1
 
 Kernel: TypeAlias = Callable[..., Any]
 
@@ -69,11 +67,9 @@ Kernel: TypeAlias = Callable[..., Any]
 def device_of(target: str) -> torch.device:
     """Returns the device of the fake tensors that a step for ``target`` is traced on."""
     accelerator = None if target == CPU else torch.accelerator.current_accelerator(check_available=True)
-    return torch.device(CPU) if accelerator is None else torch.device(accelerator.type, _index())
-
-
-def _index() -> int:
-    return torch.accelerator.current_device_index()
+    if accelerator is None:
+        return torch.device(CPU)
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -105,13 +101,14 @@ class TargetKernels(TorchFunctionMode):
             finally:
                 self._running.pop()
         name = name_of(func)
-        if _is_cast() and (name in _SINGLE or name in _AS_GIVEN):
+        if _is_cast() and name in _TO_SINGLE:
+            if any(isinstance(one, Tensor) and one.dtype in _HALF for one in args[:1]):
+                named["dtype"] = named.get("dtype") or torch.float32
+        elif _is_cast() and (name in _SINGLE or name in _AS_GIVEN):
             if name in _SINGLE:
                 args, named = tree_map(_as_single, (args, named))
             with torch.autocast(CPU, enabled=False):
                 return func(*args, **named)
-        if _is_cast() and name in _TO_SINGLE and isinstance(args[0], Tensor) and args[0].dtype in _HALF:
-            named["dtype"] = named.get("dtype") or torch.float32
         kernel = _KERNELS.get(name)
         result = None if kernel is None else kernel(*args, **named)
         return func(*args, **named) if result is None else result
@@ -148,59 +145,60 @@ def _as_single(one: Any) -> Any:
     return one.float() if isinstance(one, Tensor) and one.dtype in _HALF else one
 
 
-def _dropout(given: Tensor, p: float, train: bool) -> Tensor | None:
-    if not train or not 0 < p < 1 or not given.numel():
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
+    if not train or not 0 < p < 1 or not input.numel():
         return None
-    made: Tensor = _aten.native_dropout(given, p, train)[0]
+    made: Tensor = _aten.native_dropout(input, p, train)[0]
     return made
 
 
 def _batch_norm(
-    given: Tensor,
+    input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor | None:
-    if weight is None or bias is None or (mean is None) is not (variance is None) or (mean is None and not training):
+    """Returns ``None`` where torch's own kernel takes it, which saves the same as on a CPU."""
+    if weight is None or bias is None or (running_mean is None and not training):
         return None
-    fits = given.dtype is weight.dtype or (given.dtype is torch.float16 and weight.dtype is torch.float32)
-    is_known = given.dtype not in _HALF or (given.dtype is torch.float16 and weight.dtype is torch.float32)
+    has_type = weight.dtype is (torch.float32 if input.dtype is torch.float16 else input.dtype) is not torch.bfloat16
     most = 880_801 if training else 65_535
-    if not (fits and is_known and cudnn_enabled and given.dim() >= 3 and eps >= 1e-5 and given.shape[0] <= most):
+    fits = input.dim() >= 3 and input.shape[0] <= most and input.numel() < 2**31 - 1 and eps >= 1e-5
+    if not (has_type and fits and cudnn_enabled):
         return None
-    if given.numel() > _MOST_COUNTED:
-        return None
-    rest = mean, variance, training, momentum, eps
-    made: Tensor = _aten.cudnn_batch_norm(_dense(given), weight, bias, *rest)[0]
+    statistics = running_mean, running_var, training, momentum, eps
+    made: Tensor = _aten.cudnn_batch_norm(_dense(input), weight, bias, *statistics)[0]
     return made
 
 
-def _rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor | None:
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor | None:
     """The kernel of CUDA saves what that of a layer norm does, but for the mean of each row."""
-    if (weight is not None and weight.dtype is not given.dtype) or given.is_complex():
+    if weight is not None and weight.dtype is not input.dtype:
         return None
-    made: Tensor = _aten.native_layer_norm(given, shape, weight, None, eps or 0.0)[0]
+    made: Tensor = _aten.native_layer_norm(input, normalized_shape, weight, None, eps or 0.0)[0]
     return made
 
 
 def _cross_entropy(
-    given: Tensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """CUDA's autocast leaves the logarithms in the type of ``given``, and computes the loss in ``float32``."""
+    """CUDA's autocast leaves the logarithms in the type of ``input``, and computes the loss in ``float32``."""
     if not _is_cast() or label_smoothing or target.is_floating_point():
         return None
     with torch.autocast(CPU, enabled=False):
-        logs = torch.log_softmax(given, min(given.dim() - 1, 1))
+        logs = torch.log_softmax(input, min(input.dim() - 1, 1))
         made: Tensor = _aten.nll_loss_nd(_as_single(logs), target, weight, reduction, ignore_index)
     return made
 
@@ -234,24 +232,18 @@ def _attention(
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -math.inf, dtype=query.dtype))
     made: Tensor
-    if _is_flash(query, key, value, mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa):
+    if mask is None and _is_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
         size = query.shape[-1]
         padded = [torch.nn.functional.pad(one, (0, -size % 8)) if size % 8 else one for one in (query, key, value)]
-        made = _aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale
-        )[0]
+        made = flash_attention(*padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale)[0]
         return made[..., :size] if size % 8 else made
-    if is_dense and _is_efficient(query, key, value, enable_gqa=enable_gqa):
+    if is_dense and _is_efficient(query, key, value):
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         is_kept = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        made = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, is_kept, dropout_p, is_causal, scale=scale
-        )[0]
+        made = efficient_attention(query, key, value, mask, is_kept, dropout_p, is_causal, scale=scale)[0]
         return made
-    made = _aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    made = attention_in_parts(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     return made
 
 
@@ -274,26 +266,16 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, dtypes: tuple[torch.dty
     )
 
 
-def _is_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    *,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> bool:
+def _is_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> bool:
     return (
         torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # torch declares no types for it
         and _is_fused(query, key, value, _HALF, shares=enable_gqa)
-        and mask is None
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         and not (is_causal and query.shape[2] != key.shape[2])
     )
 
 
-def _is_efficient(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+def _is_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if not _is_fused(query, key, value, (*_HALF, torch.float32), shares=False):
         return False
     unit = 16 // query.itemsize
@@ -359,7 +341,7 @@ def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if device_type == _local.target:
             dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-            replaced(autocast, CPU, torch.bfloat16, enabled, cache_enabled)  # which torch checks, and says
+            replaced(autocast, CPU, torch.bfloat16, enabled, cache_enabled)  # of other types torch would warn
             autocast.fast_dtype = dtype
         else:
             replaced(autocast, device_type, dtype, enabled, cache_enabled)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import FakeTensorMode
+from eager_offload._torch import FakeTensorMode, tree_iter
 from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
@@ -31,10 +31,10 @@ from eager_offload.planning.leftovers import Made, left_as_it_was
 from eager_offload.planning.numbers import by_itself, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
-from eager_offload.planning.stand_ins import StandIns
+from eager_offload.planning.stand_ins import StandIns, are_on, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
-#: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
+#: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 
@@ -86,7 +86,7 @@ def _trace(
     device = device_of(target)
     is_guess = device.type == CPU != target
     with (
-        by_itself(device),
+        by_itself(_default_of(device, model, inputs)),
         torch.autograd.set_multithreading_enabled(False),
         numbers_of_its_own() as generator,
         _logging_no_traceback(),
@@ -121,14 +121,22 @@ def _trace(
         return program if is_guess else replace(program, guessed=())
 
 
+def _default_of(device: torch.device, model: nn.Module, inputs: object) -> torch.device:
+    """Returns where the program makes tensors if it does not say: the caller's choice if the program is on ``device``
+    already, and otherwise ``device``, to which all of the program's tensors go."""
+    default = torch.get_default_device()
+    is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
+    return default if is_there else device
+
+
 def _lacks(error: Exception) -> str | None:
-    """What is said of an operator that torch does not run on tensors without bytes, or on a CPU, which differentiates
-    FlexAttention on accelerators alone; ``None`` for any other error."""
+    """What is said of an operator that torch does not run on tensors without bytes, as FlexAttention, or not on a CPU;
+    ``None`` for any other error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     raised = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
-    if not isinstance(error, NotImplementedError) or not raised.startswith(_OPERATORS):
+    if not isinstance(error, NotImplementedError | AssertionError) or not raised.startswith(_OPERATORS):
         return None
     return (
         f"calls what cannot be traced ({error}). Plan it with another attention in that place, such as "
