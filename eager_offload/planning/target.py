@@ -194,13 +194,20 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """CUDA's autocast leaves the logarithms in the type of ``input``, and computes the loss in ``float32``."""
-    if not _is_cast() or label_smoothing or target.is_floating_point():
+    """CUDA's autocast leaves the logarithms in the type of ``input``, and computes the loss in ``float32``.
+
+    Only sizes and types are those of the loss, since there are no numbers.
+    """
+    if not _is_cast():
         return None
+    classes = min(input.dim() - 1, 1)
     with torch.autocast(CPU, enabled=False):
-        logs = torch.log_softmax(input, min(input.dim() - 1, 1))
+        logs = torch.log_softmax(input, classes)
+        if target.is_floating_point():
+            rows = (logs * target).sum(classes, dtype=torch.float32)
+            return rows if reduction == 0 else rows.sum()
         made: Tensor = _aten.nll_loss_nd(_as_single(logs), target, weight, reduction, ignore_index)
-    return made
+        return made + logs.sum(dtype=torch.float32) if label_smoothing else made
 
 
 def _dense(given: Tensor) -> Tensor:
