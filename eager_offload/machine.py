@@ -35,9 +35,11 @@ class Machine:
         back: bytes that come back from it.
         memory_bytes: bytes of the device's memory that a process can allocate; 0 where that is not known.
         launch_seconds: seconds that an operator takes at least, however small it is.
+        kernels: whose kernels a plan counts the saves of: ``"cuda"`` or ``"cpu"``. Where the process has an
+            accelerator, ``"cuda"`` stands for its own.
 
     Raises:
-        ConfigError: a name that is no text, a rate that is not above 0, or a size or a time below 0.
+        ConfigError: a name that is no text, a rate that is not above 0, a size or a time below 0, or other kernels.
     """
 
     name: str
@@ -48,11 +50,14 @@ class Machine:
     back: float = UNKNOWN_BANDWIDTH
     memory_bytes: int = 0
     launch_seconds: float = 0.0
+    kernels: str = "cuda"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ConfigError(f"name={self.name!r} is not accepted: name of a Machine takes a text")
-        for field in fields(self)[1:]:
+        if self.kernels not in ("cuda", "cpu"):
+            raise ConfigError(f'kernels={self.kernels!r} is not accepted: kernels of a Machine takes "cuda" or "cpu"')
+        for field in (one for one in fields(self) if one.type != "str"):
             value = getattr(self, field.name)
             least = 0 if field.name in ("memory_bytes", "launch_seconds") else math.ulp(0.0)
             is_whole = field.name == "memory_bytes"

@@ -137,7 +137,7 @@ def _make(
     recompute: bool,
 ) -> Plan:
     from eager_offload.planning.real_steps import record  # they bring in what only tracing needs
-    from eager_offload.planning.target import CPU, CUDA
+    from eager_offload.planning.target import CPU
     from eager_offload.planning.trace import trace
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
@@ -147,7 +147,7 @@ def _make(
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
         else:
-            target = CPU if asked.is_cpu else CUDA
+            target = CPU if asked.is_cpu else machine.kernels
             program = trace(
                 model, inputs, loss, min_bytes=least, patterns=patterns, again=again, rules=rules, target=target
             )

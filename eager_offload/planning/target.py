@@ -33,8 +33,6 @@ from eager_offload.planning.guessed import name_of
 
 #: The device that the process has, whatever it is.
 CPU = "cpu"
-#: The kind of the devices of :class:`~eager_offload.Machine`.
-CUDA = "cuda"
 
 _aten = torch.ops.aten
 _HALF = torch.float16, torch.bfloat16
