@@ -1,7 +1,8 @@
 """Before the first step: what fits, what is to move, and how long a step will take.
 
 trace.py      a model and its inputs -> Program: one step as numbers (program.py); recorder.py, blocks.py
-              and calls.py write it down, coded.py chooses codecs
+              and calls.py write it down, coded.py chooses codecs; target.py has the device's kernels and autocast, and
+              guessed.py the functions whose saves may be others there
 real_steps.py as trace.py, of steps that are run
 predict.py    Program, a machine, a decision -> the step's time and its peak
 solve.py      which storages are to move, which modules to be computed again: a search; recompute.py has the step with

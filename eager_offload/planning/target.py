@@ -240,7 +240,7 @@ def _attention(
     if mask is None and _is_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
         size = query.shape[-1]
         padded = [torch.nn.functional.pad(one, (0, -size % 8)) if size % 8 else one for one in (query, key, value)]
-        made = flash_attention(*padded, dropout_p, is_causal, scale=size**-0.5 if scale is None else scale)[0]
+        made = flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
         return made[..., :size] if size % 8 else made
     if is_dense and _is_efficient(query, key, value):
         if mask is not None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
@@ -469,6 +470,7 @@ def test_dropout_saves_the_mask_of_the_target() -> None:
         assert saved(function, x) == [mask]
         assert saved(function, x, target="cpu") == [noise]
     assert saved(lambda x: F.dropout(x.neg(), 0.1, inplace=True), x) == [noise], "as on CUDA"
+    assert mask not in saved(lambda x: F.dropout(x, 1.0), x)
     assert saved(lambda x: F.dropout(x, 0.1, training=False), x) == saved(lambda x: F.dropout(x, 0.0), x) == []
 
 
@@ -509,16 +511,53 @@ def test_an_attention_with_a_mask_saves_what_the_efficient_one_does(length: int,
     assert [one.partition(" ")[0] for one in program.guessed] == ["attention"]
 
 
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+PARTS = "_safe_softmax"
+
+
 @without_accelerator
-def test_an_attention_that_no_kernel_of_the_target_takes_is_written_down_in_parts() -> None:
-    x = empty(2, 4, 16, 8, dtype=torch.float64)
-    for function in (
-        lambda x: F.scaled_dot_product_attention(x, x, x),
-        lambda x: F.scaled_dot_product_attention(x.float()[0], x.float()[0], x.float()[0]),
-    ):
-        program = traced(function, x)
-        assert "_safe_softmax" in [op.name for op in program.ops]
-        assert "in parts" in program.guessed[0]
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "size", "fields"),
+    [
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {}),
+        (EFFICIENT, torch.float32, (2, 4, 16, 8), {}),
+        (PARTS, torch.float64, (2, 4, 16, 8), {}),
+        (PARTS, torch.bfloat16, (4, 16, 8), {}),
+        (PARTS, torch.float32, (2, 4, 16, 6), {}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"attn_mask": torch.zeros(16, 16, dtype=torch.bfloat16)}),
+        (PARTS, torch.float32, (2, 4, 16, 8), {"expanded": True}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 320), {}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"is_causal": True, "keys": 24}),
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {"keys": 24}),
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {"enable_gqa": True, "heads": 2}),
+        (PARTS, torch.float32, (2, 4, 16, 8), {"enable_gqa": True, "heads": 2}),
+        (FLASH, torch.float32, (2, 4, 16, 8), {"cast": True}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"allowed": SDPBackend.EFFICIENT_ATTENTION}),
+        (PARTS, torch.bfloat16, (2, 4, 16, 8), {"allowed": SDPBackend.MATH}),
+    ],
+)
+def test_torchs_rules_choose_the_attention_of_the_target(
+    chosen: str, dtype: torch.dtype, size: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    fields = {**fields}
+    keys = *size[:-3], fields.pop("heads", size[-3]), fields.pop("keys", size[-2]), size[-1]
+    cast, allowed, expanded = (fields.pop(name, None) for name in ("cast", "allowed", "expanded"))
+
+    def attention(x: Tensor) -> Tensor:
+        key = x.new_empty(keys)
+        if expanded:
+            fields["attn_mask"] = x.new_zeros(16, 1).expand(16, 16)
+        with (
+            torch.autocast("cuda", torch.bfloat16, enabled=bool(cast)),
+            sdpa_kernel(allowed) if allowed else nullcontext(),
+        ):
+            return F.scaled_dot_product_attention(x, key, key, **fields)
+
+    program = traced(attention, empty(*size, dtype=dtype))
+    assert {op.name for op in program.ops} & {FLASH, EFFICIENT, PARTS} == {chosen}
+    (said,) = program.guessed
+    assert said.startswith("attention")
+    assert ("in parts" in said) is (chosen == PARTS)
 
 
 @without_accelerator
@@ -547,14 +586,21 @@ class _Attending(nn.Module):
 def test_batch_norm_saves_what_cudnn_does() -> None:
     weight, bias, each = empty(4), empty(4), ((4,), torch.float32)
 
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.batch_norm(x, torch.zeros(4), torch.ones(4), weight, bias, training=True)
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, **fields: float) -> Tensor:
+        return F.batch_norm(x, torch.zeros_like(weight), torch.ones_like(weight), weight, bias, training=True, **fields)
 
     x = empty(8, 4, 6, 6)
     reserve = ((0,), torch.uint8)
     assert saved(norm, x, weight, bias) == in_order(((8, 4, 6, 6), torch.float32), *[each] * 5, reserve)
-    for dtype, name in ((torch.float16, "cudnn_batch_norm"), (torch.bfloat16, "native_batch_norm")):
-        program = traced(norm, empty(8, 4, 6, 6, dtype=dtype), weight, bias)
+    cudnn, native, half = "cudnn_batch_norm", "native_batch_norm", torch.bfloat16
+    for name, given, like, fields in (
+        (cudnn, empty(8, 4, 6, 6, dtype=torch.float16), torch.float32, {}),
+        (native, empty(8, 4, 6, 6, dtype=half), torch.float32, {}),
+        (native, empty(8, 4, 6, 6, dtype=half), half, {}),
+        (native, empty(8, 4), torch.float32, {}),
+        (native, x, torch.float32, {"eps": 1e-6}),
+    ):
+        program = traced(partial(norm, **fields), given, empty(4, dtype=like), empty(4, dtype=like))
         assert name in [op.name for op in program.ops]
         assert program.guessed[0].startswith("batch norm")
 
@@ -564,6 +610,8 @@ def test_rms_norm_saves_its_input_and_numbers_of_each_row() -> None:
     found = saved(lambda x, weight: F.rms_norm(x, (64,), weight), empty(16, 64), empty(64))
     rows = [((16, 1), torch.float32)] * 2
     assert found == in_order(((16, 64), torch.float32), ((64,), torch.float32), *rows)
+    ops = [op.name for op in traced(lambda x, w: F.rms_norm(x, (64,), w), empty(16, 64), empty(64).bfloat16()).ops]
+    assert "rsqrt" in ops, "as on CUDA for weights of another type"
 
 
 def test_a_trace_for_a_cpu_has_its_kernels_and_guesses_nothing() -> None:
