@@ -47,6 +47,7 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
+    "planning/target": "planning/trace",
     "planning/simulated": "planning/predictions =simulated",
     "runtime/host": "=host",
     "runtime/link_probe": "",
