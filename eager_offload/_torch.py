@@ -107,6 +107,11 @@ PRIVATE_NAMES = {
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
     ),
+    "a plan for a GPU that the machine does not have fails": (
+        "torch.ops.aten._scaled_dot_product_attention_math",
+        "torch.ops.aten._scaled_dot_product_efficient_attention",
+        "torch.ops.aten._scaled_dot_product_flash_attention",
+    ),
     "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
     "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
@@ -177,6 +182,12 @@ PUBLIC_NAMES = {
     "code that is compiled first inside a context fails": ("torch.compile",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
         "torch.random.default_generator",
+        "torch.cuda.default_generators",
+    ),
+    "a plan for a GPU that the machine does not have counts float32 where the model has torch.autocast": (
+        "torch.autocast.__init__",
+        "torch.autocast.__enter__",
+        "torch.autocast.__exit__",
     ),
     "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
 }
@@ -193,6 +204,11 @@ PATCHED = {
         "torch.autograd._engine_run_backward",
     ),
     "while python -m eager_offload run runs a script": ("torch.nn.Module.__call__",),
+    "while a thread plans for a GPU that the machine does not have; for that thread alone": (
+        "torch.autocast.__init__",
+        "torch.autocast.__enter__",
+        "torch.autocast.__exit__",
+    ),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "for good, since other threads may be compiling; in graphs that move something": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
@@ -204,6 +220,7 @@ PATCHED = {
 SET = {
     "while a thread plans, to values of that thread alone": (
         "torch.random.default_generator",
+        "torch.cuda.default_generators",
         "torch._dynamo.eval_frame._stance",
     ),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
@@ -931,6 +948,12 @@ unflatten = tree_unflatten
 def schema_of(target: object) -> Any:
     """Returns the schema of an operator; ``None`` if ``target`` is not an operator."""
     return getattr(target, "_schema", None)
+
+
+#: The attentions of CUDA, and the one of which parts are operators of their own.
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+attention_in_parts: Any = torch.ops.aten._scaled_dot_product_attention_math
 
 
 def tensors_in(values: object) -> list[Tensor]:

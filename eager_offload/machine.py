@@ -58,9 +58,12 @@ class Machine:
         launch_seconds: seconds that an operator takes at least, however small it is.
         spread: of the measurements of a rate, the ninth decile divided by the first; of all rates the largest. 1 where
             nothing was measured.
+        kernels: whose kernels a plan counts the saves of: ``"cuda"`` or ``"cpu"``. Where the process has an
+            accelerator, ``"cuda"`` stands for its own.
 
     Raises:
-        ConfigError: a name that is no text, a rate that is not above 0, a size or a time below 0, or a spread below 1.
+        ConfigError: a name that is no text, a rate that is not above 0, a size or a time below 0, a spread below 1, or
+            other kernels.
     """
 
     name: str
@@ -72,11 +75,14 @@ class Machine:
     memory_bytes: int = 0
     launch_seconds: float = 0.0
     spread: float = 1.0
+    kernels: str = "cuda"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ConfigError(f"name={self.name!r} is not accepted: name of a Machine takes a text")
-        for field in fields(self)[1:]:
+        if self.kernels not in ("cuda", "cpu"):
+            raise ConfigError(f'kernels={self.kernels!r} is not accepted: kernels of a Machine takes "cuda" or "cpu"')
+        for field in (one for one in fields(self) if one.type != "str"):
             value = getattr(self, field.name)
             least = _LEAST.get(field.name, math.ulp(0.0))
             is_whole = field.name == "memory_bytes"
@@ -228,6 +234,7 @@ def here(settings: OffloadConfig) -> Machine:
         name=f"here ({device})",
         memory_bytes=memory_bytes,
         launch_seconds=0.0 if accelerator is None else LAUNCH_SECONDS,
+        kernels="cpu" if accelerator is None else "cuda",
     )
 
 

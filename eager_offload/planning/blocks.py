@@ -70,6 +70,7 @@ class SavedBlock:
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.use = block, Use()
+        self._place = tensor.device
         #: The numbers themselves, where the trace has them.
         self._known: torch.UntypedStorage | None = None
         if not is_fake(type(tensor)):
@@ -81,12 +82,12 @@ class SavedBlock:
         """All of the block once more, one-dimensional, as it comes back."""
         found = self._copies.get(dtype)
         if found is None:
-            length = self.block.nbytes // dtype.itemsize
+            length, place = self.block.nbytes // dtype.itemsize, self._place
             if self._known is None:
-                found = torch.empty(length, dtype=dtype)
+                found = torch.empty(length, dtype=dtype, device=place)
             else:
                 with without_dispatch_modes():
-                    found = torch.empty(0, dtype=dtype).set_(self._known, 0, (length,), (1,))
+                    found = torch.empty(0, dtype=dtype, device=place).set_(self._known, 0, (length,), (1,))
             self._copies[dtype] = found
         return found
 

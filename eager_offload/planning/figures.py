@@ -220,9 +220,7 @@ def sentences(plan: PlanFigures) -> list[str]:
     if plan.steps:
         lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.guessed:
-        lines.append(
-            f"guessed, since the device may save other tensors than a CPU, as traced: {'; '.join(plan.guessed)}"
-        )
+        lines.append(f"guessed, since the device is not here: {'; '.join(plan.guessed)}")
     if plan.is_compiled:
         lines.append(
             "of the model as it is written: when it is compiled, each graph is decided by itself, to this budget"

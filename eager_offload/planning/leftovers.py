@@ -113,9 +113,15 @@ def _taken_out_of_others(outside: Outside, made: Made) -> list[str]:
         return []
     held = _take_out(made)
     gc.collect()
-    if held or made.is_gone() or torch.is_autocast_enabled("cpu"):  # whose cache holds casts until it is left
+    if held or made.is_gone() or _is_cast():
         return held
     return ["something that cannot be looked into"]
+
+
+def _is_cast() -> bool:
+    """Whether the caller is in an autocast, whose cache holds casts until it is left."""
+    device = torch.accelerator.current_accelerator()
+    return torch.is_autocast_enabled("cpu") or (device is not None and torch.is_autocast_enabled(device.type))
 
 
 def _let_go(error: BaseException, handled: BaseException | None) -> None:

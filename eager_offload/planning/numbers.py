@@ -4,7 +4,8 @@
 torch has one default generator for all threads of a process. To put its state back after a trace would have another
 thread draw once more what it has drawn meanwhile. So a trace draws from a generator of its own: the recorder gives it
 to operators (``recorder.py``), and what sets a state by ``torch.random``, as a checkpoint does, sets that one's as long
-as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` is what it was.
+as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` is what it was. The same holds for the
+generators of CUDA's devices.
 
 Real steps draw from the default generator, as kernels do that are given none, and put it back: other threads should
 draw nothing meanwhile. So is put back what a model draws from Python's and numpy's own numbers, in a trace too.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,27 +31,31 @@ from eager_offload import contexts
 from eager_offload._torch import Patch, compiled_frames, function_modes, generators, without_dispatch_modes
 from eager_offload.contexts import Patches
 
+_CPU = torch.device("cpu")
+
 
 @contextmanager
-def by_itself() -> Iterator[None]:
-    """Autograd is on, compiled functions run as they were written, and the caller's modes, hooks and default device
-    count for nothing."""
+def by_itself(device: torch.device = _CPU) -> Iterator[None]:
+    """Autograd is on, compiled functions run as they were written, tensors are made on ``device`` unless the program
+    says otherwise, and the caller's modes and hooks count for nothing."""
     with ExitStack() as stack:
         stack.enter_context(_uncompiled())
         stack.enter_context(contexts.outside())
         stack.enter_context(without_dispatch_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if function_modes() or torch.get_default_device().type != "cpu":  # whatever default the caller has
-            stack.enter_context(torch.device("cpu"))
-        device = torch.accelerator.current_accelerator()
-        if device is not None and torch.is_autocast_enabled(device.type):  # what stands for it is on the CPU
-            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype(device.type)))
+        if function_modes() or torch.get_default_device() != device:  # whatever default the caller has
+            stack.enter_context(device)
         yield
 
 
 class _Local(threading.local):
+    def __init__(self) -> None:
+        self.on_devices = {}
+
     generator: torch.Generator | None = None
+    #: Of CUDA's devices, by number.
+    on_devices: dict[int, torch.Generator]
     is_uncompiled: bool = False
 
 
@@ -67,6 +72,24 @@ class _GeneratorOfThread:
         return getattr(_local.generator or self._shared, name)
 
 
+class _GeneratorsOfThread(Sequence[Any]):
+    """What ``torch.cuda`` has in place of the default generators of its devices while any thread traces."""
+
+    def __init__(self, shared: Sequence[Any]) -> None:
+        self._shared = shared
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def __getitem__(self, number: Any) -> Any:
+        shared = self._shared[number]
+        if _local.generator is None or not isinstance(number, int):
+            return shared
+        if number not in _local.on_devices:
+            _local.on_devices[number] = shared.clone_state()
+        return _local.on_devices[number]
+
+
 class _StanceOfThread:
     """What Dynamo has in place of its stance while any thread plans."""
 
@@ -77,7 +100,12 @@ class _StanceOfThread:
         return "force_eager" if name == "stance" and _local.is_uncompiled else getattr(self._shared, name)
 
 
-_generator = Patches(lambda: _patch(generators, "default_generator", _GeneratorOfThread))
+_generator = Patches(
+    lambda: [
+        *_patch(generators, "default_generator", _GeneratorOfThread),
+        *_patch(torch.cuda, "default_generators", _GeneratorsOfThread),
+    ]
+)
 _stance = Patches(lambda: _patch(compiled_frames(), "_stance", _StanceOfThread))
 
 
@@ -101,14 +129,14 @@ def _uncompiled() -> Iterator[None]:
 @contextmanager
 def numbers_of_its_own() -> Iterator[torch.Generator]:
     """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
-    before, generator = _local.generator, torch.Generator("cpu")
+    before, generator = (_local.generator, _local.on_devices), torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
     with _others_put_back(), _generator.used():
         try:
-            _local.generator = generator
+            _local.generator, _local.on_devices = generator, {}
             yield generator
         finally:
-            _local.generator = before
+            _local.generator, _local.on_devices = before
 
 
 @contextmanager

@@ -57,11 +57,11 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    Without ``steps`` the model is traced as it would run on a CPU: forward and backward on tensors without bytes. A
-    kernel that only an accelerator has is not seen; the plan names the functions whose saves depend on it. Nothing of
-    the program's changes: not the model, not what its functions and ``loss`` reach beside it, not random numbers, not
-    what is compiled. A compiled model is planned as it is written. Nothing is allocated but for integers and booleans.
-    Times are those of a roofline: see :class:`Machine`.
+    Without ``steps`` the model is traced: forward and backward on tensors without bytes, on the accelerator that the
+    process has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of
+    which that is a guess. Nothing of the program's changes: not the model, not what its functions and ``loss`` reach
+    beside it, not random numbers, not what is compiled. A compiled model is planned as it is written. Nothing is
+    allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
@@ -146,10 +146,9 @@ def plan(
                 raise ConfigError(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
-        is_cpu = device == _HERE and torch.accelerator.current_accelerator(check_available=True) is None
         text = model_text(model) if are_several() else ""
         held = sharding, accumulation > 1
-        return Asked(settings, machine, budget, states, steps, text, is_cpu, *held)
+        return Asked(settings, machine, budget, states, steps, text, *held)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -173,9 +172,8 @@ def _make(
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
         else:
-            program = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, rules=rules)
-            if asked.is_cpu:  # whose kernels were traced
-                program = replace(program, guessed=())
+            fields = {"min_bytes": least, "patterns": patterns, "again": again, "rules": rules}
+            program = trace(model, inputs, loss, **fields, target=machine.kernels)
             seconds = tuple(program.seconds(machine))
         program = on_one_device(program, asked.sharding, accumulates=asked.accumulates)
         return _chooser(program, seconds, asked)

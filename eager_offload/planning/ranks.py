@@ -31,8 +31,6 @@ class Asked(NamedTuple):
     """How many real steps are run; 0: none, and one is traced."""
     model: str
     """What is planned, where there are several ranks: see ``model_text``."""
-    is_cpu: bool = False
-    """Whether the device is the CPU of this process."""
     sharding: Sharding | None = None
     """How the model is sharded."""
     accumulates: bool = False

@@ -44,6 +44,8 @@ from eager_offload.stats import KeepReason
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20
+#: Bytes of a constant from outside whose numbers are known, whatever its type, and of copies of it.
+MOST_READ = 64 << 10
 #: Everything travels as it is.
 PLAIN = CodecRules({"*": IDENTITY})
 
@@ -79,6 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._min_bytes, self._generator = min_bytes, generator
+        self._generators: dict[torch.device, torch.Generator] = {}
         #: How long each operator took, where they are real, and those since the last one that has bytes.
         self.seconds: list[float] = []
         self._unwritten = 0.0
@@ -283,14 +286,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if known and is_random:
-            func, named = _drawing_from(self._generator, func, named)
+            func, named = _drawing_from(self._generator_of(made[0].device), func, named)
             known = "generator" in named
-        if known and all(_may_be_known(one) and (one.numel() <= 1 or not is_random) for one in made):
+        is_copy = schema_of(func).name == "aten::_to_copy" and all(one.nbytes <= MOST_READ for one in made)
+        if known and all((is_copy or _may_be_known(one)) and (one.numel() <= 1 or not is_random) for one in made):
             return _computed(func, args, named)
         if schema_of(func).is_mutable:
             storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
         return result
+
+    def _generator_of(self, device: torch.device) -> torch.Generator:
+        """The one for the random numbers of ``device``, which no other thread draws from."""
+        assert self._generator is not None, "tensors are fake"
+        if device.type == self._generator.device.type:
+            return self._generator
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
 
     def _has_numbers(self, tensor: Tensor) -> bool:
         if is_fake(type(tensor)):

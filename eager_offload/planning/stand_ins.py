@@ -21,7 +21,7 @@ which they are gathered, and none of the hooks that gather them. Its inputs and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -41,18 +41,20 @@ from eager_offload._torch import (
     without_sharding,
 )
 from eager_offload.errors import PlanError
-from eager_offload.planning.recorder import MOST_KNOWN, Recorder
-
-#: Bytes of a constant from outside whose numbers are known, whatever its type.
-_MOST_READ = 64 << 10
+from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
 
 
 class StandIns(TorchFunctionMode):
-    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else."""
+    """What stands in a trace for the tensors of a model, of its inputs and, while it is entered, of all else.
 
-    def __init__(self, recorder: Recorder) -> None:
+    All are on ``device``. Where some of the model's are there already, those that the program has on the CPU are there
+    on purpose, and so are those of the inputs.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._device = recorder, device
+        self._are_there = False
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
         #: In which type shards are gathered, by the identity of the parameter.
@@ -60,6 +62,7 @@ class StandIns(TorchFunctionMode):
         self._owners: list[object] = []  # no key is used twice
 
     def of_inputs(self, inputs: object) -> Any:
+        self._are_there = are_on(self._device, tree_iter(inputs))
         return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
 
     def copy_of(
@@ -72,6 +75,7 @@ class StandIns(TorchFunctionMode):
         for group in groups:
             dtype = group.policy.param_dtype
             self._gathered.update((id(one), dtype or one.dtype) for one in group.parameters)
+        self._are_there = are_on(self._device, values_in(model))
         for name, module in model.named_modules():
             for value in vars(module).values():
                 for one in tree_iter(value):
@@ -130,10 +134,10 @@ class StandIns(TorchFunctionMode):
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
         if gathered is not None:
-            made = torch.empty(tensor.shape, dtype=gathered)
-        elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= _MOST_READ and not tensor.requires_grad):
+            made = torch.empty(tensor.shape, dtype=gathered, device=self._place(tensor))
+        elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
-                made = tensor.detach().to("cpu", copy=True)
+                made = tensor.detach().to(self._place(tensor), copy=True)
         else:
             made = self._fake(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -145,15 +149,20 @@ class StandIns(TorchFunctionMode):
         self._recorder.has(made)
         return made
 
+    def _place(self, tensor: Tensor) -> torch.device:
+        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
+        return tensor.device if is_told else self._device
+
     def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, self._place(tensor)
         storage = tensor.untyped_storage()
         whole = self._wholes.get(storage_key(storage))
         if whole is None or whole.dtype != dtype:
             if tensor.nbytes == storage.nbytes():
-                made = self._wholes[storage_key(storage)] = torch.empty_strided(size, stride, dtype=dtype)
+                made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                self._wholes[storage_key(storage)] = made
                 return made
-            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
+            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
             self._wholes[storage_key(storage)] = whole
         return whole.as_strided(size, stride, tensor.storage_offset())
 
@@ -173,6 +182,16 @@ def _cast(module: nn.Module, policy: Any) -> None:
         )
     if policy.output_dtype is not None:
         module.register_forward_hook(lambda _, args, output: to(policy.output_dtype, output))
+
+
+def values_in(model: nn.Module) -> Iterator[object]:
+    """Yields what the modules of ``model`` have as attributes, or in containers that are attributes."""
+    return (one for module in model.modules() for value in vars(module).values() for one in tree_iter(value))
+
+
+def are_on(device: torch.device, values: Iterable[object]) -> bool:
+    """Returns whether any of ``values`` is a tensor on a device of the kind of ``device``."""
+    return any(isinstance(one, Tensor) and one.device.type == device.type for one in values)
 
 
 def _has_numbers(tensor: Tensor) -> bool:

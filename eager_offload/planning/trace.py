@@ -1,10 +1,10 @@
 """A model and its inputs, traced into a ``Program``: nothing is computed, and nothing is allocated.
 
 [Note: tracing]
-A copy of the model is run whose parameters are fake tensors on the CPU, which stand for the device. So the model
+A copy of the model is run whose parameters are fake tensors, of the device or in its place (target.py). So the model
 itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py). A fake
-CPU tensor takes autograd to the kernels of a CPU; those of an accelerator would abort where torch was built without it.
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py).
+Backward runs on the calling thread on any device, since the modes and settings of a trace are those of one thread.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import FakeTensorMode
+from eager_offload._torch import FakeTensorMode, tree_iter
 from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
@@ -30,9 +31,10 @@ from eager_offload.planning.leftovers import Made, left_as_it_was
 from eager_offload.planning.numbers import by_itself, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
-from eager_offload.planning.stand_ins import StandIns
+from eager_offload.planning.stand_ins import StandIns, are_on, values_in
+from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
-#: Modules of torch that raise ``NotImplementedError`` for an operator, and not for what a model leaves out.
+#: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 
@@ -45,6 +47,7 @@ def trace(
     patterns: Sequence[Pattern] = (),
     again: Sequence[str] = (),
     rules: CodecRules = PLAIN,
+    target: str = CPU,
 ) -> Program:
     """One training step of ``model`` as numbers.
 
@@ -56,6 +59,8 @@ def trace(
         patterns: name modules that keep what they save, or that ``rules`` name a codec for.
         again: names of modules that are computed again, as :meth:`Plan.apply` has them.
         rules: which codecs may pack what moves.
+        target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
+            of the process stands.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -64,7 +69,7 @@ def trace(
     made = Made()
     with left_as_it_was(model, loss, made):
         # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, made)
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, target, made)
 
 
 def _trace(
@@ -75,16 +80,21 @@ def _trace(
     patterns: Sequence[Pattern],
     again: Sequence[str],
     rules: CodecRules,
+    target: str,
     made: Made,
 ) -> Program:
+    device = device_of(target)
+    is_guess = device.type == CPU != target
     with (
-        by_itself(),
+        by_itself(_default_of(device, model, inputs)),
+        torch.autograd.set_multithreading_enabled(False),
         numbers_of_its_own() as generator,
         _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
+        autocast_of(target) if is_guess else nullcontext(),
     ):
         recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
-        stand_ins = StandIns(recorder)
+        stand_ins = StandIns(recorder, device)
         inputs = stand_ins.of_inputs(inputs)
         traced, made_loss = stand_ins.copy_of(model, loss)
         for part in (traced, made_loss):
@@ -93,7 +103,7 @@ def _trace(
         if patterns:
             matched.add(traced, patterns, rules)
         try:
-            with stand_ins:
+            with stand_ins, TargetKernels() if is_guess else nullcontext():
                 run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
@@ -107,17 +117,26 @@ def _trace(
                 'none, plan from them: eo.plan(..., device="here", steps=2)'
             )
             raise  # the model's own
-        return recorder.program()
+        program = recorder.program()
+        return program if is_guess else replace(program, guessed=())
+
+
+def _default_of(device: torch.device, model: nn.Module, inputs: object) -> torch.device:
+    """Returns where the program makes tensors if it does not say: the caller's choice if the program is on ``device``
+    already, and otherwise ``device``, to which all of the program's tensors go."""
+    default = torch.get_default_device()
+    is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
+    return default if is_there else device
 
 
 def _lacks(error: Exception) -> str | None:
-    """What is said of an operator that torch does not run on tensors without bytes, or on a CPU, which differentiates
-    FlexAttention on accelerators alone; ``None`` for any other error."""
+    """What is said of an operator that torch does not run on tensors without bytes, as FlexAttention, or not on a CPU;
+    ``None`` for any other error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     raised = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
-    if not isinstance(error, NotImplementedError) or not raised.startswith(_OPERATORS):
+    if not isinstance(error, NotImplementedError | AssertionError) or not raised.startswith(_OPERATORS):
         return None
     return (
         f"calls what cannot be traced ({error}). Plan it with another attention in that place, such as "

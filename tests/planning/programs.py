@@ -22,9 +22,17 @@ CONFIG = {"min_bytes": "1KiB", "max_inflight_bytes": "64KiB", "prefetch_bytes": 
 Made = Callable[[], tuple[nn.Module, Tensor]]
 
 
-def slow(**rates: float) -> eo.Machine:
-    """A device on which small models take a while."""
-    usual = {"flops": 1e9, "single_flops": 1e9, "memory": 1e9, "out": 1e9, "back": 1e9, "memory_bytes": 1 << 30}
+def slow(**rates: Any) -> eo.Machine:
+    """A device on which small models take a while, with the kernels of a CPU, on which tests train."""
+    usual = {
+        "kernels": "cpu",
+        "flops": 1e9,
+        "single_flops": 1e9,
+        "memory": 1e9,
+        "out": 1e9,
+        "back": 1e9,
+        "memory_bytes": 1 << 30,
+    }
     return eo.Machine("slow", **{**usual, **rates})  # type: ignore[arg-type]
 
 

@@ -261,6 +261,8 @@ def test_a_machine_with_a_rate_below_nothing_is_an_error(field: str) -> None:
     for name in (5, None, b"h200"):
         with pytest.raises(eo.ConfigError, match=r"name=.* is not accepted: name of a Machine takes a text"):
             eo.Machine(name, 1.0, 1.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(eo.ConfigError, match=r'kernels=.* is not accepted: kernels of a Machine takes "cuda" or "cpu"'):
+        eo.Machine("m", 1.0, 1.0, 1.0, kernels="tpu")
 
 
 def test_an_operator_takes_as_long_as_its_operations_or_its_bytes_or_its_launch() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import logging.handlers
 import random
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
@@ -26,7 +30,7 @@ from eager_offload.planning.program import Program
 from eager_offload.planning.trace import trace
 from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
-from tests.planning.programs import Stack, small, trained
+from tests.planning.programs import CONFIG, Stack, small, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -390,3 +394,367 @@ def test_h63_compiled_code_is_compiled_after_a_plan(what: str, steps: int) -> No
     loss(model(x)).backward()
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+# -- the device that a step is planned for ----------------------------------------------------------------------------
+
+#: A machine with an accelerator traces for that.
+without_accelerator = pytest.mark.skipif(
+    torch.accelerator.current_accelerator(check_available=True) is not None, reason="this machine has an accelerator"
+)
+Sized = tuple[tuple[int, ...], torch.dtype]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Calling(nn.Module):
+    """Calls one function with its input and parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
+        super().__init__()
+        self.function, self.given = function, nn.ParameterList(parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.given).sum()
+
+
+class Noting(Calling):
+    """Notes the sizes and types of what that saves, which no one else sees then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
+            noted.put((tuple(tensor.shape), tensor.dtype))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = self.function(x, *self.given)
+        return made.sum()
+
+
+#: What is noted while a step is traced. A plan would put back a list.
+noted: SimpleQueue[Any] = SimpleQueue()
+
+
+def taken() -> list[Any]:
+    """What was noted since the last call."""
+    return [noted.get() for _ in range(noted.qsize())]
+
+
+def saved(function: Callable[..., Tensor], x: Tensor, *parameters: Tensor, target: str = "cuda") -> list[Sized]:
+    """What ``function`` saves in a trace for ``target``, in any order."""
+    trace(Noting(function, *parameters), x, min_bytes=0, target=target)
+    return sorted(taken(), key=str)
+
+
+def traced(function: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Program:
+    return trace(Calling(function, *parameters), x, min_bytes=0, target="cuda")
+
+
+def in_order(*found: Sized) -> list[Sized]:
+    return sorted(found, key=str)
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
+
+
+@without_accelerator
+def test_dropout_saves_the_mask_of_the_target() -> None:
+    x = empty(4, 8)
+    mask, noise = ((4, 8), torch.bool), ((4, 8), torch.float32)
+    for function in (
+        lambda x: F.dropout(x, 0.1),
+        lambda x: torch.dropout(x, 0.1, True),
+        lambda x: torch.ops.aten.dropout(x, 0.1, True),
+        nn.Dropout(0.1),
+    ):
+        assert saved(function, x) == [mask]
+        assert saved(function, x, target="cpu") == [noise]
+    assert saved(lambda x: F.dropout(x.neg(), 0.1, inplace=True), x) == [noise], "as on CUDA"
+    assert mask not in saved(lambda x: F.dropout(x, 1.0), x)
+    assert saved(lambda x: F.dropout(x, 0.1, training=False), x) == saved(lambda x: F.dropout(x, 0.0), x) == []
+
+
+@without_accelerator
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_causal_attention_in_half_precision_saves_what_flash_attention_does(dtype: torch.dtype) -> None:
+    size, part = (2, 4, 64, 32), (2, 2, 64, 32)
+    x = empty(*size, dtype=dtype)
+    rows, seeds = ((2, 4, 64), torch.float32), [((2,), torch.uint64), ((), torch.uint64)]
+
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def of_groups(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], is_causal=True, enable_gqa=True)
+
+    assert saved(attention, x) == in_order(*[(size, dtype)] * 4, rows, *seeds)
+    assert saved(of_groups, x) == in_order(*[(size, dtype), (part, dtype)] * 2, rows, *seeds)
+    padded = (2, 4, 64, 40)
+    assert saved(attention, empty(2, 4, 64, 36, dtype=dtype)) == in_order(*[(padded, dtype)] * 4, rows, *seeds)
+
+
+@without_accelerator
+@pytest.mark.parametrize("length", [64, 60])
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_an_attention_with_a_mask_saves_what_the_efficient_one_does(length: int, is_bool: bool) -> None:
+    size, single = (2, 4, length, 32), torch.float32
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    x, mask = empty(*size), mask if is_bool else mask.float()
+
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    rows, seeds = ((2, 4, 64), single), [((), torch.int64)] * 2
+    assert saved(attention, x) == in_order(((2, 4, length, length), single), *[(size, single)] * 4, rows, *seeds)
+    program = traced(attention, x)
+    assert program.saves[0].storage_nbytes == (64 if length == 60 else length) * length * 4, "one for all heads"
+    assert [one.partition(" ")[0] for one in program.guessed] == ["attention"]
+
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+PARTS = "_safe_softmax"
+
+
+@without_accelerator
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "size", "fields"),
+    [
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {}),
+        (EFFICIENT, torch.float32, (2, 4, 16, 8), {}),
+        (PARTS, torch.float64, (2, 4, 16, 8), {}),
+        (PARTS, torch.bfloat16, (4, 16, 8), {}),
+        (PARTS, torch.float32, (2, 4, 16, 6), {}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"attn_mask": torch.zeros(16, 16, dtype=torch.bfloat16)}),
+        (PARTS, torch.float32, (2, 4, 16, 8), {"expanded": True}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 320), {}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"is_causal": True, "keys": 24}),
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {"keys": 24}),
+        (FLASH, torch.bfloat16, (2, 4, 16, 8), {"enable_gqa": True, "heads": 2}),
+        (PARTS, torch.float32, (2, 4, 16, 8), {"enable_gqa": True, "heads": 2}),
+        (FLASH, torch.float32, (2, 4, 16, 8), {"cast": True}),
+        (EFFICIENT, torch.bfloat16, (2, 4, 16, 8), {"allowed": SDPBackend.EFFICIENT_ATTENTION}),
+        (PARTS, torch.bfloat16, (2, 4, 16, 8), {"allowed": SDPBackend.MATH}),
+    ],
+)
+def test_torchs_rules_choose_the_attention_of_the_target(
+    chosen: str, dtype: torch.dtype, size: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    fields = {**fields}
+    keys = *size[:-3], fields.pop("heads", size[-3]), fields.pop("keys", size[-2]), size[-1]
+    cast, allowed, expanded = (fields.pop(name, None) for name in ("cast", "allowed", "expanded"))
+
+    def attention(x: Tensor) -> Tensor:
+        key = x.new_empty(keys)
+        if expanded:
+            fields["attn_mask"] = x.new_zeros(16, 1).expand(16, 16)
+        with (
+            torch.autocast("cuda", torch.bfloat16, enabled=bool(cast)),
+            sdpa_kernel(allowed) if allowed else nullcontext(),
+        ):
+            return F.scaled_dot_product_attention(x, key, key, **fields)
+
+    program = traced(attention, empty(*size, dtype=dtype))
+    assert {op.name for op in program.ops} & {FLASH, EFFICIENT, PARTS} == {chosen}
+    (said,) = program.guessed
+    assert said.startswith("attention")
+    assert ("in parts" in said) is (chosen == PARTS)
+
+
+@without_accelerator
+def test_what_a_function_of_torch_calls_is_the_targets_too() -> None:
+    attention = nn.MultiheadAttention(32, 4, dropout=0.1)
+    x = empty(16, 2, 32)
+    ops = {
+        need: [op.name for op in trace(_Attending(attention, need), x, min_bytes=0, target="cuda").ops]
+        for need in (False, True)
+    }
+    assert "_scaled_dot_product_efficient_attention" in ops[False]
+    assert "native_dropout" in ops[True]
+
+
+class _Attending(nn.Module):
+    def __init__(self, attention: nn.Module, need_weights: bool) -> None:
+        super().__init__()
+        self.attention, self.need_weights = attention, need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.attention(x, x, x, need_weights=self.need_weights)[0]
+        return made.sum()
+
+
+@without_accelerator
+def test_batch_norm_saves_what_cudnn_does() -> None:
+    weight, bias, each = empty(4), empty(4), ((4,), torch.float32)
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, **fields: float) -> Tensor:
+        return F.batch_norm(x, torch.zeros_like(weight), torch.ones_like(weight), weight, bias, training=True, **fields)
+
+    x = empty(8, 4, 6, 6)
+    reserve = ((0,), torch.uint8)
+    assert saved(norm, x, weight, bias) == in_order(((8, 4, 6, 6), torch.float32), *[each] * 5, reserve)
+    cudnn, native, half = "cudnn_batch_norm", "native_batch_norm", torch.bfloat16
+    for name, given, like, fields in (
+        (cudnn, empty(8, 4, 6, 6, dtype=torch.float16), torch.float32, {}),
+        (native, empty(8, 4, 6, 6, dtype=half), torch.float32, {}),
+        (native, empty(8, 4, 6, 6, dtype=half), half, {}),
+        (native, empty(8, 4), torch.float32, {}),
+        (native, x, torch.float32, {"eps": 1e-6}),
+    ):
+        program = traced(partial(norm, **fields), given, empty(4, dtype=like), empty(4, dtype=like))
+        assert name in [op.name for op in program.ops]
+        assert program.guessed[0].startswith("batch norm")
+
+
+@without_accelerator
+def test_rms_norm_saves_its_input_and_numbers_of_each_row() -> None:
+    found = saved(lambda x, weight: F.rms_norm(x, (64,), weight), empty(16, 64), empty(64))
+    rows = [((16, 1), torch.float32)] * 2
+    assert found == in_order(((16, 64), torch.float32), ((64,), torch.float32), *rows)
+    ops = [op.name for op in traced(lambda x, w: F.rms_norm(x, (64,), w), empty(16, 64), empty(64).bfloat16()).ops]
+    assert "rsqrt" in ops, "as on CUDA for weights of another type"
+
+
+def test_a_trace_for_a_cpu_has_its_kernels_and_guesses_nothing() -> None:
+    program = trace(Calling(lambda x: F.dropout(x, 0.1)), empty(4, 8), min_bytes=0)
+    assert "bernoulli_" in [op.name for op in program.ops]
+    assert program.guessed == ()
+
+
+@contextmanager
+def caller_in(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """The caller's thread is in an autocast that torch would not enter here."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
+
+@without_accelerator
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, dtype) for kind in ("cuda", "around") for dtype in (None, *HALVES, torch.float32)),
+        *(("cpu", dtype) for dtype in (None, *HALVES)),
+    ],
+)
+def test_autocast_of_the_target_takes_effect(kind: str, dtype: torch.dtype | None) -> None:
+    named = {} if dtype is None else {"dtype": dtype}
+    if dtype is None:
+        dtype = torch.bfloat16 if kind == "cpu" else torch.float16
+
+    def layers(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        with nullcontext() if kind == "around" else torch.autocast(kind, **named):
+            states.put((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+            with torch.autocast("cuda", enabled=False):
+                x = x.exp()
+            return F.layer_norm(F.linear(x, weight).softmax(-1).to(dtype), (16,), scale)
+
+    states: SimpleQueue[Any] = SimpleQueue()
+    here = torch.get_autocast_dtype("cuda")
+    with warnings.catch_warnings(), caller_in("cuda", dtype) if kind == "around" else nullcontext():
+        warnings.simplefilter("error")
+        found = saved(layers, empty(8, 4), empty(16, 4), empty(16))
+    single = torch.float32
+    product = [((8, 4), single), ((8, 4), dtype), ((4, 16), dtype)]
+    norm = [((8, 16), single), ((16,), single), *[((8, 1), single)] * 2]
+    assert found == in_order(*product, ((8, 16), single), *norm), "softmax and norm compute in float32"
+    assert states.get() == (True, dtype)
+    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (False, here)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+@without_accelerator
+@pytest.mark.parametrize(
+    ("function", "size", "halves", "singles"),
+    [
+        (lambda x, w: F.cross_entropy(logits(x, w), torch.arange(8)), (8, 16), 1, 1),
+        (lambda x, w: F.normalize(logits(x, w)), (8, 16), 2, 1),
+        (lambda x, w: logits(x, w).square(), (8, 16), 0, 1),
+        (lambda x, w: logits(x, w) ** 3, (8, 16), 0, 1),
+        (lambda x, w: F.pad(logits(x, w), (1, 1), mode="reflect").sin(), (8, 18), 1, 0),
+        (lambda x, w: torch.cat([logits(x, w), logits(x, w)]).sin(), (16, 16), 1, 0),
+        (lambda x, w: logits(x, w).sum(-1).sin(), (8,), 0, 1),
+    ],
+)
+def test_autocast_computes_in_the_types_of_the_target(
+    function: Callable[..., Tensor], size: tuple[int, ...], halves: int, singles: int
+) -> None:
+    def cast(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return function(x, weight)
+
+    found = saved(cast, empty(8, 4), empty(16, 4))
+    assert found.count((size, torch.bfloat16)) == halves
+    assert found.count((size, torch.float32)) == singles
+
+
+@without_accelerator
+def test_what_is_computed_again_has_the_kernels_and_the_autocast_of_the_target() -> None:
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        x = F.linear(x, weight)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def layers(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return checkpoint(block, x, weight, use_reentrant=False)
+
+    ops = [op.name for op in traced(layers, empty(2, 4, 16, 8), empty(8, 8)).ops]
+    assert ops.count("_scaled_dot_product_flash_attention") == 2
+
+
+@without_accelerator
+def test_autocast_of_other_threads_is_what_it_was() -> None:
+    def elsewhere() -> str:
+        with torch.autocast("cuda"):
+            return str(torch.is_autocast_enabled("cpu"))
+
+    def function(x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            noted.put(other.submit(elsewhere).result())
+        return x.exp()
+
+    own = torch.autocast.__init__
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert "False" in saved(function, empty(4))
+    assert torch.autocast.__init__ is own
+
+
+class Noise(nn.Module):
+    """Its dropout saves other tensors than the one that was planned for: of another size and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.1)
+        return x.square().mean()
+
+
+class Mask(Noise):
+    """The same with the operator of CUDA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.native_dropout(layer(x), 0.1, True)[0]
+        return x.square().mean()
+
+
+@without_accelerator
+@pytest.mark.parametrize("kind", [Noise, Mask])
+@pytest.mark.parametrize("device", ["h200", "here"])
+def test_h70_a_step_is_followed_whatever_its_kernels_save(kind: type[Noise], device: str, tmp_path: Path) -> None:
+    x = torch.randn(256, 64)
+    config = {**CONFIG, "tier": "host"}
+    plan = eo.plan(Noise(), x, device=device, device_budget="1GiB", policy="max", config=config)
+    assert [one.partition(" ")[0] for one in plan.guessed] == (["dropout"] if device == "h200" else [])
+    assert ("guessed, " in str(plan)) is (device == "h200")
+    trained(plan, kind(), x, tmp_path, steps=1)

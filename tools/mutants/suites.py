@@ -51,6 +51,7 @@ _FIRST = {
     "planning/choose": "planning/plan",
     "planning/recompute": "planning/recompute",
     "planning/replay": "planning/replay",
+    "planning/target": "planning/trace",
     "runtime/host": "=host",
     "runtime/link_probe": "",
     "runtime/pinned": "tiers/numa",

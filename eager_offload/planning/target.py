@@ -1,0 +1,401 @@
+"""The device that a step is planned for: its fake tensors, or what its kernels would save of those of a CPU.
+
+[Note: kernels of the target]
+Where the process has an accelerator, a step is traced on fake tensors of that device: torch itself chooses its kernels
+and its autocast. Where there is none, torch would call the driver for them, so the tensors are the CPU's, and
+``TargetKernels`` calls the operators that CUDA chooses in the place of those that save other tensors on a CPU. Their
+rules for tensors without bytes and their derivatives are in every build of torch. The conditions are those by which
+torch chooses on CUDA (``sdp_utils.cpp``, ``Normalization.cpp``, ``Dropout.cpp``), of a device with tensor cores.
+
+[Note: autocast of the target]
+torch turns ``torch.autocast("cuda")`` off, with a warning, where there is no such device. On a thread that traces for
+one, it is the CPU's autocast, of that type. This casts the same products and convolutions. ``TargetKernels`` casts what
+CUDA computes in ``float32`` besides. A model that asks for the CPU's autocast, as one does that looks where its tensors
+are, means that of the device too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from eager_offload._torch import Patch, attention_in_parts, efficient_attention, flash_attention, tree_map
+from eager_offload.contexts import Patches
+from eager_offload.planning.guessed import name_of
+
+#: The device that the process has, whatever it is.
+CPU = "cpu"
+
+_aten = torch.ops.aten
+_HALF = torch.float16, torch.bfloat16
+#: CUDA computes these in ``float32`` under its autocast, and a CPU does not.
+_SINGLE = frozenset(
+    (
+        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow"),
+        *("reciprocal", "rsqrt", "sinh", "softplus", "square", "tan"),
+        *("group_norm", "layer_norm", "native_layer_norm"),
+        *("cosine_similarity", "dist", "frobenius_norm", "norm", "nuclear_norm", "pdist", "renorm"),
+        *("upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
+        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    )
+)
+#: These too, but from what they are given as it is.
+_TO_SINGLE = frozenset(
+    ("cumprod", "cumsum", "log_softmax", "softmax", "sum", "linalg_matrix_norm", "linalg_vector_norm")
+)
+#: A CPU computes these in ``float32`` under its autocast, and CUDA in the type of what they are given.
+_AS_GIVEN = frozenset(
+    (
+        *("cat", "stack", "pad", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
+        *("replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d"),
+    )
+)
+
+Kernel: TypeAlias = Callable[..., Any]
+
+
+def device_of(target: str) -> torch.device:
+    """Returns the device of the fake tensors that a step for ``target`` is traced on."""
+    accelerator = None if target == CPU else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device(CPU)
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+class TargetKernels(TorchFunctionMode):
+    """Calls the kernels of CUDA on the CPU's fake tensors: see [Note: kernels of the target]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bodies: dict[Kernel, Kernel | None] = {}
+        #: Functions whose bodies run: some methods of tensors call those of the same name below them.
+        self._running: list[Kernel] = []
+
+    def __torch_function__(
+        self,
+        func: Kernel,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        is_plain = {Tensor}.issuperset(types) and func not in self._running
+        if is_plain and (body := self._body_of(func)) is not None:
+            self._running.append(func)
+            try:
+                with self:
+                    return body(*args, **named)
+            finally:
+                self._running.pop()
+        name = name_of(func)
+        if _is_cast() and name in _TO_SINGLE:
+            if any(isinstance(one, Tensor) and one.dtype in _HALF for one in args[:1]):
+                named["dtype"] = named.get("dtype") or torch.float32
+        elif _is_cast() and (name in _SINGLE or name in _AS_GIVEN):
+            if name in _SINGLE:
+                args, named = tree_map(_as_single, (args, named))
+            with torch.autocast(CPU, enabled=False):
+                return func(*args, **named)
+        kernel = _KERNELS.get(name)
+        result = None if kernel is None else kernel(*args, **named)
+        return func(*args, **named) if result is None else result
+
+    def _body_of(self, func: Kernel) -> Kernel | None:
+        """Returns a function of torch in Python so that this mode sees what it calls; ``None`` for any other function.
+
+        It begins with a question for modes and subclasses, which would lead back here. So its copy never asks.
+        """
+        if func not in self._bodies:
+            asks = isinstance(func, FunctionType) and "handle_torch_function" in func.__code__.co_names
+            self._bodies[func] = _unasking(func) if asks and isinstance(func, FunctionType) else None
+        return self._bodies[func]
+
+
+def _unasking(func: FunctionType) -> Kernel:
+    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    copied = FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    copied.__kwdefaults__ = func.__kwdefaults__
+    return copied
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _is_cast() -> bool:
+    return torch.is_autocast_enabled(CPU)
+
+
+def _as_single(one: Any) -> Any:
+    return one.float() if isinstance(one, Tensor) and one.dtype in _HALF else one
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
+    if not train or not 0 < p < 1 or not input.numel():
+        return None
+    made: Tensor = _aten.native_dropout(input, p, train)[0]
+    return made
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor | None:
+    """Returns ``None`` where torch's own kernel takes it, which saves the same as on a CPU."""
+    if weight is None or bias is None or (running_mean is None and not training):
+        return None
+    has_type = weight.dtype is (torch.float32 if input.dtype is torch.float16 else input.dtype) is not torch.bfloat16
+    most = 880_801 if training else 65_535
+    fits = input.dim() >= 3 and input.shape[0] <= most and input.numel() < 2**31 - 1 and eps >= 1e-5
+    if not (has_type and fits and cudnn_enabled):
+        return None
+    statistics = running_mean, running_var, training, momentum, eps
+    made: Tensor = _aten.cudnn_batch_norm(_dense(input), weight, bias, *statistics)[0]
+    return made
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor | None:
+    """The kernel of CUDA saves what that of a layer norm does, but for the mean of each row."""
+    if weight is not None and weight.dtype is not input.dtype:
+        return None
+    made: Tensor = _aten.native_layer_norm(input, normalized_shape, weight, None, eps or 0.0)[0]
+    return made
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """CUDA's autocast leaves the logarithms in the type of ``input``, and computes the loss in ``float32``.
+
+    Only sizes and types are those of the loss, since there are no numbers.
+    """
+    if not _is_cast():
+        return None
+    classes = min(input.dim() - 1, 1)
+    with torch.autocast(CPU, enabled=False):
+        logs = torch.log_softmax(input, classes)
+        if target.is_floating_point():
+            rows = (logs * target).sum(classes, dtype=torch.float32)
+            return rows if reduction == 0 else rows.sum()
+        made: Tensor = _aten.nll_loss_nd(_as_single(logs), target, weight, reduction, ignore_index)
+        return made + logs.sum(dtype=torch.float32) if label_smoothing else made
+
+
+def _dense(given: Tensor) -> Tensor:
+    """Returns ``given`` without gaps, in the order of its dimensions or with channels last."""
+    for order in (torch.channels_last, torch.channels_last_3d):
+        if given.dim() == (4 if order is torch.channels_last else 5) and given.is_contiguous(memory_format=order):
+            return given
+    return given.contiguous()
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if _is_cast():
+        query, key, value = map(_as_cast, (query, key, value))
+        attn_mask = None if attn_mask is None else _as_cast(attn_mask)
+    mask, is_dense = attn_mask, attn_mask is None or attn_mask.stride(-1) == 1
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, torch.full((), -math.inf, dtype=query.dtype))
+    made: Tensor
+    if mask is None and _is_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
+        size = query.shape[-1]
+        padded = [torch.nn.functional.pad(one, (0, -size % 8)) if size % 8 else one for one in (query, key, value)]
+        made = flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        return made[..., :size] if size % 8 else made
+    if is_dense and _is_efficient(query, key, value):
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        is_kept = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        made = efficient_attention(query, key, value, mask, is_kept, dropout_p, is_causal, scale=scale)[0]
+        return made
+    made = attention_in_parts(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return made
+
+
+def _as_cast(one: Tensor) -> Tensor:
+    is_cast = one.is_floating_point() and one.dtype is not torch.float64
+    return one.to(torch.get_autocast_dtype(CPU)) if is_cast else one
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, dtypes: tuple[torch.dtype, ...], *, shares: bool) -> bool:
+    """Returns whether a fused kernel for ``dtypes`` takes these; ``shares``: for queries that share keys too."""
+    given = query, key, value
+    if any(one.dim() != 4 or one.dtype is not query.dtype or not one.numel() for one in given):
+        return False
+    heads = query.shape[1]
+    is_shared = key.shape[1] == value.shape[1] and heads % key.shape[1] == 0
+    return (
+        query.dtype in dtypes
+        and all(one.shape[0] == query.shape[0] and (one.stride(-1) == 1 or one.shape[-1] == 1) for one in given)
+        and (is_shared if shares else heads == key.shape[1] == value.shape[1])
+    )
+
+
+def _is_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # torch declares no types for it
+        and _is_fused(query, key, value, _HALF, shares=enable_gqa)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and not (is_causal and query.shape[2] != key.shape[2])
+    )
+
+
+def _is_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if not _is_fused(query, key, value, (*_HALF, torch.float32), shares=False):
+        return False
+    unit = 16 // query.itemsize
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # as above
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % unit == value.shape[-1] % unit == 0
+    )
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Returns ``mask`` in rows that begin at multiples of 8 elements."""
+    length = mask.shape[-1]
+    if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]) and not mask.storage_offset() % 8:
+        return mask
+    return torch.nn.functional.pad(mask, (0, -length % 8 or 8))[..., :length]
+
+
+#: What CUDA calls for a function of torch, by its name; ``None`` is returned where that is what a CPU calls.
+_KERNELS: dict[str, Kernel] = {
+    "dropout": _dropout,
+    "batch_norm": _batch_norm,
+    "rms_norm": _rms_norm,
+    "cross_entropy_loss": _cross_entropy,
+    "scaled_dot_product_attention": _attention,
+}
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+class _Local(threading.local):
+    target: str | None = None
+
+
+_local = _Local()
+
+
+class _State(NamedTuple):
+    """Whether autocast is on for a kind of device, and its type."""
+
+    is_on: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, kind: str) -> _State:
+        """Returns the state of the calling thread."""
+        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def restore(self, kind: str) -> None:
+        """Makes it the state of the calling thread."""
+        torch.set_autocast_enabled(kind, self.is_on)
+        torch.set_autocast_dtype(kind, self.dtype)
+
+
+def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
+    def init(
+        autocast: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == _local.target:
+            dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            replaced(autocast, CPU, torch.bfloat16, enabled, cache_enabled)  # of other types torch would warn
+            autocast.fast_dtype = dtype
+        else:
+            replaced(autocast, device_type, dtype, enabled, cache_enabled)
+
+    return init
+
+
+def _told(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """Has models that ask whether the target's autocast is on see the CPU's."""
+
+    def enter(autocast: Any) -> Any:
+        target = _local.target
+        if target is not None:
+            autocast.of_target = _State.of(target)
+        entered = replaced(autocast)
+        if target is not None:
+            _State.of(CPU).restore(target)
+        return entered
+
+    return enter
+
+
+def _untold(replaced: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(autocast: Any, *error: object) -> Any:
+        left = replaced(autocast, *error)
+        if _local.target is not None and (before := vars(autocast).pop("of_target", None)) is not None:
+            before.restore(_local.target)
+        return left
+
+    return leave
+
+
+_autocast = Patches(
+    lambda: [
+        Patch(torch.autocast, name, around)
+        for name, around in (("__init__", _of_cpu), ("__enter__", _told), ("__exit__", _untold))
+    ]
+)
+
+
+@contextmanager
+def autocast_of(target: str) -> Iterator[None]:
+    """Has ``torch.autocast(target)`` be the CPU's on the calling thread, and the one that the caller is in: see
+    [Note: autocast of the target]."""
+    before, around = _local.target, _State.of(target)
+    with _autocast.used():
+        _local.target = target
+        try:
+            with torch.autocast(target, around.dtype) if around.is_on else nullcontext():
+                yield
+        finally:
+            _local.target = before
