@@ -172,8 +172,8 @@ def _make(
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
         else:
-            fields = {"min_bytes": least, "patterns": patterns, "again": again, "rules": rules}
-            program = trace(model, inputs, loss, **fields, target=machine.kernels)
+            seen = partial(trace, min_bytes=least, patterns=patterns, rules=rules, target=machine.kernels)
+            program = seen(model, inputs, loss, again=again)
             seconds = tuple(program.seconds(machine))
         program = on_one_device(program, asked.sharding, accumulates=asked.accumulates)
         return _chooser(program, seconds, asked)
