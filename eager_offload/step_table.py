@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from eager_offload.budget import Controller, Kind, even_share
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
-from eager_offload.schedule import StepUses, largest_of
+from eager_offload.schedule import StepUses, largest_of, late_behind
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -287,13 +287,13 @@ class StepLog:
         """The table of its kind; that which it has taught, once its graph is gone."""
         return self.known if self.taught is None else self.taught
 
-    def table(self, link: Link | None, before: StepTable | None = None, window: int | None = None) -> StepTable:
+    def table(self, link: Link | None, before: StepTable | None = None, ahead: int | None = None) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
             before: the table of an earlier step with the same saves; rows that stay as they are come from it.
-            window: bytes that each storage may find on their way out before it; ``None``: as many as it has found.
+            ahead: bytes that each storage finds on their way out before it; ``None``: as many as it has found.
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -310,8 +310,9 @@ class StepLog:
                 fate = _STAY
             else:
                 # Until it could be away and back, behind those that were on their way out.
-                ahead = self.ahead[number] if window is None else window
-                travels = (ahead + facts[1]) / link.out + facts[1] / link.back
+                travels = ((self.ahead[number] if ahead is None else ahead) + facts[1]) / link.out + facts[
+                    1
+                ] / link.back
                 rested = first_asked.get(number, math.inf) - self.packed_at[number]
                 fate = _MOVE if rested >= travels else _STAY
             last_save = last if last > number else -1
@@ -586,8 +587,7 @@ class StepTables:
 
         Args:
             link: as for ``StepLog.table``.
-            window: bytes that may be on their way out. Where the fraction changes from step to step, what is late must
-                not change with it.
+            window: bytes that may be on their way out.
         """
         if self.is_frozen:
             return
@@ -599,7 +599,8 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        table = log.table(link, None if alike is None else alike.table, None if self.controller is None else window)
+        ahead = None if self.controller is None else late_behind(window)
+        table = log.table(link, None if alike is None else alike.table, ahead)
         if alike is None:
             alike = KnownTable(table)
         else:

@@ -28,9 +28,9 @@ from typing import NamedTuple, TypeAlias
 
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave
-from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses
+from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses, late_behind
 
-#: Of each storage, whether it is asked for before it could be away, behind a full window, and back.
+#: Of each storage, whether it is asked for before it could be away, behind what is on its way, and back.
 Late: TypeAlias = tuple[bool, ...]
 
 
@@ -104,7 +104,7 @@ class Replay:
         outcome = step.run()
         late = [
             step.asked_at.get(number, math.inf) - step.saved_at.get(number, 0.0)
-            < (problem.window + one.held_bytes) / problem.out + one.held_bytes / problem.back
+            < (late_behind(problem.window) + one.held_bytes) / problem.out + one.held_bytes / problem.back
             for number, one in enumerate(problem.program.storages)
         ]
         return outcome, tuple(late)
