@@ -95,15 +95,15 @@ def fraction_of(plan: PlanSettings) -> float | None:
 def _what_stays(plan: PlanSettings) -> dict[str, Any]:
     """Returns the fields that say what stays of a step, as ``plan`` has worked it out.
 
-    Where a part of each step moves, ``keep_last_bytes`` are for steps that are not known: as many as the plan keeps, or
-    all of them where nothing has to move.
+    Where a part of each step moves, ``keep_last_bytes`` are for steps that are not known: none of them stays, or all of
+    them where nothing has to move.
     """
     if plan.policy == "max":
         return {}
     if plan.policy == "free":
         return {"policy": "free"}
     if fraction_of(plan) is not None:
-        return {"keep_last_bytes": plan.kept_bytes if plan.moved_bytes else sys.maxsize}
+        return {"keep_last_bytes": 0 if plan.moved_bytes else sys.maxsize}
     return {"device_budget": plan.device_budget}
 
 

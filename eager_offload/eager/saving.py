@@ -189,12 +189,13 @@ class Saving(abc.ABC):
         transfers.records.add(record)
         view = self._view(saved, tensor, step, number)
         last_save = None if row is None or row.last_save < 0 else row.last_save
-        if last_save is not None and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
+        is_controlled = row is not None and self.tables.controller is not None
+        # Where a controller says how much moves, what left twice would be too much.
+        if not is_controlled and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
         moves = row is not None and row.fate is Fate.MOVE and not step.stays
-        is_controlled = row is not None and self.tables.controller is not None
         if row is not None and step.stays and transfers.resident_bytes + area.nbytes <= self.tables.room:
             weight = 0
         elif is_controlled:

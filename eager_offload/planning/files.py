@@ -76,6 +76,8 @@ class PlanFields:
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
     whole: Problem | None = None
     """The step in which nothing is computed again, where something is."""
+    whole_windows: tuple[int, ...] = ()
+    """The windows that were chosen among for that."""
     may_again: Again | None = None
     """What ``recompute=True`` would bring, where that is much."""
     steps: int = 0

@@ -85,7 +85,7 @@ class Plan(PlanFigures, PlanSettings):
         """
         if type(points) is not int or points < 2:
             raise ConfigError(f"points={points!r} is not accepted: points takes a whole number, 2 or more")
-        choosers = [self._chooser, *([] if self.whole is None else [Chooser(self.whole, self.windows)])]
+        choosers = [self._chooser, *([] if self.whole is None else [Chooser(self.whole, self.whole_windows)])]
         low, high = self.least_budget, max(choosers[-1].nothing.peak_bytes, self.least_budget)
         found, best = list[Point](), self.least
         for step in range(points):

@@ -167,7 +167,7 @@ def _make(
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
-    def step(again: Sequence[str] = ()) -> Chooser:
+    def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
         least, patterns, rules = settings.size("min_bytes"), patterns_of(settings), settings.codec_rules
         if asked.steps:
             program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
@@ -175,10 +175,9 @@ def _make(
             seen = partial(trace, min_bytes=least, patterns=patterns, rules=rules, target=machine.kernels)
             program = seen(model, inputs, loss, again=again)
             seconds = tuple(program.seconds(machine))
-        program = on_one_device(program, asked.sharding, accumulates=asked.accumulates)
-        return _chooser(program, seconds, asked)
+        return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
 
-    whole = step()
+    whole = _chooser(*traced(), asked)
     chosen, least = _choose(whole, budget, policy), whole.least
     names: tuple[str, ...] = ()
     steps = {names: whole}
@@ -191,9 +190,10 @@ def _make(
     if tried:
         for again in tried:
             try:
-                steps[again] = step(again)
+                step = traced(again)
             except Exception:  # whatever a module raises that does another thing the second time
                 continue
+            steps[again] = _chooser(*step, asked)
         names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
         best = steps[names].within(budget)
         if recompute:
@@ -213,6 +213,7 @@ def _make(
         steps[names].windows,
         names,
         whole.problem if names else None,
+        whole.windows if names else (),
         may_again,
         asked.steps,
         any(map(is_compiled, (*model.modules(), loss))),

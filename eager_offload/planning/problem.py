@@ -60,8 +60,8 @@ class Problem:
         return self.begins[self.program.forward_ops]
 
     def with_more(self, nbytes: int) -> Problem:
-        """Where so many other bytes more live at each operator, or fewer."""
-        other = tuple(max(one + nbytes, 0) for one in self.program.other_bytes)
+        """Where so many other bytes more live at each operator."""
+        other = tuple(one + nbytes for one in self.program.other_bytes)
         return replace(self, program=replace(self.program, other_bytes=other))
 
     @cached_property

@@ -61,7 +61,8 @@ class Replay:
         saves, asks = program.saves, program.asks
         if problem.ordered or not saves:  # a graph, whose values are each saved once
             saves = tuple(
-                ProgramSave(one.nbytes, True, None, at, op=one.saved) for at, one in enumerate(program.storages)
+                ProgramSave(one.nbytes, True, None, at, op=one.saved, node=at)
+                for at, one in enumerate(program.storages)
             )
             asks = tuple(ProgramAsk(at, program.storages[at].asked) for at in problem.by_ask)
         self.saves = saves
@@ -148,6 +149,8 @@ class _Step:
         #: By storage, when it was saved and asked for first.
         self.saved_at: dict[int, float] = {}
         self.asked_at: dict[int, float] = {}
+        #: Whether what is known of the order of asks is in force, as it is from the first one on.
+        self.is_arranged = False
         #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
         self.asked: list[int] = []
         self.using = set[int]()
@@ -205,10 +208,11 @@ class _Step:
         self._poll()
         self.saved_at[number] = self._reached()
         if self.moves[number]:
-            last: int | None = self.of.last[number]
-            if last == first or self.queue.awaiting_bytes + storage.held_bytes > self.problem.window:
-                last = None
-            self.queue.push(first, storage.held_bytes, one.node, urgent=True, last_save=last)
+            last = self.of.last[number]
+            # A graph has what it computes at once; autograd, when the next operator is recorded.
+            final_after = one.node - 1 if self.problem.ordered else one.node
+            awaited = last if last > first else None
+            self.queue.push(first, storage.held_bytes, final_after, urgent=True, last_save=awaited)
         self._start_due(one.node)
 
     def _end_forward(self) -> None:
@@ -216,7 +220,6 @@ class _Step:
         self._start_due(None)
         while self.problem.ordered and self.leaving:
             self._wait_for_the_oldest()
-        self.order.arrange(self.uses, self.of.expected)
 
     def _start_due(self, node: int | None) -> None:
         while (first := self.queue.due(node)) is not None:
@@ -269,7 +272,7 @@ class _Step:
         if self.storages[number].packing is not None:
             self.change[self.at] -= self.storages[number].moved_bytes
         is_needed = number in self.using or self.of.last_ask.get(number, -1) < self.rank
-        if not is_needed and self.stored[number] not in self.order.promised:
+        if number in self.here and not is_needed and self.stored[number] not in self.order.promised:
             self._let_go(number)
 
     def _let_go(self, number: int) -> None:
@@ -292,11 +295,15 @@ class _Step:
         if self.asked and saves[self.asked[-1]].node != saves[save].node:
             self._end_node()
         self._poll()
+        self.queue.discard(self.of.first[number])  # what has not begun to leave stays
         if number not in self.here:
             self._bring(number)
         self.asked_at.setdefault(number, self._reached())
         self.asked.append(save)
         self.using.add(number)
+        if not self.is_arranged:
+            self.order.arrange(self.uses, self.of.expected)
+            self.is_arranged = True
         use = self.uses.by_number[save]
         assert use is not None
         looked = order.ask(self.uses, use, 0)
@@ -333,7 +340,7 @@ class _Step:
             if is_last:
                 self.stored[number].is_gone = True
                 self.order.forget(self.stored[number])
-            elif self.moves[number] and number not in leaving and self.stored[number] not in self.order.promised:
+            elif number in self.left and number not in leaving and self.stored[number] not in self.order.promised:
                 self._let_go(number)
         self.asked, self.using = [], set()
 

@@ -49,20 +49,16 @@ def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step
 
 @MODELS
 @HOSTS
-@pytest.mark.parametrize("part", ["all", 0.2, 0.4, 0.7])
+@pytest.mark.parametrize("part", ["all", 0.0, 0.3, 0.7])
 def test_peak_and_step_are_near_what_was_predicted(made: Made, launch: float, part: float | str) -> None:
     """A plan says how much stays, and a step which of it."""
     machine = slow(out=1e8, back=1e8, launch_seconds=launch)
-    # A window of one tensor has what is saved often leave more than once.
-    config = CONFIG if made is wide else {**CONFIG, "max_inflight_bytes": "256KiB"}
-    moves = (
-        {"policy": "max"} if isinstance(part, str) else {"device_budget": budget_of(machine, made, part, config=config)}
-    )
-    plan = planned(made, device=machine, config=config, **moves)
+    moves = {"policy": "max"} if isinstance(part, str) else {"device_budget": budget_of(machine, made, part)}
+    plan = planned(made, device=machine, **moves)
     steps, stats = simulated(Stage(machine), plan, *made(), 6)
-    for step in steps[2:]:
-        assert step.peak_bytes <= 1.05 * plan.peak_bytes, "steps take turns where what is late depends on what waits"
-        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.06)
+    for step in steps[4:]:  # each learns from the one before what is late
+        assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.02)
         assert step.seconds >= sum(step.op_seconds) * (1 - 1e-9)
     assert stats.plan is not None
     assert stats.plan.step_seconds is not None
@@ -77,10 +73,10 @@ def test_so_they_are_where_modules_are_computed_again() -> None:
     assert plan.moved_bytes > 0
     model, x = wide()
     with plan.apply(model):
-        steps, _ = simulated(Stage(machine), plan, model, x, 2)
-    for step in steps:
-        assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.15)
-        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.12)
+        steps, _ = simulated(Stage(machine), plan, model, x, 6)
+    for step in steps[4:]:
+        assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("link", [0.8, 1.0, 1.2])

@@ -50,8 +50,7 @@ def moved_by(table: StepTable, plan: eo.Plan) -> tuple[bool, ...]:
 @pytest.mark.parametrize("rate", [5e7, 1e9], ids=["slow link", "fast link"])
 def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch: float, rate: float) -> None:
     machine = slow(out=rate, back=rate, launch_seconds=launch)
-    windows = {"max_inflight_bytes": "256KiB"} if name == "shared" else {}  # else what is shared would be saved anew
-    planned = partial(eo.plan, *MODELS[name](), device=machine, config={"min_bytes": "1KiB", **windows})
+    planned = partial(eo.plan, *MODELS[name](), device=machine, config={"min_bytes": "1KiB"})
     least, most = planned(device_budget=1).least_budget, planned().peak_bytes
     # What a trace has not seen of the model's own: tested where traces are.
     model, inputs = MODELS[name]()
