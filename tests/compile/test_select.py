@@ -294,3 +294,40 @@ def test_nearly_all_that_nothing_else_holds_is_freed_and_little_more_travels(mod
     assert ours >= 0.95 * total
     assert choice.moved_bytes() <= 1.01 * ours
     assert KeepReason.LAYOUT not in choice.kept_bytes()
+
+
+class Loss(nn.Module):
+    """A tower to a number, whose graph is a whole step."""
+
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_a_budget_of_a_graph_is_held_by_as_little_as_it_takes_and_free_moves_what_is_hidden() -> None:
+    halves = traced(lambda: (Loss(), torch.randn(4096, WIDTH)))
+    windows = {"min_bytes": "4KiB", "max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB", "tier": "host"}
+
+    def decided(**fields: Any) -> Choice:
+        choice = halves.choose(eo.OffloadConfig(**windows, **fields))
+        assert choice.outcome is not None
+        assert choice.moved_bytes() == sum(map(bool, choice.outcome.moves)) << 20
+        return choice
+
+    nothing, everything = (decided(device_budget=budget).outcome for budget in (1 << 40, 1))
+    assert nothing is not None
+    assert everything is not None
+    assert not any(nothing.moves)
+    # What is on its way fills a window on either side of what the graph itself needs.
+    assert everything.peak_bytes <= nothing.peak_bytes - (len(everything.moves) - 3 << 20)
+    for share in (1, 2, 3):
+        budget = nothing.peak_bytes - (share << 20)
+        choice = decided(device_budget=budget)
+        assert choice.outcome is not None
+        assert choice.outcome.peak_bytes <= budget
+        assert 0 < choice.moved_bytes() < everything.moved_bytes
+    some = decided(max_slowdown=1e6)
+    assert some.moved_bytes() == len(everything.moves) << 20
