@@ -44,7 +44,7 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
     """Returns the states that ``optimizer`` has from its first step on.
 
     Args:
-        optimizer: an instance, whose own parameters count; or what makes one of a list of parameters.
+        optimizer: an instance, whose own parameters count; or what makes one of the list of those that are trained.
         parameters: those of the model; frozen ones have no state.
         shape_of: returns the shape that a parameter has on this device.
 
@@ -58,10 +58,10 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
             f"optimizer={optimizer!r} is not accepted: optimizer takes a class such as torch.optim.AdamW, an instance, "
             "a function that makes one of a list of parameters, or None"
         )
-    alike = Counter((shape_of(one), one.dtype) for one in parameters if one.requires_grad)
+    trained = [one for one in parameters if one.requires_grad]
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
     with _trying(name):
-        fakes = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
+        fakes = [nn.Parameter(torch.empty(shape_of(one), dtype=one.dtype)) for one in trained]
         if not fakes:
             return States(name, 0)
         trial = optimizer(fakes)
@@ -70,8 +70,7 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
                 f"optimizer={name} is not accepted: it makes a {type(trial).__name__}, where optimizer takes what "
                 "makes a torch.optim.Optimizer"
             )
-        counts: dict[Tensor, int] = dict(zip(fakes, alike.values(), strict=True))
-        return States(type(trial).__name__, _step(trial, counts))
+        return States(type(trial).__name__, _step(trial, {}))
 
 
 def _of_instance(

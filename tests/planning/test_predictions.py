@@ -133,6 +133,23 @@ def test_a_step_that_no_plan_can_say_has_a_peak_all_the_same() -> None:
             (slope,) = torch.autograd.grad(inner.sum(), self.weight, retain_graph=True)
             return inner.sum() + slope.detach().sum()
 
-    plan = eo.plan(Twice(64, 64), torch.randn(64, 64), device=slow(), policy="max", config=CONFIG)
-    assert plan.peak_bytes > 0
-    eo.Offload(plan=plan).close()
+    for config in (CONFIG, {"min_bytes": "1KiB"}, {"min_bytes": "1KiB", "prefetch_bytes": 0}):
+        for model in (Twice(64, 64), Penalty()):
+            plan = eo.plan(model, torch.randn(64, 64), device=slow(), policy="max", config=config)
+            assert plan.peak_bytes > 0
+            eo.Offload(plan=plan).close()
+
+
+class Penalty(nn.Module):
+    """A backward inside of forward, whose gradients are differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x = x.clone().requires_grad_()
+        for layer in self.layers:
+            y = y + layer(y)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + slope.square().sum()
