@@ -191,7 +191,8 @@ class Saving(abc.ABC):
         last_save = None if row is None or row.last_save < 0 else row.last_save
         is_controlled = row is not None and self.tables.controller is not None
         # Where a controller says how much moves, what left twice would be too much.
-        if not is_controlled and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
+        awaits = last_save is not None and not is_controlled
+        if awaits and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
             last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
