@@ -1131,6 +1131,7 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """Returns a bare module of the class that ``module`` had before ``fully_shard``, and the attributes of ``module``
     without those of ``fully_shard``, its hooks on forward among them."""
     kept = dict(vars(module))
+    kept.pop("_compiled_call_impl", None)  # which calls `module`, and a plan runs what it compiles as it is written
     for name, one in kept.items():
         if isinstance(one, OrderedDict):  # hooks, or states of functions such as `fully_shard`
             kept[name] = OrderedDict((key, value) for key, value in one.items() if not _shards(value))

@@ -181,7 +181,8 @@ def machine_of(device: torch.device) -> Machine:
     """
     known = TABLE.get(_NAMES_IN_TORCH.get(name_of(device), ""))
     if known is None:
-        return _measured(device)
+        with _measure_lock.lock:
+            return _measured(device)
     return replace(known, single_flops=known.flops / 2 if _takes_tf32() else known.single_flops, launch_seconds=0.0)
 
 
@@ -383,6 +384,8 @@ def _rates_of(device: torch.device) -> Machine:
 
 
 _measured = cache(_rates_of)
+#: Two threads that measure a device at once would find half of it.
+_measure_lock = ForkSafeLock(shared=False)
 
 
 def _product(device: torch.device, dtype: torch.dtype, scale: int) -> _Work:

@@ -41,6 +41,9 @@ _TENSORS = 4
 _SMALL_PART, _LARGE_PART, _MOST_PART = 8, 64, 4
 #: The part of a device's memory that a window is at most.
 _DEVICE_PART = 16
+#: So many windows of bytes may wait for their last save, of steps of which a part moves: they are the program's until
+#: then, if the step is as it was.
+AWAITED_WINDOWS = 4
 #: The rank of a use that is not expected at all: far from that of any other.
 _UNEXPECTED = -sys.maxsize
 

@@ -30,7 +30,7 @@ from eager_offload.kernels.codecs import Workspaces
 from eager_offload.marks import Mark, codec_here
 from eager_offload.runtime.base import Layout
 from eager_offload.runtime.host import HostRuntime
-from eager_offload.schedule import AT_THE_EXIT, ResidentQueue
+from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, ResidentQueue
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTable, StepTables
@@ -190,10 +190,11 @@ class Saving(abc.ABC):
         view = self._view(saved, tensor, step, number)
         last_save = None if row is None or row.last_save < 0 else row.last_save
         is_controlled = row is not None and self.tables.controller is not None
-        # Where a controller says how much moves, what left twice would be too much.
-        awaits = last_save is not None and not is_controlled
-        if awaits and queue.awaiting_bytes + area.nbytes > self._windows.inflight:
-            last_save = None
+        if last_save is not None:
+            # Where a controller says how much moves, what left twice would be too much.
+            most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
+            if queue.awaiting_bytes + area.nbytes > most:
+                last_save = None
         # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
         weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
         moves = row is not None and row.fate is Fate.MOVE and not step.stays

@@ -114,7 +114,7 @@ class PlanFigures(PlanFields):
 
     @property
     def floor_seconds(self) -> float:
-        """What no order of these transfers goes below: the longer of compute and transfers, in each of its halves."""
+        """Seconds of the longer of compute and transfers, in each half of the step: no order of these takes less."""
         return self.problem.floor_seconds(self.moved_bytes)
 
     @property
@@ -283,7 +283,7 @@ def _step(plan: PlanFigures) -> str:
         without += " and with nothing computed again"
     return (
         f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
-        f"floor {about}{seconds_text(plan.floor_seconds)}, which none with these transfers goes below"
+        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
     )
 
 

@@ -71,7 +71,7 @@ class Problem:
         return sorted(range(len(storages)), key=lambda number: storages[number].asked)
 
     def floor_seconds(self, moved_bytes: int) -> float:
-        """What no order of so many bytes goes below."""
+        """Returns the seconds that a step takes at least in which so many bytes move."""
         backward = self.compute_seconds - self.forward_seconds
         return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave
-from eager_offload.schedule import PrefetchOrder, ResidentQueue, StepUses, late_behind
+from eager_offload.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses, late_behind
 
 #: Of each storage, whether it is asked for before it could be away, behind what is on its way, and back.
 Late: TypeAlias = tuple[bool, ...]
@@ -211,7 +211,8 @@ class _Step:
             last = self.of.last[number]
             # A graph has what it computes at once; autograd, when the next operator is recorded.
             final_after = one.node - 1 if self.problem.ordered else one.node
-            awaited = last if last > first else None
+            is_awaited = self.queue.awaiting_bytes + storage.held_bytes <= AWAITED_WINDOWS * self.problem.window
+            awaited = last if last > first and is_awaited else None
             self.queue.push(first, storage.held_bytes, final_after, urgent=True, last_save=awaited)
         self._start_due(one.node)
 

@@ -93,6 +93,12 @@ def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None
         PlanError: it is sharded in another way than by ``fully_shard`` over one mesh.
     """
     parameters = dict(model.named_parameters())
+    own = {id(one) for one in parameters.values()}
+    if any(id(one) not in own for group in sharded_groups(model) for one in group.parameters):
+        raise PlanError(
+            "the model is sharded, and has parameters gathered now, as after a forward under torch.no_grad(): call "
+            "reshard() of the modules that fully_shard was called with, or plan before"
+        )
     is_sharded = any(map(is_distributed, parameters.values()))
     if mesh is None:
         return _of_groups(model, parameters) if is_sharded else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -313,7 +314,10 @@ _KERNELS: dict[str, Kernel] = {
 
 
 class _Local(threading.local):
-    target: str | None = None
+    def __init__(self) -> None:
+        self.target: str | None = None
+        #: The contexts that are made for the CPU in place of the target.
+        self.made: list[weakref.ref[Any]] = []
 
 
 _local = _Local()
@@ -348,6 +352,7 @@ def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
             dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
             replaced(autocast, CPU, torch.bfloat16, enabled, cache_enabled)  # of other types torch would warn
             autocast.fast_dtype = dtype
+            _local.made.append(weakref.ref(autocast))
         else:
             replaced(autocast, device_type, dtype, enabled, cache_enabled)
 
@@ -391,11 +396,13 @@ _autocast = Patches(
 def autocast_of(target: str) -> Iterator[None]:
     """Has ``torch.autocast(target)`` be the CPU's on the calling thread, and the one that the caller is in: see
     [Note: autocast of the target]."""
-    before, around = _local.target, _State.of(target)
+    before, made, around = _local.target, _local.made, _State.of(target)
     with _autocast.used():
-        _local.target = target
+        _local.target, _local.made = target, []
         try:
             with torch.autocast(target, around.dtype) if around.is_on else nullcontext():
                 yield
         finally:
-            _local.target = before
+            for autocast in filter(None, (one() for one in _local.made)):  # a model may keep what it has made
+                autocast.device, autocast._enabled = target, False  # as torch would have made it
+            _local.target, _local.made = before, made

@@ -28,8 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def group(backend: str, store: dist.Store, size: int) -> Iterator[None]:
     """This process is the first of ``size`` ranks; of a "fake" group the others do not exist."""
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -132,6 +134,30 @@ def test_a_model_that_is_sharded_is_planned_as_the_whole_one_over_its_mesh() -> 
     optimizer = adamw(model.parameters())
     optimizer.step()
     assert figures(planned(lambda: (model, x), optimizer=optimizer)) == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_whose_layers_are_compiled_in_place_trains_after_a_plan() -> None:
+    model, x = sharded()
+    expected = figures(planned(lambda: (model, x)))
+    for block in model.blocks:  # type: ignore[union-attr]  # it has some
+        block.compile(backend="eager")
+    found = figures(planned(lambda: (model, x)))
+    assert {**found, "is_compiled": False} == expected
+    model(x).backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
+def test_parameters_that_are_gathered_are_an_error_that_says_how_to_go_on() -> None:
+    with group("fake", FakeStore(), 8):
+        model, x = layers()
+        fully_shard(model)
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(eo.PlanError, match=r"has parameters gathered now, .* call reshard\(\)"):
+            planned(lambda: (model, x))
+        model.reshard()  # type: ignore[operator]  # of fully_shard
+        assert planned(lambda: (model, x)).shards == 8
 
 
 @pytest.mark.usefixtures("one_rank")

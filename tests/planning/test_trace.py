@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -664,6 +664,23 @@ def test_autocast_of_the_target_takes_effect(kind: str, dtype: torch.dtype | Non
     assert found == in_order(*product, ((8, 16), single), *norm), "softmax and norm compute in float32"
     assert states.get() == (True, dtype)
     assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (False, here)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch.autocast('cuda') is on where there is CUDA")
+def test_a_context_that_a_model_makes_in_a_trace_and_keeps_is_what_torch_would_have_made() -> None:
+    @cache
+    def kept() -> torch.autocast:
+        return torch.autocast("cuda", torch.bfloat16)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        with kept():
+            return F.linear(x, weight)
+
+    assert ((8, 4), torch.bfloat16) in saved(layer, empty(8, 4), empty(16, 4))
+    x = torch.ones(8, 4)
+    with kept():
+        assert F.linear(x, torch.ones(16, 4)).dtype is torch.float32
+    assert not torch.is_autocast_enabled("cuda")
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
