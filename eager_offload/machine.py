@@ -223,9 +223,8 @@ def here(settings: OffloadConfig) -> Machine:
         device, memory_bytes = torch.device("cpu"), host_headroom().nbytes
     else:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        # Other processes and the driver have some of it, and an allocator cannot hand out all: as device_budget="auto".
-        used, free = accelerator_runtime().memory(device), accelerator_runtime().free_memory(device)
-        memory_bytes = int((0 if used is None else used.used) + 0.9 * free)
+        used = accelerator_runtime().memory(device)  # other processes and the driver have some of the rest
+        memory_bytes = accelerator_runtime().available_memory(device, 0 if used is None else used.used)
     if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
         link = disk_link(settings.disk_paths)
     else:

@@ -26,6 +26,7 @@ from eager_offload._torch import (
 )
 from eager_offload.budget import Controller
 from eager_offload.codecs.names import ROUNDING
+from eager_offload.compile.cache_key import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
@@ -144,7 +145,7 @@ class Offload:
             self._accounts.counters.expect(plan)
             if (fraction := fraction_of(plan)) is not None:
                 self._hooks.fraction = fraction
-                self._hook_pair = hook_pair(f"{self.config_key}\n{fraction!r}")
+                self._hook_pair = hook_pair(text_of(self.config_key, fraction))
             if plan.is_small or not plan.moved_bytes:
                 self._in_vain.expect_nothing()  # as the plan has said
             return

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from eager_offload import contexts
 from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
+from eager_offload.compile.cache_key import read_text
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.insert import insert_into_pair, insert_report
@@ -94,12 +95,12 @@ def offload_between(
         parameters: which of the forward's inputs are parameters and buffers.
     """
     leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
-    config_key, _, fraction = text.partition("\n")
+    config_key, fraction = read_text(text)
     config = OffloadConfig.from_text(config_key)
     try:
         (ours, _), (theirs, _) = copied(forward.graph), copied(backward.graph)
         whole = is_whole(ours, theirs, num_outputs, parameters)
-        choice = choose(ours, theirs, num_outputs, config, fraction=float(fraction) if fraction else None, whole=whole)
+        choice = choose(ours, theirs, num_outputs, config, fraction=fraction, whole=whole)
         insert_into_pair(ours, theirs, num_outputs, choice, config)
     except Exception as error:  # [Note: a graph that cannot be offloaded]
         warn(

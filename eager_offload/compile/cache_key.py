@@ -54,9 +54,20 @@ def cache_key() -> str:
     return f"{version} {digest.hexdigest()}"
 
 
+def text_of(config_key: str, fraction: float) -> str:
+    """Returns the text of a configuration beside which a plan says that part of the movable bytes."""
+    return f"{config_key}\n{fraction!r}"
+
+
+def read_text(text: str) -> tuple[str, float | None]:
+    """Returns the configuration's own text, and the part of the movable bytes that a plan says, where one does."""
+    config_key, _, fraction = text.partition("\n")
+    return config_key, float(fraction) if fraction else None
+
+
 def key_of(text: str) -> str:
     """Returns what compilers key on what they have made for that text."""
-    config_key, _, _ = text.partition("\n")
+    config_key, _ = read_text(text)
     if OffloadConfig.from_text(config_key).device_budget != "auto":
         return text
     return f"{text}\n{free_bytes(config_key)}"

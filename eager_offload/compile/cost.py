@@ -38,8 +38,6 @@ from eager_offload.runtime.base import Direction
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]
 
-#: Of what is free when it is first used, the part that ``device_budget="auto"`` takes: allocators round and fragment.
-_AUTO_PART = 0.9
 #: So many leading bits of it count: another process, which finds a little more or less, takes the same graphs.
 _LEADING_BITS = 5
 #: They hand out memory and leave it as it is.
@@ -227,7 +225,7 @@ def free_bytes(config_key: str) -> int | None:
             memory = runtime.memory(device)
             if memory is None:
                 return None
-            nbytes: int = memory.used + int(runtime.free_memory(device) * _AUTO_PART)
+            nbytes: int = runtime.available_memory(device, memory.used)
     except OffloadError:  # nothing moves off such a device here
         return None
     step = 1 << max(nbytes.bit_length() - _LEADING_BITS, 0)

@@ -21,7 +21,7 @@ from torch.fx import Graph
 
 from eager_offload import contexts
 from eager_offload._torch import EmptyGraphModule, hide_from_compilers, unpack_before_compiled_backwards
-from eager_offload.compile.cache_key import cache_key, key_of
+from eager_offload.compile.cache_key import cache_key, key_of, read_text
 from eager_offload.tiers.forking import ForkSafeLock
 
 
@@ -33,7 +33,7 @@ class _Hook(EmptyGraphModule):
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)
-        object.__setattr__(self, "config_key", text.partition("\n")[0])
+        object.__setattr__(self, "config_key", read_text(text)[0])
 
     @property  # type: ignore[misc]  # it is never set
     def graph(self) -> Graph:

@@ -37,8 +37,6 @@ from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.schedule import ResidentQueue
 from eager_offload.step_table import StepLog
 
-#: Of what is free when it is first used, the part that ``"auto"`` takes: allocators round and fragment.
-_AUTO_PART = 0.9
 #: A peak that is remembered hides those of steps from so much of the budget on.
 _HIDING_PART = 0.96
 #: In how many steps every save and ask is read, and of the later ones one in so many. That is odd, so that it is not
@@ -262,7 +260,7 @@ class Readings:
             )
         if isinstance(given, int):
             return given
-        return memory.used + int(self._runtime.free_memory(self._device) * _AUTO_PART)
+        return self._runtime.available_memory(self._device, memory.used)
 
     def _check_clock(self) -> None:
         if self._timed_for is None:

@@ -7,7 +7,7 @@ includes it. Sizes are bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -158,6 +158,14 @@ class Program:
 def kind_of(module: str) -> str:
     """The name of a module with ``*`` for numbers in it: that of all modules in its place, one in each block."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "(the model itself)"
+
+
+def modules_around(name: str) -> Iterator[str]:
+    """Yields ``name`` and those of the modules that it is in, the innermost first and the model's own, "", last."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:

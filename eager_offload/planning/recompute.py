@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from eager_offload.planning.program import Program, kind_of
+from eager_offload.planning.program import Program, kind_of, modules_around
 
 #: Of so many blocks one is computed again.
 _EVERY = (1, 2, 4)
@@ -50,7 +50,7 @@ def _inner(program: Program, blocks: tuple[str, ...]) -> tuple[str, ...]:
     saved, attend = _saved_bytes(program), set[str]()
     for op in program.ops:
         if any(part in op.name for part in _ATTENDS):
-            attend.update(_around(program.modules[op.module]))
+            attend.update(modules_around(program.modules[op.module]))
     found = []
     repeatable = [program.modules[number] for number in program.repeatable]
     for block in blocks:
@@ -63,13 +63,6 @@ def _saved_bytes(program: Program) -> dict[str, int]:
     """Returns by module the bytes that may move and that it has made, inside of it too."""
     found: dict[str, int] = defaultdict(int)
     for storage in program.storages:
-        for name in _around(program.modules[storage.module]):
+        for name in modules_around(program.modules[storage.module]):
             found[name] += storage.nbytes
     return found
-
-
-def _around(name: str) -> Iterator[str]:
-    """Yields the names of a module and of all that it is in."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[:count])

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from eager_offload._torch import is_distributed, local_of, placements_of, sharded_groups
 from eager_offload.errors import ConfigError, PlanError
-from eager_offload.planning.program import Program, living
+from eager_offload.planning.program import Program, living, modules_around
 
 #: Bytes, from which operator and until which.
 _Span = tuple[int, int, int]
@@ -108,7 +108,7 @@ def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None
     numbers = {name: number for number, unit in enumerate(units) for name in unit.modules}
     pieces = {}
     for name, one in parameters.items():
-        unit = next(number for module in _around(name) if (number := numbers.get(module)) is not None)
+        unit = next(number for module in modules_around(name) if (number := numbers.get(module)) is not None)
         pieces[name] = Piece(unit, shape_on(one, mesh).numel() * one.itemsize, one.numel() * one.itemsize)
     return Sharding(mesh[-1], tuple(units), pieces)
 
@@ -154,13 +154,6 @@ def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:
     # Backward begins with the root, so torch does not free its parameters after forward.
     units = [unit._replace(frees=unit.frees and "" not in unit.modules) for unit in units]
     return Sharding(shards, tuple(units), pieces)
-
-
-def _around(name: str) -> Iterator[str]:
-    """Yields the names of the modules around ``name``, the innermost first and the model's own, "", last."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 # -- the step on one device -------------------------------------------------------------------------------------------
@@ -212,7 +205,7 @@ class _Placed:
         interrupt one."""
         units = {name: number for number, unit in enumerate(self._sharding.units) for name in unit.modules if name}
         around = [
-            {number for name in (module, *_around(module)) if (number := units.get(name)) is not None}
+            {number for name in modules_around(module) if (number := units.get(name)) is not None}
             for module in self._program.modules
         ]
         found: list[_Run] = []

@@ -2,7 +2,7 @@
 
 [Note: a trial step]
 A table of optimizers would know torch's own, and would be wrong for factored states and for hyperparameters that add a
-state. So the optimizer runs one step on fake parameters, one for each shape, and the tensors in its ``state`` are
+state. So the optimizer runs one step on fake parameters, and the tensors in its ``state`` are
 counted. An optimizer that exists is not run: a bare object of its class takes its attributes and hyperparameters. What
 it has in its ``state`` already is counted as it is. Scalars, such as the number of steps, are left out, and so are
 tensors that only live inside of ``step()``, such as those of ``foreach=True``.
@@ -10,7 +10,7 @@ tensors that only live inside of ``step()``, such as those of ``foreach=True``.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -61,16 +61,15 @@ def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Cal
     trained = [one for one in parameters if one.requires_grad]
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
     with _trying(name):
-        fakes = [nn.Parameter(torch.empty(shape_of(one), dtype=one.dtype)) for one in trained]
-        if not fakes:
+        if not trained:
             return States(name, 0)
-        trial = optimizer(fakes)
+        trial = optimizer(_fakes_of(trained, shape_of))
         if not isinstance(trial, Optimizer):
             raise ConfigError(
                 f"optimizer={name} is not accepted: it makes a {type(trial).__name__}, where optimizer takes what "
                 "makes a torch.optim.Optimizer"
             )
-        return States(type(trial).__name__, _step(trial, {}))
+        return States(type(trial).__name__, _step(trial))
 
 
 def _of_instance(
@@ -92,18 +91,18 @@ def _of_instance(
     there = [one for held_one in held for one in tree_iter([*optimizer.state.get(held_one, {}).values()])]
     nbytes = sum(logical_bytes(one) for one in there if isinstance(one, Tensor) and one.dim())
     with _trying(kind.__name__):
-        counts: dict[Tensor, int] = {}
         groups = []
         for group in optimizer.param_groups:
             missing = [one for one in group["params"] if one.requires_grad and not optimizer.state.get(one)]
-            alike = Counter((shape_of(one), one.dtype) for one in missing)
-            fakes = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
-            counts.update(zip(fakes, alike.values(), strict=True))
-            if fakes:
-                groups.append({**group, "params": fakes})
+            if missing:
+                groups.append({**group, "params": _fakes_of(missing, shape_of)})
         if groups:
-            nbytes += _step(_like(optimizer, groups), counts)
+            nbytes += _step(_like(optimizer, groups))
     return States(kind.__name__, nbytes)
+
+
+def _fakes_of(parameters: Iterable[Tensor], shape_of: Callable[[Tensor], torch.Size]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.empty(shape_of(one), dtype=one.dtype)) for one in parameters]
 
 
 def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -118,8 +117,8 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return trial
 
 
-def _step(trial: Optimizer, counts: Mapping[Tensor, int]) -> int:
-    """Returns the bytes of the states after a step of ``trial``, where each parameter stands for so many."""
+def _step(trial: Optimizer) -> int:
+    """Returns the bytes of the states after a step of ``trial``."""
     for group in trial.param_groups:
         group.update((name, False) for name in _KERNELS if name in group)
         for parameter in group["params"]:
@@ -130,8 +129,8 @@ def _step(trial: Optimizer, counts: Mapping[Tensor, int]) -> int:
     with torch.no_grad():
         step(trial)
     return sum(
-        counts.get(parameter, 1) * one.nbytes
-        for parameter, state in trial.state.items()
+        one.nbytes
+        for state in trial.state.values()
         for one in tree_iter([*state.values()])
         if isinstance(one, Tensor) and one.dim()
     )

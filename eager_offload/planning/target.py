@@ -403,6 +403,7 @@ def autocast_of(target: str) -> Iterator[None]:
             with torch.autocast(target, around.dtype) if around.is_on else nullcontext():
                 yield
         finally:
-            for autocast in filter(None, (one() for one in _local.made)):  # a model may keep what it has made
-                autocast.device, autocast._enabled = target, False  # as torch would have made it
+            kept = [autocast for one in _local.made if (autocast := one()) is not None]
             _local.target, _local.made = before, made
+            for autocast in kept:  # a model may keep what it has made: as torch makes it, which is off
+                torch.autocast.__init__(autocast, target, autocast.fast_dtype, enabled=False)

@@ -62,6 +62,8 @@ class Span(NamedTuple):
     ended: Moment
 
 
+#: Of the free memory of a device, the part that a process can have.
+_FREE_PART = 0.9
 #: Bytes; what ``Layout.alignment_offset`` is counted in. The widest vector register that torch's CPU kernels use.
 ALIGNMENT = 64
 
@@ -344,6 +346,13 @@ class Runtime(abc.ABC):
     def free_memory(self, device: torch.device) -> int:
         """Bytes that this process could take of ``device`` besides; 0 where that is not known. Takes milliseconds."""
         return 0
+
+    def available_memory(self, device: torch.device, used: int) -> int:
+        """Returns the bytes of ``device`` that this process can have beside ``used``, which it has, and with these.
+
+        Allocators round and fragment, so that it is most of what is free.
+        """
+        return used + int(self.free_memory(device) * _FREE_PART)
 
     @abc.abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:

@@ -37,7 +37,7 @@ def group(backend: str, store: dist.Store, size: int) -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    with group("gloo", dist.HashStore(), 1):  # type: ignore[attr-defined]
+    with group("gloo", dist.HashStore(), 1):  # type: ignore[attr-defined]  # torch declares it elsewhere
         yield
 
 

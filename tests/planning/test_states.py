@@ -142,7 +142,7 @@ class Wraps(Optimizer):
         super().__init__(inside.param_groups, {})
         self.inside = inside
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # it returns no loss
         self.inside.step()
 
 

@@ -666,7 +666,7 @@ def test_autocast_of_the_target_takes_effect(kind: str, dtype: torch.dtype | Non
     assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == (False, here)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch.autocast('cuda') is on where there is CUDA")
+@without_accelerator
 def test_a_context_that_a_model_makes_in_a_trace_and_keeps_is_what_torch_would_have_made() -> None:
     @cache
     def kept() -> torch.autocast:
