@@ -187,13 +187,13 @@ def _make(
         tried = [*positions(whole.problem.program)]
     elif policy == "least" and not asked.steps and _may_gain(whole, chosen, budget):
         tried = [*positions(whole.problem.program)][1:2]  # one is enough to say that it is worth while
+    for again in tried:
+        try:
+            step = traced(again)
+        except Exception:  # whatever a module raises that does another thing the second time
+            continue
+        steps[again] = _chooser(*step, asked)
     if tried:
-        for again in tried:
-            try:
-                step = traced(again)
-            except Exception:  # whatever a module raises that does another thing the second time
-                continue
-            steps[again] = _chooser(*step, asked)
         names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
         best = steps[names].within(budget)
         if recompute:

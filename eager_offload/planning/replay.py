@@ -59,7 +59,7 @@ class Replay:
         self.problem = problem
         program = problem.program
         saves, asks = program.saves, program.asks
-        if problem.ordered or not saves:  # a graph, whose values are each saved once
+        if problem.ordered:  # a graph, whose values are each saved once
             saves = tuple(
                 ProgramSave(one.nbytes, True, None, at, op=one.saved, node=at)
                 for at, one in enumerate(program.storages)
