@@ -1,9 +1,11 @@
-"""H13: ``DTensor``, and tensors that a collective is still filling."""
+"""H13, H74: ``DTensor``, tensors that a collective is still filling, and collectives in a checkpoint."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.hazards.backends import Backend
@@ -123,3 +126,35 @@ def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_s
         assert stats.kept_bytes["region"] == ROWS * WIDTH * 4
     assert waited
     assert not any(waited)
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+def test_h74_collectives_run_as_often_as_without(
+    policy: CheckpointPolicy, mesh: DeviceMesh, users_backend: Backend
+) -> None:
+    """Other ranks may compute outside of any context, and wait for this one."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
+
+    class Collectives(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func] += "c10d" in func.namespace
+            return func(*args, **(kwargs or {}))
+
+    def block(x: Tensor) -> Tensor:
+        dist.all_reduce(reduced := x.sin().detach())
+        return collectives.all_gather_tensor_autograd(x.tanh(), 0, mesh).cos() * reduced
+
+    calls = Counter[object]()
+
+    def program(around: Around) -> object:
+        x = leaf(ROWS, WIDTH)
+        calls.clear()
+        with around:
+            y = checkpoint(block, x * 2, use_reentrant=False, context_fn=contexts).sum()
+        with Collectives():
+            y.backward()
+        return x.grad, *((str(func), count) for func, count in calls.items() if count)
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 2 * ROWS * WIDTH * 4
+        assert len(+calls) > 2

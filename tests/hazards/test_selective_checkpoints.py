@@ -1,14 +1,21 @@
-"""H22, H23, H73: validation, and checkpoints around the context; what a policy saves is a saved tensor as any other."""
+"""H22, H23, H73, H74: validation, checkpoints around the context, and policies of selective checkpointing.
+
+What a policy saves is a saved tensor as any other. What one offloads is taken from where it rests in place of being
+computed again, and nobody can tell but by the time.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_offload import no_offload
 from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
@@ -88,7 +95,8 @@ def test_h73_regions_errors_and_the_innermost_offload(backend: Backend) -> None:
     assert (stats.offloaded_bytes, stats.kept_bytes["small"]) == (2 * BOUNDARY, WIDTH * 4)
 
 
-def test_h73_higher_order_operators(users_backend: Backend) -> None:
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD])
+def test_h73_higher_order_operators(policy: CheckpointPolicy, users_backend: Backend) -> None:
     """torch has rules for its own modes alone, by their very class; and lets none of ours be taken for one."""
     wrap = pytest.importorskip("torch._higher_order_ops.wrap")
     if not hasattr(wrap, "InductorCompiledCallable"):
@@ -113,10 +121,121 @@ def test_h73_higher_order_operators(users_backend: Backend) -> None:
     def program(around: Around) -> object:
         x = leaf(ROWS, WIDTH)
         with around:
-            y = selectively(saving(compiled), lambda x: Region.apply(x).sin(), x * 2).sum()
+            y = selectively(saving(compiled, policy=policy), lambda x: Region.apply(x).sin(), x * 2).sum()
             assert before == {name: modes[name] for name in before}
         y.backward()
         return x.grad
 
     for stats in same_gradients(program, users_backend):
         assert stats.saved_bytes == 2 * BOUNDARY
+
+
+OFFLOADS = pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+
+
+@torch.library.custom_op("eager_offload_hazards::drop", mutates_args=())
+def drop(x: Tensor) -> Tensor:
+    """Draws random numbers and says nothing of it, as attention of other libraries does."""
+    return x * (torch.rand(x.size()) < 0.5)
+
+
+drop.register_autograd(
+    lambda ctx, gradient: gradient * (ctx.saved_tensors[0] != 0),
+    setup_context=(lambda ctx, inputs, output: ctx.save_for_backward(output)),
+)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return aten.native_dropout(x, 0.5, True)[0]  # that of CUDA, in one operator
+
+
+@OFFLOADS
+@pytest.mark.parametrize("random", [dropped, drop, lambda x: x * torch.rand_like(x)])
+def test_h74_random_numbers_are_drawn_again(
+    random: Callable[[Tensor], Tensor], policy: CheckpointPolicy, users_backend: Backend
+) -> None:
+    """Taken from where it rests, a result draws none: the next operator would draw what this one drew."""
+
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(random(torch.tanh(x @ w)).sin(), 0.5).exp()
+
+    def program(around: Around) -> object:
+        x, w = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+        with around:
+            y = selectively(saving(policy=policy), block, w, x * 2).sum()
+        y.backward()
+        return x.grad, w.grad
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 3 * BOUNDARY, "what draws nothing is taken"
+
+
+@OFFLOADS
+def test_h74_statistics_are_updated_as_often_as_without(policy: CheckpointPolicy, users_backend: Backend) -> None:
+    def program(around: Around) -> object:
+        x, model = leaf(ROWS, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        with torch.no_grad():
+            model[0].weight.copy_(leaf(WIDTH, WIDTH, seed=2))
+        with around:
+            y = selectively(saving(policy=policy), model, x * 2).square().sum()
+        y.backward()
+        norm = model[1]
+        return x.grad, gradients(model), norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 2 * BOUNDARY
+
+
+def _twice(y: Tensor, x: Tensor) -> None:
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+
+
+def _two_losses(y: Tensor, x: Tensor) -> None:
+    y.exp().sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+def _double(y: Tensor, x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (gradient.square().sum() + y.sum()).backward()
+
+
+@OFFLOADS
+@pytest.mark.parametrize("backward", [_twice, _two_losses, _double])
+def test_h74_a_second_backward_computes_again(
+    backward: Callable[[Tensor, Tensor], None], policy: CheckpointPolicy, users_backend: Backend
+) -> None:
+    """torch has each backward compute again what these policies offload."""
+
+    def program(around: Around) -> object:
+        x, w = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+        offloaded = saving(aten.mm.default, aten.tanh.default, policy=policy)
+        with around:
+            y = selectively(offloaded, lambda x: ((x @ w).tanh() @ w).tanh().sin(), x)
+        backward(y, x)
+        return x.grad, w.grad
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 4 * BOUNDARY
+
+
+def test_h74_one_operator_is_saved_and_offloaded_by_turns(users_backend: Backend) -> None:
+    """As torchtitan's policy does, which saves every second product."""
+
+    def program(around: Around) -> object:
+        policies, calls = [CheckpointPolicy.PREFER_RECOMPUTE, *OFFLOADS.args[1], CheckpointPolicy.MUST_SAVE], Counter()
+
+        def by_turns(context: Any, operator: object, *arguments: object, **named: object) -> CheckpointPolicy:
+            number = calls[context.is_recompute, operator]
+            calls[context.is_recompute, operator] += 1
+            return policies[number % 4]
+
+        x, w = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+        with around:
+            y = selectively(by_turns, lambda x: [x := (x @ w).tanh().sin() for _ in range(9)][-1], x * 2).sum()
+        y.backward()
+        return x.grad, w.grad, *calls.values()
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 18 * BOUNDARY
