@@ -220,7 +220,8 @@ class OffloadConfig(_BesideFields):
     # A command line takes the first type that fits. The tuple comes first because a config stores one.
     disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None = None
     """A directory for the spill file, or several on disks of their own, to which tensors go in turn. ``None`` means the
-    first of the temporary, cache and working directories that is on a real disk (never in memory) with room."""
+    first of the temporary, cache and working directories that is on a real disk (never in memory) with room. ``~`` and
+    variables such as ``$SCRATCH`` are expanded, and a relative path is made absolute, when the config is made."""
 
     verify: bool = False
     """Whether bytes on disk have checksums, which are checked when they come back."""
@@ -550,7 +551,14 @@ def _paths(value: object) -> tuple[Path, ...] | None:
         or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in listed)
     ):
         raise _refuse("disk_path", value, "a directory, a list of directories, or None")
-    return tuple(Path(p) for p in listed)
+    paths = [Path(os.path.expanduser(os.path.expandvars(p))) for p in listed]
+    try:
+        return tuple(path.absolute() for path in paths)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"disk_path={value!r} cannot be found: it is relative to the working directory, which is gone. Give an "
+            "absolute path"
+        ) from None
 
 
 def _codec(value: object) -> str | CodecRules:

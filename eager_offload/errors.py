@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import sys
 import warnings
 from collections import deque
@@ -129,6 +130,11 @@ class KernelError(OffloadError, ValueError):
 
 class CapabilityError(OffloadError):
     """A kernel needs a capability that the device, or the installed software, does not have."""
+
+
+def lacks_descriptor(error: OSError) -> bool:
+    """Returns whether a call failed for want of a free file descriptor, which the process may have a moment later."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def captured(what: str) -> CaptureStateError:

@@ -107,7 +107,7 @@ class Offload:
             self._take(plan)
         if self.config.enabled:
             with without_caller_modes():
-                self._offloaders.open_what_is_named()
+                self._offloaders.open_disk()
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None

@@ -15,7 +15,7 @@ from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import TransferLog
-from eager_offload.errors import CapacityError, ConfigError, warn
+from eager_offload.errors import CapacityError, ConfigError, lacks_descriptor, warn
 from eager_offload.malloc import keeps_freed_memory
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
@@ -57,14 +57,19 @@ class Offloaders:
         #: Bytes that were counted as written by each open tier.
         self._written: dict[Tier, int] = {}
 
-    def open_what_is_named(self) -> None:
-        """Opens the tiers of a path that was given, so that one that cannot serve is an error at once.
+    def open_disk(self) -> None:
+        """Opens the disk tier that tensors will go to, so that a directory that cannot serve is an error at once.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: one that was named cannot, or none could be found.
         """
-        if self._config.tier == "disk" or self._config.disk_paths is not None:
-            self._open_tiers(self.given_runtime or host_runtime())
+        is_plain = self.given_runtime is None and self._config.tier == "auto" and not keeps_cpu_tensors(self._config)
+        if self._config.tier == "disk" or self._config.disk_paths is not None or is_plain:
+            try:
+                self._open_tiers(self.given_runtime or host_runtime())
+            except OSError as error:
+                if not lacks_descriptor(error):
+                    raise
 
     def reserve(self, nbytes: int) -> None:
         """Has the host tier take ``nbytes`` for this process's accelerator, or for its CPU where it has none.
@@ -106,7 +111,17 @@ class Offloaders:
         if offloader is not None:
             return offloader
         with self._accounts.lock:
-            return self._offloaders.get(device) or self._open(device)
+            try:
+                return self._offloaders.get(device) or self._open(device)
+            except OSError as error:
+                if not lacks_descriptor(error):
+                    raise
+                if self._accounts.counters.demote("no_descriptor"):
+                    warn(
+                        f"nothing moves as long as this process has no free file descriptor ({error.strerror}): close "
+                        "files, or raise the limit (ulimit -n)"
+                    )
+                return KeepReason.FAILED
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work on the selected accelerator goes into a graph that is being captured."""

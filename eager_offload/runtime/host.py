@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -78,6 +79,8 @@ class HostRuntime(Runtime):
         self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
         self._out.pauses = partial(_poll, self._polled)
         self._process = psutil.Process()
+        #: What it has resident, as it was last read.
+        self._rss = 0
         tell_after_fork(self)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
@@ -100,7 +103,9 @@ class HostRuntime(Runtime):
         self.pool.release_idle()
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        return DeviceMemory(self._process.memory_info().rss)
+        with suppress(OSError):  # no free file descriptor to read it with
+            self._rss = self._process.memory_info().rss
+        return DeviceMemory(self._rss)
 
     def total_memory(self, device: torch.device) -> int:
         return host_capacity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, lacks_descriptor
+from eager_offload.tiers.limits import file_size_limit
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
@@ -30,6 +32,7 @@ def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type
 
     Raises:
         ConfigError: a named directory cannot serve, or none could be found.
+        OSError: the process has no free file descriptor, see ``lacks_descriptor``; which says nothing of directories.
     """
     if paths is None:
         return [_first_that_serves(_ROOM if budget is None else min(_ROOM, budget), file_type)]
@@ -40,6 +43,8 @@ def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type
         try:
             opened.append(_open(path, 0, file_type))
         except OSError as error:
+            if lacks_descriptor(error):
+                raise
             raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {error}; accepted is {_ACCEPTED}.") from error
     return opened
 
@@ -64,7 +69,10 @@ def filesystem_of(path: Path) -> str:
 def usual_directories() -> list[Path]:
     """Returns the directories that are tried where the user names none, in their order, each once."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path(cache).expanduser(), Path.cwd()]))
+    places = [Path(tempfile.gettempdir()), Path(cache).expanduser()]
+    with suppress(FileNotFoundError):  # it may be gone
+        places.append(Path.cwd())
+    return list(dict.fromkeys(places))
 
 
 def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
@@ -73,6 +81,8 @@ def _first_that_serves(room: int, file_type: type[RawFile]) -> SpillFile:
         try:
             return _open(path, room, file_type)
         except OSError as error:
+            if lacks_descriptor(error):
+                raise
             reasons.append(f"{str(path)!r}: {error}")
     raise ConfigError(f"disk_path: given None, and no place was found ({'; '.join(reasons)}); accepted is {_ACCEPTED}.")
 
@@ -93,4 +103,9 @@ def _open(path: Path, room: int, file_type: type[RawFile]) -> SpillFile:
         raise OSError(f"only {free} bytes are free there")
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError("it is not writable")
-    return SpillFile(path, file_type)
+    try:
+        return SpillFile(path, file_type)
+    except OSError as error:
+        if error.errno == errno.EFBIG and (most := file_size_limit()) is not None:
+            raise OSError(f"no file of this process may exceed {most} bytes (RLIMIT_FSIZE, ulimit -f)") from error
+        raise

@@ -67,6 +67,7 @@ class DiskTier(Tier):
 
     Raises:
         ConfigError: no such file can be made in one of ``paths``.
+        OSError: the process has no free file descriptor.
     """
 
     name: ClassVar[str] = "disk"
@@ -189,19 +190,22 @@ class DiskTier(Tier):
                     "check the disk (the kernel's log says more), or name another one in disk_path",
                 )
             roomiest = max(growing, key=SpillFile.room)
-            if left <= roomiest.room():
-                if self._given is not None:
-                    return Shortage(f"all of disk_budget is in use: {self._given}", "raise disk_budget")
-                return Shortage(
-                    f"the {size_text(self._budget)} that this process takes of the disk of {roomiest.directory} are "
-                    f"in use, and it has {size_text(roomiest.room())} more for others",
-                    "free some room there and begin anew, or give a disk_budget",
-                )
+            room, length = roomiest.room(), self._length()
+            if left <= room and self._given is not None:
+                return Shortage(f"all of disk_budget is in use: {self._given}", "raise disk_budget")
         try:
-            limit = disk_headroom(roomiest.directory).binding
+            limit = disk_headroom(roomiest.directory, length=length).binding
         except OSError as error:
             return Shortage(
                 f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
+            )
+        if limit.kind == "rlimit":
+            return Shortage(limit.reason, limit.remedy)
+        if left <= room:
+            return Shortage(
+                f"the {size_text(self._budget)} that this process takes of the disk of {roomiest.directory} are in "
+                f"use, and it has {size_text(room)} more for others",
+                "free some room there and begin anew, or give a disk_budget",
             )
         return Shortage(f"{limit.reason}, and some of it is always left to others", limit.remedy)
 
@@ -293,7 +297,7 @@ class DiskTier(Tier):
         if self._disks:
             files = open_some(directories, self._file_type)
         else:
-            with suppress(ConfigError):  # what served before is gone: a tier without room, not one that fails
+            with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
                 files = open_spill_files(self._paths, self._budget, self._file_type)
         with self._lock.lock:
             if files and not self._closed:

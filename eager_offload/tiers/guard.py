@@ -64,7 +64,11 @@ class Guard:
             if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
                 self._refused_bytes += nbytes
                 raise NoHeadroomError(refused[1])
-            limit = _tightest()
+            try:
+                limit = _tightest()
+            except OSError as error:
+                reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
+                raise NoHeadroomError(Shortage(reason, remedy)) from error
             if nbytes <= limit.spare:
                 self._admitted, self._refused = min((limit.spare - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
                 return
@@ -78,7 +82,10 @@ class Guard:
 
     def missing_bytes(self) -> int:
         """Looks, and returns how many bytes should go back to the system so that enough is left for others."""
-        return max(-_tightest().spare, 0)
+        try:
+            return max(-_tightest().spare, 0)
+        except OSError:
+            return 0
 
     def forget(self) -> None:
         """Slabs have gone back to the system: what the last look has found does not hold any more."""
@@ -87,6 +94,11 @@ class Guard:
 
 
 def _tightest() -> Limit:
+    """Returns the limit that leaves least.
+
+    Raises:
+        OSError: the process has no free file descriptor to look with.
+    """
     return min(host_headroom().limits, key=attrgetter("spare"))
 
 

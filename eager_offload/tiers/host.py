@@ -102,7 +102,10 @@ class HostTier(Tier):
     def _look(self) -> None:
         """Works the budget out anew, which follows the machine; see the note."""
         held = self._pool.held_bytes
-        limit = min(host_headroom().limits, key=lambda limit: limit.budget(held))
+        try:
+            limit = min(host_headroom().limits, key=lambda limit: limit.budget(held))
+        except OSError:  # no free file descriptor to look with
+            return
         budget = limit.budget(held)
         if budget < self.budget:
             return

@@ -136,10 +136,16 @@ def host_capacity(system: System | None = None) -> int:
     return min(limit.capacity for limit in host_headroom(system).limits)
 
 
-def disk_headroom(path: Path, system: System | None = None) -> Headroom:
+def file_size_limit(system: System | None = None) -> int | None:
+    """Returns the bytes that a file of this process may have (``RLIMIT_FSIZE``); ``None`` for no limit."""
+    return (System() if system is None else system).process_limit("RLIMIT_FSIZE")
+
+
+def disk_headroom(path: Path, system: System | None = None, *, length: int = 0) -> Headroom:
     """Returns how much more this process can write to a file in the directory ``path``, and what binds.
 
     Args:
+        length: the bytes that the file has.
         system: where limits are looked up; this machine where it is left out.
 
     Raises:
@@ -150,10 +156,10 @@ def disk_headroom(path: Path, system: System | None = None) -> Headroom:
     reason = f"the disk of {path} has {size_text(usage.free)} free{_divided(ranks)}"
     remedy = "make room there, or name a larger disk in disk_path"
     limits = [Limit("disk", str(path), usage.total, usage.free, ranks.number, reason, remedy)]
-    most = system.process_limit("RLIMIT_FSIZE")
-    if most is not None:
+    if (most := file_size_limit(system)) is not None:
         reason = f"no file of this process may exceed {size_text(most)} (RLIMIT_FSIZE)"
-        limits.append(Limit("rlimit", "RLIMIT_FSIZE", most, most, 1, reason, "raise the limit (ulimit -f)"))
+        room = max(most - length, 0)
+        limits.append(Limit("rlimit", "RLIMIT_FSIZE", most, room, 1, reason, "raise the limit (ulimit -f)"))
     return _least(*limits)
 
 
@@ -163,12 +169,13 @@ def host_budget(system: System | None = None) -> int:
 
 
 def disk_budget(path: Path, system: System | None = None) -> int:
-    """Returns the bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of its headroom.
+    """Returns the bytes on the disk of ``path`` for this process's spill file: ``DISK_FRACTION`` of what is free there.
 
     Raises:
         OSError: ``path`` cannot be looked at.
     """
-    return int(disk_headroom(path, system).nbytes * DISK_FRACTION)
+    parts = {"disk": DISK_FRACTION}  # others take nothing of the size that a file may have
+    return min(int(limit.nbytes * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
 
 
 def pinning_limit(system: System | None = None) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from eager_offload.config import size_text
 from eager_offload.errors import TransferError
 from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.limits import file_size_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, round_up, view_of
 from eager_offload.tiers.rawfile import RawFile
 
@@ -104,14 +105,15 @@ class SpillFile:
         return self._raw.descriptor
 
     def room(self) -> int:
-        """Returns the bytes by which the file may grow: those free on its disk above the floor."""
+        """Returns the bytes by which the file may grow: those free on its disk above the floor, up to its limit."""
         try:
             usage = self._raw.usage()
         except OSError:
             return 0
-        floor = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES)
+        floor, most = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES), file_size_limit()
         # What was not promised is not in use yet, and will be.
-        return max(usage.free - floor - max(usage.length - usage.occupied, 0), 0)
+        free = usage.free - floor - max(usage.length - usage.occupied, 0)
+        return max(free if most is None else min(free, most - usage.length), 0)
 
     def extend(self, length: int, nbytes: int) -> bool:
         """Makes the file, which is used up to ``length``, reach ``nbytes`` further; returns whether it does."""
@@ -159,14 +161,18 @@ class SpillFile:
     def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
         """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
         number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-        if number in _FULL:
+        if number == errno.EFBIG:
+            remedy = "raise the limit (ulimit -f)"
+            if file_size_limit() is None:
+                remedy = "set disk_path to a directory on a filesystem that takes larger files"
+        elif number in _FULL:
             remedy = "free some room there, or set disk_path to a directory on another disk"
         elif number == errno.ENOMEM:
             remedy = "leave the system more memory for transfers: lower max_inflight_bytes and prefetch_bytes"
         else:
             remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
         reason = os.strerror(number) if number is not None else str(error)
-        if number in _FULL:
+        if number in _FULL and number != errno.EFBIG:
             with suppress(OSError):
                 reason += f", with {size_text(self._raw.usage().free)} free"
         return TransferError(
