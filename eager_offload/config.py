@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import ConfigError
-from eager_offload.names import check_names, checks_names, unknown_name
+from eager_offload.names import briefly, check_names, checks_names, unknown_name
 from eager_offload.pydantic_schema import schema_of
 from eager_offload.schedule import Windows
 
@@ -55,6 +55,8 @@ _SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that 
 #: Fewer bytes than this are not a budget for a device, but a number without its unit.
 _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
+#: The advice for a model given to an ``Offload``, as one gives it to DDP.
+TAKES_NO_MODEL = "an Offload takes no model: write `with offload:` around the forward, or offload.compile(model)"
 #: Removed settings, with the advice for each.
 GONE = {
     "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
@@ -358,8 +360,10 @@ class OffloadConfig(_BesideFields):
             return cls.from_fields(fields, config)
         if config is None or isinstance(config, Mapping):
             return cls.from_fields({**(config or {}), **fields}, cls.from_env())
+        if callable(config):
+            raise ConfigError(f"Offload({briefly(config)}) is not accepted: {TAKES_NO_MODEL}")
         raise ConfigError(
-            f"config={config!r} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
+            f"config={briefly(config)} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
         )
 
     @classmethod
@@ -391,7 +395,9 @@ class OffloadConfig(_BesideFields):
             ConfigError: ``fields`` is not a mapping, a field does not exist, or a value is not accepted.
         """
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"{fields!r} is not accepted: from_dict takes a mapping of the fields of OffloadConfig")
+            raise ConfigError(
+                f"{briefly(fields)} is not accepted: from_dict takes a mapping of the fields of OffloadConfig"
+            )
         return cls.from_fields(fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -518,7 +524,7 @@ class OffloadConfig(_BesideFields):
 
 
 def _refuse(field: str, given: object, accepted: str) -> ConfigError:
-    return ConfigError(f"{field}={given!r} is not accepted: {field} takes {accepted}")
+    return ConfigError(f"{field}={briefly(given)} is not accepted: {field} takes {accepted}")
 
 
 def _size_or_auto(value: object, field: str, accepted: str = f'"auto" or {_SIZE_ACCEPTED}') -> int | str:

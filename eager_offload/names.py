@@ -21,6 +21,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {by_letters[near[0]]}? " if near else ""
 
 
+def briefly(value: object) -> str:
+    """Returns the ``repr`` of a value for an error; the type alone where that is not one short line, as of a model."""
+    text = repr(value)
+    is_short = isinstance(value, str) or (len(text) <= 200 and "\n" not in text)
+    return text if is_short else f"<{type(value).__name__}>"
+
+
 def unknown_name(
     what: str, name: object, known: Sequence[str], others: str = "", instead: str | None = None
 ) -> ConfigError:

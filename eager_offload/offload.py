@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeAlias, Unpack
+from typing import Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from eager_offload.budget import Controller
 from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.cache_key import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
-from eager_offload.config import OffloadConfig, OffloadFields, parse_size, size_text, switched_on
+from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
@@ -38,6 +38,7 @@ from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, c
 from eager_offload.in_vain import InVain
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.matched_modules import MatchedModules, patterns_of
+from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
@@ -138,7 +139,7 @@ class Offload:
         """Applies ``plan``, apart from its settings."""
         if not isinstance(plan, StepTable | PlanSettings):
             raise ConfigError(
-                f"plan={plan!r} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
+                f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
                 "StepTable of step_plan() or StepTable.load"
             )
         if isinstance(plan, PlanSettings):
@@ -209,6 +210,14 @@ class Offload:
             object.__setattr__(self, name, value)
 
     # -- around forward -------------------------------------------------------------------------------------------
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raises: what one may try after ``DistributedDataParallel(model)``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"this Offload was called: {TAKES_NO_MODEL}")
 
     def __enter__(self) -> Self:
         if not self.config.enabled:

@@ -90,6 +90,34 @@ def test_a_config_does_not_change_and_equal_ones_are_equal() -> None:
     assert dataclasses.replace(config, verify=True) == eo.OffloadConfig(min_bytes="4MiB", disk_path="/tmp", verify=True)
 
 
+def test_a_disk_path_is_the_directory_that_it_named_when_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spill").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    offload = eo.Offload(tier="disk", disk_path="spill", min_bytes=0, keep_last_bytes=0)
+    config = offload.config
+    for path in ("~/spill", "$SCRATCH/spill", Path("spill"), tmp_path / "spill"):
+        assert eo.OffloadConfig(tier="disk", disk_path=path, min_bytes=0, keep_last_bytes=0) == config
+    monkeypatch.chdir("elsewhere")
+    assert eo.OffloadConfig.from_text(config.to_text()) == dataclasses.replace(config) == config
+    offload.close()
+    for one in (offload, copy.deepcopy(offload), pickle.loads(pickle.dumps(offload))):
+        x = torch.ones(1 << 14, requires_grad=True)
+        with one:
+            loss = (x * 2).exp().sum()
+        loss.backward()
+        assert one.stats(synchronize=True).bytes_out > 0
+        assert torch.equal(x.grad, 2 * (x.detach() * 2).exp())
+        one.close()
+    (tmp_path / "elsewhere").rmdir()
+    with pytest.raises(eo.ConfigError, match=r"disk_path='here' .* the working directory, which is gone"):
+        eo.OffloadConfig(disk_path="here")
+
+
 @given(
     thousandths=st.integers(0, 10**12) | st.integers(0, 10**30).map(lambda number: number * 1000),
     unit=st.sampled_from(list(UNITS)),

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,34 @@ def test_h27_a_path_that_cannot_serve_is_an_error_before_the_first_step(
         assert str(raised.value).startswith(f"disk_path: {str(path)!r} cannot serve: ")
         assert isinstance(raised.value.__cause__, OSError)
     assert hooks_are_gone()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a plain Offload needs no disk there")
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="this system has no /dev/shm")
+@pytest.mark.parametrize("fields", [{}, {"tier": "disk"}], ids=str)
+def test_h27_where_all_directories_are_memory_an_offload_cannot_be_made(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/shm/missing")
+    monkeypatch.chdir("/dev/shm")
+    with pytest.raises(eo.ConfigError, match="no place was found .*tmpfs, which is memory itself"):
+        eo.Offload(**fields)
+    for switched_off in ({"enabled": False}, {"tier": "host"}):
+        eo.Offload(**switched_off)
+
+
+def test_a_model_is_not_taken_and_one_line_says_what_to_write() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
+    told = r"an Offload takes no model: write `with offload:` around the forward, or offload.compile\(model\)$"
+    with pytest.raises(eo.ConfigError, match=rf"^Offload\(<Sequential>\) is not accepted: {told}"):
+        eo.Offload(model)
+    with pytest.raises(TypeError, match=rf"^this Offload was called: {told}"):
+        eo.Offload()(model)
+    for given in ({"config": [model]}, {"min_bytes": model}, {"plan": model}):
+        with pytest.raises(eo.ConfigError, match=r"^\w+=<\w+> is not accepted") as raised:
+            eo.Offload(**given)
+        assert "\n" not in str(raised.value)
 
 
 # -- in a step --------------------------------------------------------------------------------------------------------

@@ -84,3 +84,10 @@ def _show(news: dict[str, float], progress: Progress, task: TaskID, memory: str)
         progress.update(task, memory=f"{memory} {int(news['nbytes']) >> 20:>5,} MiB")
     if "loss" in news:
         progress.update(task, completed=news["step"], loss=f"{news['loss']:.3f}")
+        if not progress.console.is_terminal:  # there the bars come once all runs are over
+            row = progress.tasks[task]
+            progress.console.print(
+                f"{row.description}: step {news['step']} of {row.total:.0f}, loss {row.fields['loss']}, "
+                f"{row.fields['memory']}",
+                markup=False,
+            )

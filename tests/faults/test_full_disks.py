@@ -1,4 +1,4 @@
-"""H27: a disk that fills up in the middle of a step: a filesystem of 96 MiB."""
+"""H27: a disk that fills up in the middle of a step, a filesystem of 96 MiB; and a process without descriptors."""
 
 from __future__ import annotations
 
@@ -102,3 +102,32 @@ def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_roo
         offload.close()
     assert list(small_disk.iterdir()) == [small_disk / "lost+found"]
     record_property("faults", sum(full.demotions.values()))
+
+
+class Scarce(Faulty):
+    """A file that cannot be opened while the process has no free descriptor."""
+
+    is_free = False
+
+    def __init__(self, directory: Path) -> None:
+        if not Scarce.is_free:
+            raise failure(errno.EMFILE)
+        super().__init__(directory)
+
+
+def test_h27_no_free_descriptor_for_a_moment_is_counted_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.linspace(-3, 3, MIB).requires_grad_()
+    with on_faulty_disk(Scarce):
+        offload = make_offload(tmp_path)
+        without = moved_by(offload, x)
+        assert without.bytes_out == 0
+        assert without.demotions["no_descriptor"] > 0
+        assert without.kept_bytes == {"failed": without.saved_bytes}
+        monkeypatch.setattr(Scarce, "is_free", True)
+        offload.reset_stats()
+        again = moved_by(offload, x)
+        assert again.bytes_out > 4 * MIB
+        assert again.demotions == {}
+        offload.close()

@@ -239,6 +239,30 @@ def test_h27_a_disk_that_cannot_grow_the_file_has_no_room_and_room_once_it_can(
     assert "disk_budget" in tier.shortage.reason, "what is over is not told any more"
 
 
+def test_h27_a_limit_on_the_size_of_files_is_not_taken_for_a_full_disk(directory: Path) -> None:
+    resource = pytest.importorskip("resource")
+    tier, _ = open_tier(directory)
+    free, given = DiskTier([directory], None), resource.getrlimit(resource.RLIMIT_FSIZE)
+    slots = [stored(one, noise(5 * MIB)) for one in (tier, free)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80 * MIB, given[1]))  # Python ignores the signal
+    try:
+        limited = DiskTier([directory], None)
+        slots.append(stored(limited, noise(75 * MIB)))
+        for one in (tier, free, limited):
+            assert one.reserve(90 * MIB) is None
+            assert one.shortage.reason == "no file of this process may exceed 80.0 MiB (RLIMIT_FSIZE)"
+            assert one.shortage.remedy == "raise the limit (ulimit -f)"
+        assert equal(slots, (0, 0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, given[1]))
+        with pytest.raises(TransferError, match=r"File too large. What to do: raise the limit \(ulimit -f\)"):
+            slots[0].write(noise(5 * MIB))
+        with pytest.raises(ConfigError, match=r"may exceed 4096 bytes \(RLIMIT_FSIZE, ulimit -f\)"):
+            DiskTier([directory], None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, given)
+    assert reserve(tier, 90 * MIB)
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 ERRNOS = [
@@ -252,7 +276,7 @@ def test_h27_a_failed_transfer_says_what_where_and_what_to_do(directory: Path, n
     tier, file = open_tier(directory)
     nbytes, source = 100_000, noise(100_000)
     slot = stored(tier, source)
-    is_full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    is_full = number in (errno.ENOSPC, errno.EDQUOT)
     for transfer, told in ((slot.write, "write 100000 bytes to"), (slot.read, "read 100000 bytes from")):
         file.on_write = file.on_read = failure(number)
         with pytest.raises(TransferError, match=f"{told} the spill file in {str(directory)!r}") as raised:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +75,23 @@ def test_h26_slabs_are_taken_until_only_the_reserve_is_left(readings: Readings) 
     slots.append(tier.reserve(1536 * MIB))
     assert slots[0] is not None, "what is idle goes back before memory is refused"
     assert tier.held_bytes == sum(slab.numel() for slab in system.alive) == 1536 * MIB
+
+
+def test_memory_is_refused_where_no_descriptor_is_free_to_look_with(
+    readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_look() -> Headroom:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    tier, _ = guarded(readings)
+    with monkeypatch.context() as patch:
+        for module in (guard, host):
+            patch.setattr(module, "host_headroom", cannot_look)
+        assert tier.reserve(64 * MIB) is None
+        assert "Too many open files" in tier.shortage.reason
+        tier.release_idle()
+    guard.process_guard().forget()
+    assert tier.reserve(64 * MIB) is not None
 
 
 def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
