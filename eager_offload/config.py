@@ -360,7 +360,7 @@ class OffloadConfig(_BesideFields):
             return cls.from_fields(fields, config)
         if config is None or isinstance(config, Mapping):
             return cls.from_fields({**(config or {}), **fields}, cls.from_env())
-        if callable(config):
+        if callable(config) and not isinstance(config, type):
             raise ConfigError(f"Offload({briefly(config)}) is not accepted: {TAKES_NO_MODEL}")
         raise ConfigError(
             f"config={briefly(config)} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"

@@ -88,7 +88,8 @@ class Offload:
         **fields: fields of :class:`OffloadConfig`, which override those of ``config``.
 
     Raises:
-        ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot serve.
+        ConfigError: a field that does not exist, a value that is not accepted, or a ``disk_path`` that cannot serve;
+            where tensors go to disk and no ``disk_path`` is given, that no directory can.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def test_h27_where_all_directories_are_memory_an_offload_cannot_be_made(
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/shm/missing")
     monkeypatch.chdir("/dev/shm")
-    with pytest.raises(eo.ConfigError, match="no place was found .*tmpfs, which is memory itself"):
+    with pytest.raises(eo.ConfigError, match=r"no place was found .*tmpfs, which is memory itself"):
         eo.Offload(**fields)
     for switched_off in ({"enabled": False}, {"tier": "host"}):
         eo.Offload(**switched_off)

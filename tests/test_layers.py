@@ -93,7 +93,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "offload": {
         *("_torch", "budget", "codecs", "compile", "config", "contexts", "eager", "engine", "errors"),
-        *("in_vain", "kernels", "matched_modules", "observe", "out_of_memory", "plan_settings", "runtime"),
+        *("in_vain", "kernels", "matched_modules", "names", "observe", "out_of_memory", "plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },
     "graphs": {"_torch", "config", "eager", "engine", "errors", "offload", "runtime", "stats", "step_table", "tiers"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eager_offload.errors import CapacityError, TransferError
+from eager_offload.errors import CapacityError, ConfigError, TransferError
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.rawfile import Usage
