@@ -253,10 +253,10 @@ def test_h27_a_limit_on_the_size_of_files_is_not_taken_for_a_full_disk(directory
             assert one.shortage.reason == "no file of this process may exceed 80.0 MiB (RLIMIT_FSIZE)"
             assert one.shortage.remedy == "raise the limit (ulimit -f)"
         assert equal(slots, (0, 0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, given[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, given[1]))
         with pytest.raises(TransferError, match=r"File too large. What to do: raise the limit \(ulimit -f\)"):
             slots[0].write(noise(5 * MIB))
-        with pytest.raises(ConfigError, match=r"may exceed 4096 bytes \(RLIMIT_FSIZE, ulimit -f\)"):
+        with pytest.raises(ConfigError, match=r"may exceed 0 bytes \(RLIMIT_FSIZE, ulimit -f\)"):
             DiskTier([directory], None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, given)
