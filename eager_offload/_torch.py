@@ -98,10 +98,7 @@ PRIVATE_NAMES = {
         "torch._dynamo.symbolic_convert.tls",
     ),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
-    "hooks that a plan has called keep what they have changed": (
-        "torch.Tensor._backward_hooks",
-        "torch.Tensor._post_accumulate_grad_hooks",
-    ),
+    "hooks that a plan has called keep what they have changed": (),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "planning of a model that fully_shard has sharded fails": (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
@@ -1017,18 +1014,6 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the replaced call of ``module``, as ``module.compile()`` sets it, or ``None``."""
     return module._compiled_call_impl
-
-
-def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """Returns the hooks on the gradient of ``tensor``."""
-    found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return [hook for hooks in found for hook in (hooks or {}).values()]
-
-
-def hooks_of_all_modules() -> list[Callable[..., Any]]:
-    """Returns torch's global module hooks."""
-    kept = (value for value in vars(torch.nn.modules.module).values() if isinstance(value, OrderedDict))
-    return [hook for hooks in kept for hook in hooks.values() if callable(hook)]
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

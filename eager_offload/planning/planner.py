@@ -59,8 +59,8 @@ def plan(
 
     Without ``steps`` the model is traced: forward and backward on tensors without bytes, on the accelerator that the
     process has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of
-    which that is a guess. Nothing of the program's changes: not the model, not what its functions and ``loss`` reach
-    beside it, not random numbers, not what is compiled. A compiled model is planned as it is written. Nothing is
+    which that is a guess. A copy is traced, so neither the model changes nor gradients, random numbers, what is
+    compiled and the ``functools`` caches of its code. A compiled model is planned as it is written. Nothing is
     allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
 
     Args:
@@ -93,7 +93,7 @@ def plan(
             :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
             line what it would bring, where compute waits for a tenth of the step or nothing fits.
         steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
-            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
+            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, parameters, buffers
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and
@@ -111,9 +111,10 @@ def plan(
             ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
             ``mesh`` beside a model that is sharded.
         PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
-            differentiate on a CPU, such as FlexAttention, or it changes what is outside of it where that cannot be put
-            back; the text names the module. An error of the model's own comes as it is, with a note that names the
-            module. Or the model is sharded in another way than by ``fully_shard``.
+            differentiate on a CPU, such as FlexAttention, or it changes a tensor outside of it; the text names the
+            module. Or something outside of it holds a tensor of the trace afterwards, which the text names. An error of
+            the model's own comes as it is, with a note that names the module. Or the model is sharded in another way
+            than by ``fully_shard``.
     """
 
     def ask() -> Asked:
