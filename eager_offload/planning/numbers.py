@@ -79,8 +79,8 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
             for owner in owners:
                 for name, value in [*vars(owner).items()]:
                     cache = getattr(value, "__func__", value)  # of a static method
-                    if isinstance(cache, CACHE) and str(cache.__module__).partition(".")[0] not in _LIBRARIES:
-                        own = made[id(cache)] = made.get(id(cache)) or _apart(cache)
+                    if isinstance(cache, CACHE) and not is_library(cache.__module__):
+                        own = made[id(cache)] = made.get(id(cache)) or apart(cache)
                         found.append((owner, name, value))
                         setattr(owner, name, own if cache is value else type(value)(own))
             yield
@@ -90,7 +90,7 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def _apart(cache: Any) -> Callable[..., Any]:
+def apart(cache: Any) -> Callable[..., Any]:
     """Returns ``cache`` with another memory for the calling thread."""
     own, thread = functools.lru_cache(**cache.cache_parameters())(cache.__wrapped__), threading.get_ident()
 
@@ -100,6 +100,11 @@ def _apart(cache: Any) -> Callable[..., Any]:
 
     vars(call).update(cache_clear=own.cache_clear, cache_info=own.cache_info)
     return call
+
+
+def is_library(name: object) -> bool:
+    """Whether functions of the Python module of this name are none of the user's."""
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
 class _Local(threading.local):

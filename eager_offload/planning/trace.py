@@ -97,8 +97,7 @@ def _trace(
     ):
         recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
         stand_ins = StandIns(recorder, device)
-        inputs = stand_ins.of_inputs(inputs)
-        traced, made_loss = stand_ins.copy_of(model, loss)
+        traced, inputs, made_loss = stand_ins.copy_of(model, inputs, loss)
         for part in (traced, made_loss):
             if isinstance(part, nn.Module):
                 made.modules += map(ref, part.modules())
