@@ -187,6 +187,7 @@ PUBLIC_NAMES = {
         "torch.autocast.__exit__",
     ),
     "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
+    "a plan of a model that converts modules in forward fails": ("torch.utils.swap_tensors",),
 }
 #: Functions that the library replaces, by the time of the replacement, which calls torch's own for calls of others.
 PATCHED = {
@@ -206,6 +207,7 @@ PATCHED = {
         "torch.autocast.__enter__",
         "torch.autocast.__exit__",
     ),
+    "while a thread traces a plan; for that thread alone": ("torch.utils.swap_tensors",),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "for good, since other threads may be compiling; in graphs that move something": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, PlanError
 from eager_offload.machine import TABLE, Machine, here
 from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import POLICIES
@@ -65,8 +65,9 @@ def plan(
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
-        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords. Integers and
-            booleans in it should be real ones, since models look at masks and the like.
+        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords, which may hold
+            objects, such as a cache: they are copied. Integers and booleans in it should be real ones, since models
+            look at masks and the like.
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
         device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
             :class:`Machine`.
@@ -111,10 +112,10 @@ def plan(
             ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
             ``mesh`` beside a model that is sharded.
         PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
-            differentiate on a CPU, such as FlexAttention, or it changes a tensor outside of it; the text names the
-            module. Or something outside of it holds a tensor of the trace afterwards, which the text names. An error of
-            the model's own comes as it is, with a note that names the module. Or the model is sharded in another way
-            than by ``fully_shard``.
+            differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
+            TorchScript; the text names the module. Or an input cannot be copied, or something outside of the model
+            holds a tensor of the trace afterwards: the text names it. An error of the model's own comes as it is, with
+            a note that names the module. Or the model is sharded in another way than by ``fully_shard``.
     """
 
     def ask() -> Asked:
@@ -298,6 +299,14 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+    for part in (model, loss):
+        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                what = f"module {name!r}" if name else "the loss" if part is loss else "the model itself"
+                raise PlanError(
+                    f"{what} is a module of TorchScript, whose operators cannot be traced: plan with the module that "
+                    "it was made of, or train without a plan: Offload(device_budget=...) learns from the first steps"
+                )
 
 
 def _check_accumulation(accumulation: object) -> None:

@@ -16,12 +16,19 @@ depends on anything else is fake; a question for its value is an error that name
 [Note: sharded models]
 The copy of a model that ``fully_shard`` has sharded has its layers as they were before: whole parameters in the type in
 which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
+
+[Note: modules that forward converts]
+``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which
+it refuses where anything else has the parameter: a graph of this step, or a weak reference. A thread that traces sets
+the ``data`` of both kinds.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -29,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from eager_offload._torch import (
+    Patch,
     flatten_with_names,
     is_fake,
     is_fully_sharded,
@@ -41,9 +49,42 @@ from eager_offload._torch import (
     without_dispatch_modes,
     without_sharding,
 )
+from eager_offload.contexts import Patches
 from eager_offload.errors import PlanError
 from eager_offload.planning.rebound import Rebound
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
+
+
+class _Local(threading.local):
+    is_tracing = False
+
+
+_local = _Local()
+
+
+def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        if not (_local.is_tracing and is_fake(type(t1)) and is_fake(type(t2))):
+            return replaced(t1, t2)
+        t1.data = t2
+        t1.fake_device = t2.fake_device
+
+    return swap_tensors
+
+
+_conversions = Patches(lambda: [Patch(torch.utils, "swap_tensors", _in_place)])
+
+
+@contextmanager
+def modules_convertible() -> Iterator[None]:
+    """The calling thread may convert modules whose parameters are fake: see [Note: modules that forward converts]."""
+    before = _local.is_tracing
+    with _conversions.used():
+        _local.is_tracing = True
+        try:
+            yield
+        finally:
+            _local.is_tracing = before
 
 
 class StandIns(TorchFunctionMode):

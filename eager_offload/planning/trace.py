@@ -32,7 +32,7 @@ from eager_offload.planning.held import Made, nothing_held
 from eager_offload.planning.numbers import by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
-from eager_offload.planning.stand_ins import StandIns, are_on, values_in
+from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
@@ -104,7 +104,7 @@ def _trace(
         if patterns:
             matched.add(traced, patterns, rules)
         try:
-            with stand_ins, TargetKernels() if is_guess else nullcontext():
+            with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
                 run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise
