@@ -80,7 +80,7 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
                 for name, value in [*vars(owner).items()]:
                     cache = getattr(value, "__func__", value)  # of a static method
                     if isinstance(cache, CACHE) and not is_library(cache.__module__):
-                        own = made[id(cache)] = made.get(id(cache)) or apart(cache)
+                        own = made[id(cache)] = made.get(id(cache)) or apart(cache, cache.__wrapped__)
                         found.append((owner, name, value))
                         setattr(owner, name, own if cache is value else type(value)(own))
             yield
@@ -90,9 +90,9 @@ def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def apart(cache: Any) -> Callable[..., Any]:
-    """Returns ``cache`` with another memory for the calling thread."""
-    own, thread = functools.lru_cache(**cache.cache_parameters())(cache.__wrapped__), threading.get_ident()
+def apart(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what is ``cache`` for other threads, and for the calling one a cache of ``function``."""
+    own, thread = functools.lru_cache(**cache.cache_parameters())(function), threading.get_ident()
 
     @functools.wraps(cache)
     def call(*args: Any, **named: Any) -> Any:

@@ -66,7 +66,7 @@ class Rebound:
                 self._bind(made)
             return made
         if isinstance(one, CACHE):
-            return self._know(one, apart(one))
+            return self._know(one, apart(one, self.of(one.__wrapped__)))
         return self._know(one, copy.deepcopy(one)) if _draws(one) else one
 
     def _know(self, one: object, made: Any) -> Any:

@@ -212,6 +212,7 @@ class StandIns(TorchFunctionMode):
 
 def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
     """Returns a copy of the model, or of what is called ``name``; raises ``PlanError`` where it cannot be made."""
+    before = {**memo}
     try:
         return copy.deepcopy(one, memo)
     except PlanError:
@@ -224,7 +225,7 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
             ) from error
         for path, part in zip(*flatten_with_names(one)[:2], strict=True):
             try:
-                copy.deepcopy(part, memo)
+                copy.deepcopy(part, {**before})
             except Exception:
                 name, one = f"{name}{path}", part
                 break
