@@ -98,10 +98,7 @@ PRIVATE_NAMES = {
         "torch._dynamo.symbolic_convert.tls",
     ),
     "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
-    "hooks that a plan has called keep what they have changed": (
-        "torch.Tensor._backward_hooks",
-        "torch.Tensor._post_accumulate_grad_hooks",
-    ),
+    "hooks that a plan has called keep what they have changed": (),
     "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
     "planning of a model that fully_shard has sharded fails": (
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
@@ -190,6 +187,7 @@ PUBLIC_NAMES = {
         "torch.autocast.__exit__",
     ),
     "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
+    "a plan of a model that converts modules in forward fails": ("torch.utils.swap_tensors",),
 }
 #: Functions that the library replaces, by the time of the replacement, which calls torch's own for calls of others.
 PATCHED = {
@@ -209,6 +207,7 @@ PATCHED = {
         "torch.autocast.__enter__",
         "torch.autocast.__exit__",
     ),
+    "while a thread traces a plan; for that thread alone": ("torch.utils.swap_tensors",),
     "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
     "for good, since other threads may be compiling; in graphs that move something": (
         "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
@@ -1017,18 +1016,6 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the replaced call of ``module``, as ``module.compile()`` sets it, or ``None``."""
     return module._compiled_call_impl
-
-
-def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """Returns the hooks on the gradient of ``tensor``."""
-    found = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return [hook for hooks in found for hook in (hooks or {}).values()]
-
-
-def hooks_of_all_modules() -> list[Callable[..., Any]]:
-    """Returns torch's global module hooks."""
-    kept = (value for value in vars(torch.nn.modules.module).values() if isinstance(value, OrderedDict))
-    return [hook for hooks in kept for hook in hooks.values() if callable(hook)]
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

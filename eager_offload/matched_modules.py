@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -257,10 +258,15 @@ def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Mo
     names = [name for name in modules if name]
     found: dict[int, tuple[nn.Module, frozenset[Pattern]]] = {}
     for pattern in patterns:
-        matching = [modules[name] for name in names if fnmatchcase(name, pattern.text)]
+        matching = {name: modules[name] for name in names if fnmatchcase(name, pattern.text)}
         if not matching:
             raise _no_match(pattern, names)
-        for module in matching:
+        for name, module in matching.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"{pattern.field}={pattern.text!r} is not accepted: it matches {name!r}, a module of TorchScript, "
+                    "whose calls Python does not see. Name the modules around it, or script it after training"
+                )
             _, naming = found.get(id(module), (module, frozenset[Pattern]()))
             found[id(module)] = module, naming | {pattern}
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What planning leaves alone: the caller's modes, hooks and compiled code, and random numbers, of other threads too.
+"""What planning leaves alone: the caller's modes, hooks, compiled code, caches and random numbers, for all threads.
 
 [Note: random numbers]
 torch has one default generator for all threads of a process. To put its state back after a trace would have another
@@ -14,10 +14,16 @@ draw nothing meanwhile. So is put back what a model draws from Python's and nump
 Dynamo compiles nothing in a dispatch mode, and marks the code that it meets there: that code would never be compiled
 again in this process. So a thread that plans runs compiled functions as they were written, without asking Dynamo. torch
 has one stance for all threads; other threads, which may be training, have theirs.
+
+[Note: caches]
+A ``functools.lru_cache`` that a trace filled would give tensors without numbers to training, and one that was emptied
+would compute anew, with other random numbers. So where the Python modules of the model's code name a cache, the thread
+that traces finds the function with a cache of its own. Two plans would replace each other's: one is made at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import threading
@@ -26,12 +32,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from eager_offload import contexts
 from eager_offload._torch import Patch, compiled_frames, function_modes, generators, without_dispatch_modes
 from eager_offload.contexts import Patches
 
 _CPU = torch.device("cpu")
+#: The class of what ``functools.cache`` and ``lru_cache`` make.
+CACHE: Any = type(functools.cache(lambda: None))
+#: Packages whose functions name nothing of the user's.
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "eager_offload"})
+_caches_lock = threading.RLock()
 
 
 @contextmanager
@@ -47,6 +59,52 @@ def by_itself(device: torch.device = _CPU) -> Iterator[None]:
         if function_modes() or torch.get_default_device() != device:  # whatever default the caller has
             stack.enter_context(device)
         yield
+
+
+@contextmanager
+def caches_apart(model: nn.Module, loss: object) -> Iterator[None]:
+    """The calling thread neither fills nor empties a cache, of ``functools`` or of the autocast that the caller is in:
+    see [Note: caches]."""
+    parts = [one for part in (model, loss) if isinstance(part, nn.Module) for one in part.modules()]
+    kinds = {kind for one in parts for kind in type(one).__mro__}
+    names = {getattr(one, "__module__", None) or "" for one in (*kinds, loss)}
+    owners = (*kinds, *(sys.modules[name] for name in names & {*sys.modules}))
+    found: list[tuple[Any, str, Any]] = []
+    cached, made = torch.is_autocast_cache_enabled(), dict[int, Any]()
+    torch.autocast_increment_nesting()
+    is_cast = torch.autocast_decrement_nesting() > 0  # a cache that is begun inside is emptied there
+    with _caches_lock:
+        try:
+            torch.set_autocast_cache_enabled(cached and not is_cast)
+            for owner in owners:
+                for name, value in [*vars(owner).items()]:
+                    cache = getattr(value, "__func__", value)  # of a static method
+                    if isinstance(cache, CACHE) and not is_library(cache.__module__):
+                        own = made[id(cache)] = made.get(id(cache)) or apart(cache, cache.__wrapped__)
+                        found.append((owner, name, value))
+                        setattr(owner, name, own if cache is value else type(value)(own))
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            for owner, name, value in found:
+                setattr(owner, name, value)
+
+
+def apart(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what is ``cache`` for other threads, and for the calling one a cache of ``function``."""
+    own, thread = functools.lru_cache(**cache.cache_parameters())(function), threading.get_ident()
+
+    @functools.wraps(cache)
+    def call(*args: Any, **named: Any) -> Any:
+        return (own if threading.get_ident() == thread else cache)(*args, **named)
+
+    vars(call).update(cache_clear=own.cache_clear, cache_info=own.cache_info)
+    return call
+
+
+def is_library(name: object) -> bool:
+    """Whether functions of the Python module of this name are none of the user's."""
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
 class _Local(threading.local):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eager_offload._torch import is_compiled
 from eager_offload.config import OffloadConfig, parse_size
-from eager_offload.errors import ConfigError
+from eager_offload.errors import ConfigError, PlanError
 from eager_offload.machine import TABLE, Machine, here
 from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import POLICIES
@@ -59,14 +59,15 @@ def plan(
 
     Without ``steps`` the model is traced: forward and backward on tensors without bytes, on the accelerator that the
     process has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of
-    which that is a guess. Nothing of the program's changes: not the model, not what its functions and ``loss`` reach
-    beside it, not random numbers, not what is compiled. A compiled model is planned as it is written. Nothing is
+    which that is a guess. A copy is traced, so neither the model changes nor gradients, random numbers, what is
+    compiled and the ``functools`` caches of its code. A compiled model is planned as it is written. Nothing is
     allocated but for integers and booleans. Times are those of a roofline: see :class:`Machine`.
 
     Args:
         model: real, or on ``meta``, in the mode in which it is trained.
-        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords. Integers and
-            booleans in it should be real ones, since models look at masks and the like.
+        inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords, which may hold
+            objects, such as a cache: they are copied. Integers and booleans in it should be real ones, since models
+            look at masks and the like.
         loss: makes the loss of what the model returns; ``None``: what it returns itself, or its ``loss``.
         device: ``"here"``, which is measured; ``"h200"``, ``"h100"``, ``"a100"``, ``"l40s"`` or ``"rtx4090"``; or a
             :class:`Machine`.
@@ -93,7 +94,7 @@ def plan(
             :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
             line what it would bring, where compute waits for a tenth of the step or nothing fits.
         steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
-            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, buffers, attributes
+            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, parameters, buffers
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and
@@ -111,9 +112,10 @@ def plan(
             ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
             ``mesh`` beside a model that is sharded.
         PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
-            differentiate on a CPU, such as FlexAttention, or it changes what is outside of it where that cannot be put
-            back; the text names the module. An error of the model's own comes as it is, with a note that names the
-            module. Or the model is sharded in another way than by ``fully_shard``.
+            differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
+            TorchScript; the text names the module. Or an input cannot be copied, or something outside of the model
+            holds a tensor of the trace afterwards: the text names it. An error of the model's own comes as it is, with
+            a note that names the module. Or the model is sharded in another way than by ``fully_shard``.
     """
 
     def ask() -> Asked:
@@ -297,6 +299,14 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"policy={policy!r} is not accepted: policy takes {_or(POLICIES)}")
     if recompute and policy != "least":
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
+    for part in (model, loss):
+        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                what = f"module {name!r}" if name else "the loss" if part is loss else "the model itself"
+                raise PlanError(
+                    f"{what} is a module of TorchScript, whose operators cannot be traced: plan with the module that "
+                    "it was made of, or train without a plan: Offload(device_budget=...) learns from the first steps"
+                )
 
 
 def _check_accumulation(accumulation: object) -> None:

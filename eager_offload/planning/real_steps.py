@@ -6,9 +6,9 @@ is the one of a trace. What autograd saves it copies, so that a storage goes whe
 it had left; so a step takes the memory of a step, the largest saved storage once more, and parameters and buffers
 twice, which are copied to be put back. Operators are timed where they run, without what the recorder does. Gradients,
 parameters, buffers and random numbers are afterwards what they were. So are tensors from outside, such as those of a
-head that the loss uses, which are copied before the first operator that writes to them, and what the step's Python code
-reaches: attributes, lists, dictionaries (outside.py). A few operators fill what they have saved only afterwards: its
-copy has other numbers then, and so have gradients, which planning does not read.
+head that the loss uses, which are copied before the first operator that writes to them. Attributes and containers that
+a step changes are as they are after a step. A few operators fill what they have saved only afterwards: its copy has
+other numbers then, and so have gradients, which planning does not read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from eager_offload._torch import tree_iter, tree_map, without_dispatch_modes
 from eager_offload.codecs.names import CodecRules
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.matched_modules import MatchedModules, Pattern
-from eager_offload.planning.leftovers import reached_put_back
 from eager_offload.planning.numbers import by_itself, numbers_put_back
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder
@@ -63,7 +62,7 @@ def record(
             )
     found: list[RealSteps] = []
     for _ in range(steps):
-        with by_itself(), numbers_put_back(), reached_put_back(model, loss), _put_back(parts, given) as outside:
+        with by_itself(), numbers_put_back(), _put_back(parts, given) as outside:
             recorder, matched = Recorder(min_bytes, rules, outside=outside), MatchedModules()
             for one in (*_own(parts), *given):
                 recorder.has(one)
@@ -96,6 +95,7 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[C
     outside that the function is called with, before it changes."""
     gradients: list[tuple[Tensor, Tensor | None]] = []
     numbers = [(one, one.detach().clone()) for one in _own(parts)]
+    modules = [(one, dict(one.named_buffers(recurse=False))) for part in parts for one in part.modules()]
     known: set[int] = set()  # they are held by the lists
 
     def put_gradient_back(leaf: Tensor) -> None:
@@ -122,6 +122,9 @@ def _put_back(parts: Sequence[nn.Module], given: Sequence[Tensor]) -> Iterator[C
     try:
         yield put_back
     finally:
+        for module, buffers in modules:  # a step may have put others in their place
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer)
         for leaf, gradient in reversed(gradients):  # one that was noted twice is what it was first
             leaf.grad = gradient
         with torch.no_grad():

@@ -16,12 +16,19 @@ depends on anything else is fake; a question for its value is an error that name
 [Note: sharded models]
 The copy of a model that ``fully_shard`` has sharded has its layers as they were before: whole parameters in the type in
 which they are gathered, and none of the hooks that gather them. Its inputs and outputs are cast as those hooks cast.
+
+[Note: modules that forward converts]
+``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which
+it refuses where anything else has the parameter: a graph of this step, or a weak reference. A thread that traces sets
+the ``data`` of both kinds.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -29,6 +36,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from eager_offload._torch import (
+    Patch,
+    flatten_with_names,
     is_fake,
     is_fully_sharded,
     is_plain_fake,
@@ -40,8 +49,42 @@ from eager_offload._torch import (
     without_dispatch_modes,
     without_sharding,
 )
+from eager_offload.contexts import Patches
 from eager_offload.errors import PlanError
+from eager_offload.planning.rebound import Rebound
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
+
+
+class _Local(threading.local):
+    is_tracing = False
+
+
+_local = _Local()
+
+
+def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        if not (_local.is_tracing and is_fake(type(t1)) and is_fake(type(t2))):
+            return replaced(t1, t2)
+        t1.data = t2
+        t1.fake_device = t2.fake_device
+
+    return swap_tensors
+
+
+_conversions = Patches(lambda: [Patch(torch.utils, "swap_tensors", _in_place)])
+
+
+@contextmanager
+def modules_convertible() -> Iterator[None]:
+    """The calling thread may convert modules whose parameters are fake: see [Note: modules that forward converts]."""
+    before = _local.is_tracing
+    with _conversions.used():
+        _local.is_tracing = True
+        try:
+            yield
+        finally:
+            _local.is_tracing = before
 
 
 class StandIns(TorchFunctionMode):
@@ -54,27 +97,27 @@ class StandIns(TorchFunctionMode):
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         super().__init__()
         self._recorder, self._device = recorder, device
-        self._are_there = False
+        self._are_there = self._is_copying = False
         self._wholes: dict[int, Tensor] = {}
         self._found: dict[int, Tensor] = {}
         #: In which type shards are gathered, by the identity of the parameter.
         self._gathered: dict[int, torch.dtype] = {}
         self._owners: list[object] = []  # no key is used twice
 
-    def of_inputs(self, inputs: object) -> Any:
-        self._are_there = are_on(self._device, tree_iter(inputs))
-        return tree_map(lambda one: self._of(one) if isinstance(one, Tensor) else one, inputs)
-
     def copy_of(
-        self, model: nn.Module, loss: Callable[[Any], Tensor] | None
-    ) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
-        """The model, and the loss if that is a module, with stand-ins for all tensors; raises ``PlanError`` where it
-        cannot."""
+        self, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None
+    ) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
+        """The model, its inputs and the loss, copied together, with stand-ins for all tensors; raises ``PlanError``
+        where it cannot."""
         found: dict[int, Any] = {}
         groups = sharded_groups(model)
         for group in groups:
             dtype = group.policy.param_dtype
             self._gathered.update((id(one), dtype or one.dtype) for one in group.parameters)
+        self._are_there = among_inputs = are_on(self._device, tree_iter(inputs))
+        for one in tree_iter(inputs):
+            if isinstance(one, Tensor):
+                self._of(one)
         self._are_there = are_on(self._device, values_in(model))
         for name, module in model.named_modules():
             for value in vars(module).values():
@@ -87,25 +130,23 @@ class StandIns(TorchFunctionMode):
                     elif isinstance(one, torch.Generator) and id(one) not in found:
                         with without_dispatch_modes():  # its state is a tensor
                             found[id(one)] = one.clone_state()
-        is_copied = any(isinstance(one, nn.Module) for one in (loss, getattr(loss, "__self__", None)))
+        self._are_there |= among_inputs  # of tensors in objects nobody knows whose they are
         bare = {module: without_sharding(module) for module in model.modules() if is_fully_sharded(module)}
-        found |= {id(module): made for module, (made, _) in bare.items()}
-        attributes = [kept for _, kept in bare.values()]
-        try:
-            copied, its_loss, attributes = copy.deepcopy(
-                (model, loss if is_copied else None, attributes), {**found, **self._found}
-            )
-        except Exception as error:
-            raise PlanError(
-                f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
-                "module inside of what wraps it"
-            ) from error
+        memo = {**found, **{id(module): made for module, (made, _) in bare.items()}, **self._found}
+        owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
+        kept = [attributes for _, attributes in bare.values()]
+        self._is_copying = True
+        with self:
+            inputs = _copied(inputs, memo, "inputs")
+            copied, owner, attributes = _copied((model, owner if isinstance(owner, nn.Module) else None, kept), memo)
+        self._is_copying = False
         for (made, _), kept in zip(bare.values(), attributes, strict=True):
             vars(made).update(kept)
         for group in groups:
             for module in group.modules:
                 _cast(bare[module][0], group.policy)
-        return copied, its_loss if is_copied else loss
+        functions = Rebound(memo)
+        return copied, functions.of(inputs), functions.of(loss)
 
     def __torch_function__(
         self,
@@ -115,6 +156,8 @@ class StandIns(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = args, dict(kwargs or {})
+        if func is Tensor.__deepcopy__ and self._is_copying and type(args[0]) is Tensor and not args[0].is_sparse:
+            return self._of(args[0])
         if any(self._is_outside(one) for one in tree_iter(given)):
             with self._recorder.unseen():
                 given = tree_map(lambda one: self._of(one, is_outside=True) if self._is_outside(one) else one, given)
@@ -165,6 +208,31 @@ class StandIns(TorchFunctionMode):
             whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
             self._wholes[storage_key(storage)] = whole
         return whole.as_strided(size, stride, tensor.storage_offset())
+
+
+def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
+    """Returns a copy of the model, or of what is called ``name``; raises ``PlanError`` where it cannot be made."""
+    before = {**memo}
+    try:
+        return copy.deepcopy(one, memo)
+    except PlanError:
+        raise
+    except Exception as error:
+        if not name:
+            raise PlanError(
+                f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "
+                "module inside of what wraps it"
+            ) from error
+        for path, part in zip(*flatten_with_names(one)[:2], strict=True):
+            try:
+                copy.deepcopy(part, {**before})
+            except Exception:
+                name, one = f"{name}{path}", part
+                break
+        raise PlanError(
+            f"{name} is of the type {type(one).__name__}, which cannot be copied ({type(error).__name__}: {error}): a "
+            "step may change it, so a copy is traced. Give what can be copied, such as a list in place of an iterator"
+        ) from error
 
 
 def _cast(module: nn.Module, policy: Any) -> None:

@@ -3,7 +3,7 @@
 [Note: tracing]
 A copy of the model is run whose parameters are fake tensors, of the device or in its place (target.py). So the model
 itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is taken away (leftovers.py).
+else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is an error (held.py).
 Backward runs on the calling thread on any device, since the modes and settings of a trace are those of one thread.
 """
 
@@ -17,6 +17,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,11 @@ from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
 from eager_offload.matched_modules import MatchedModules, Pattern
 from eager_offload.planning.apply import checkpointed
-from eager_offload.planning.leftovers import Made, left_as_it_was
-from eager_offload.planning.numbers import by_itself, numbers_of_its_own
+from eager_offload.planning.held import Made, nothing_held
+from eager_offload.planning.numbers import by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
-from eager_offload.planning.stand_ins import StandIns, are_on, values_in
+from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
@@ -67,7 +68,7 @@ def trace(
         PlanError: what the model does depends on numbers that no trace has.
     """
     made = Made()
-    with left_as_it_was(model, loss, made):
+    with nothing_held(made):
         # What is set of a context variable goes with the context.
         return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, target, made)
 
@@ -88,6 +89,7 @@ def _trace(
     with (
         by_itself(_default_of(device, model, inputs)),
         torch.autograd.set_multithreading_enabled(False),
+        caches_apart(model, loss),
         numbers_of_its_own() as generator,
         _logging_no_traceback(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -95,15 +97,14 @@ def _trace(
     ):
         recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
         stand_ins = StandIns(recorder, device)
-        inputs = stand_ins.of_inputs(inputs)
-        traced, made_loss = stand_ins.copy_of(model, loss)
+        traced, inputs, made_loss = stand_ins.copy_of(model, inputs, loss)
         for part in (traced, made_loss):
             if isinstance(part, nn.Module):
-                made.add(part)
+                made.modules += map(ref, part.modules())
         if patterns:
             matched.add(traced, patterns, rules)
         try:
-            with stand_ins, TargetKernels() if is_guess else nullcontext():
+            with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
                 run_step(recorder, traced, inputs, made_loss, again)
         except PlanError:
             raise

@@ -430,7 +430,7 @@ class Noting(Calling):
         return made.sum()
 
 
-#: What is noted while a step is traced. A plan would put back a list.
+#: What is noted while a step is traced.
 noted: SimpleQueue[Any] = SimpleQueue()
 
 
@@ -544,14 +544,14 @@ def test_torchs_rules_choose_the_attention_of_the_target(
     cast, allowed, expanded = (fields.pop(name, None) for name in ("cast", "allowed", "expanded"))
 
     def attention(x: Tensor) -> Tensor:
-        key = x.new_empty(keys)
+        key, named = x.new_empty(keys), {**fields}
         if expanded:
-            fields["attn_mask"] = x.new_zeros(16, 1).expand(16, 16)
+            named["attn_mask"] = x.new_zeros(16, 1).expand(16, 16)
         with (
             torch.autocast("cuda", torch.bfloat16, enabled=bool(cast)),
             sdpa_kernel(allowed) if allowed else nullcontext(),
         ):
-            return F.scaled_dot_product_attention(x, key, key, **fields)
+            return F.scaled_dot_product_attention(x, key, key, **named)
 
     program = traced(attention, empty(*size, dtype=dtype))
     assert {op.name for op in program.ops} & {FLASH, EFFICIENT, PARTS} == {chosen}
