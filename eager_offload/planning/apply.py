@@ -146,7 +146,7 @@ class _Again:
         if not may_check():
             return None
         begun_and_compared[0] += 1
-        return Check(self.name, True in verify, partial(self._passed, begun_and_compared))
+        return Check(self.name, module, True in verify, partial(self._passed, begun_and_compared))
 
     def _passed(self, begun_and_compared: list[int], inexact: int) -> None:
         """A call was compared, of which so many values differ in their last bits alone."""

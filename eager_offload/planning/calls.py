@@ -16,7 +16,7 @@ from eager_offload.planning.blocks import Block, Blocks
 from eager_offload.planning.numbers import state_of_others
 
 #: They change what these arguments hold, and their schemas do not say so.
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass
@@ -111,5 +111,5 @@ def _written(target: Any) -> list[tuple[int, str]]:
     return [
         (place, one.name)
         for place, one in enumerate(schema_of(target).arguments)
-        if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in STATISTICS
     ]

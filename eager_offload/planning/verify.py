@@ -7,9 +7,9 @@ other last bits, so a hash alone decides nothing. Two draws of a large random te
 magnitudes; their weighted sums, measured by the root of the sum of squares, differ by as much as the draws do.
 
 [Note: when a value is final]
-An operator may write to a tensor that it has packed, as a batch norm does to its statistics, and autograd's sequence
-number tells when it has returned. So what requires no grad is read when it is packed, and again afterwards. If both
-differ, backward does not depend on what the operator was given there, and only its shape is compared.
+An operator may fill a tensor that it has packed, as ``rrelu`` does its noise, and autograd's sequence number tells when
+it has returned. So what requires no grad is read at the first later pack, or at the end. The statistics of a batch norm
+in training are written so too: torch updates them once more, backward does not use them, and they are not compared.
 
 [Note: a recompute is not run to its end]
 torch stops it in the pack of the last value. What it has packed by then is what backward is given, and is compared as
@@ -26,7 +26,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload._torch import (
@@ -39,12 +39,14 @@ from eager_offload._torch import (
     is_fake,
     is_tracing,
     is_wrapper,
+    storage_key,
     storage_of,
     top_hooks,
     without_caller_modes,
     without_torch_function,
 )
 from eager_offload.errors import OffloadError
+from eager_offload.planning.calls import STATISTICS
 
 #: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
 _SUMS, _WEIGHTED = 1e-3, 2e-2
@@ -65,13 +67,15 @@ class Check:
 
     Args:
         name: of the module.
+        module: whose call it is.
         is_strict: whether values that differ in their last bits are an error.
         passed: is called after each recompute that agrees, with how many values differ in their last bits.
     """
 
-    def __init__(self, name: str, is_strict: bool, passed: Callable[[int], None]) -> None:
+    def __init__(self, name: str, module: nn.Module, is_strict: bool, passed: Callable[[int], None]) -> None:
         self._name, self._is_strict, self._passed = name, is_strict, passed
-        self._first = _Saves()
+        self._statistics = frozenset(_statistics_of(module))
+        self._first = _Saves(self._statistics)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Returns what ``call`` returns, and notes what it saves."""
@@ -87,7 +91,7 @@ class Check:
         if not may_check():
             call()
             return
-        saves = _Saves()
+        saves = _Saves(self._statistics)
         try:
             with saves.noted():
                 call()
@@ -107,7 +111,7 @@ class Check:
 
     def _compare(self, saves: _Saves, *, passes: bool = True) -> None:
         pairs = list(zip(self._first.all, saves.all, strict=False))
-        numbers = _read([row for pair in pairs for save in pair for row in (*save.rows, *save.later)])
+        numbers = _read([row for pair in pairs for save in pair for row in save.rows])
         inexact = 0
         for place, (first, again) in enumerate(pairs):
             what = again.differs(first, numbers)
@@ -131,9 +135,14 @@ class Check:
 
 
 class _Saves:
-    """The values that one run saves."""
+    """The values that one run saves.
 
-    def __init__(self) -> None:
+    Args:
+        statistics: the storages that are not compared.
+    """
+
+    def __init__(self, statistics: frozenset[int]) -> None:
+        self._statistics = statistics
         self.all: list[_Save] = []
         self.is_over = False
         #: Whether the hook below has stopped the run.
@@ -169,23 +178,22 @@ class _Saves:
     def _pack(self, tensor: Tensor) -> None:
         now = (get_ident(), autograd_sequence())
         self._settle(now)
-        parts = _parts(tensor)
         with without_torch_function():
-            save = _Save(tensor, self._rows(parts))
+            save, parts = _Save(tensor), _parts(tensor, self._statistics)
         self.all.append(save)
         if parts and not tensor.requires_grad:
             self._open.append((save, (*now, _stream(parts[0])), parts))
+        else:
+            save.rows = self._rows(parts)
 
     def _settle(self, now: tuple[int, int] | None) -> None:
-        """Reads the values of operators that have returned once more."""
+        """Reads the values of operators that have returned."""
         still = []
         for save, (thread, sequence, stream), parts in self._open:
             if now is not None and (thread != now[0] or sequence == now[1]):
                 still.append((save, (thread, sequence, stream), parts))
-            elif _stream(parts[0]) == stream:
-                save.later = self._rows(parts)
-            else:  # nothing orders what would be read here behind the operator
-                save.later = []
+            elif _stream(parts[0]) == stream:  # nothing orders another one behind the operator
+                save.rows = self._rows(parts)
         self._open = still
 
     def _rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -213,7 +221,7 @@ class _Saves:
         """Returns an odd number for each position, that depends on it in no simple way."""
         known = self._keys.get(device)
         if known is None or known.numel() < count:
-            places = torch.arange(1 << (count - 1).bit_length(), device=device) * _ODD[0]
+            places = torch.arange(1, 1 + (1 << (count - 1).bit_length()), device=device) * _ODD[0]
             mixed = (places ^ (places >> 30)) * _ODD[1]
             self._keys[device] = known = ((mixed ^ (mixed >> 27)) * _ODD[2]) | 1
         return known
@@ -222,12 +230,13 @@ class _Saves:
 class _Save:
     """A value that a run has saved."""
 
-    def __init__(self, tensor: Tensor, rows: list[Tensor]) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
-        self._strides = tensor.stride() if rows else ()
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        self._strides = [stride for size, stride in zip(self._shape, strides, strict=False) if size > 1]
         self._made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
-        #: The fingerprints of its parts when it was packed, and when its operator had returned.
-        self.rows, self.later = rows, rows
+        #: The fingerprints of its parts; none where they cannot be read.
+        self.rows: list[Tensor] = []
 
     def __str__(self) -> str:
         made_by = self._made_by.removesuffix("Backward")
@@ -241,20 +250,19 @@ class _Save:
         """
         if (self._shape, self._dtype) != (first._shape, first._dtype):
             return f"become {self}"
-        if self._strides != first._strides:
-            return ""  # another layout, of which the fingerprint is another
-        runs = [[[numbers[id(row)] for row in rows] for rows in (one.rows, one.later)] for one in (first, self)]
-        if any(rows != later for rows, later in runs) or len(first.rows) != len(self.rows):
-            return None
-        found = None
-        for (*bits, total, weighted, squares), (*others, sum_, weighted_sum, sum_of_squares) in zip(
-            runs[0][0], runs[1][0], strict=True
-        ):
+        if (is_other := self._strides != first._strides) and 0 in (*self._strides, *first._strides):
+            return ""  # each number counts once, however often it is repeated
+        found = "" if is_other else None  # in another order all but the sum of magnitudes is another
+        for one, other in zip(first.rows, self.rows, strict=False):
+            *bits, total, weighted, squares = numbers[id(one)]
+            *other_bits, sum_, weighted_sum, sum_of_squares = numbers[id(other)]
             if abs(total - sum_) > _SUMS * max(total, sum_):
                 return f"magnitudes of the sum {sum_:.6g} in place of {total:.6g}"
+            if is_other:
+                continue
             if abs(weighted - weighted_sum) > _WEIGHTED * math.sqrt(max(squares, sum_of_squares)):
                 return f"other numbers, whose magnitudes have nearly the same sum {total:.6g}"
-            if bits != others:
+            if bits != other_bits:
                 found = ""
         return found
 
@@ -277,22 +285,33 @@ def _stream(tensor: Tensor) -> object:
     return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now."""
+def _statistics_of(module: nn.Module) -> Iterator[int]:
+    """Yields the storages that the normalizations in ``module`` keep the statistics of training in."""
+    for one in module.modules():
+        for buffer in (getattr(one, name, None) for name in STATISTICS if one.training):
+            if isinstance(buffer, Tensor) and (storage := storage_of(buffer)) is not None:
+                yield storage_key(storage)
+
+
+def _parts(tensor: Tensor, but: frozenset[int]) -> list[Tensor]:
+    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now.
+
+    Args:
+        but: storages of which none are returned.
+    """
     if is_wrapper(tensor):
         if is_collective(tensor):
             return []
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in inner for part in _parts(getattr(tensor, name))]
+        return [part for name in inner for part in _parts(getattr(tensor, name), but)]
     if not has_own_memory(type(tensor)) or is_fake(type(tensor)) or tensor.device.type == "meta":
         return []
-    with without_torch_function():
-        storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)
-        ends = tensor.storage_offset() + 1 if storage is not None else 0
-        if storage is None or tensor.layout is not torch.strided:
-            return []
-        ends += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return [detached(tensor)] if ends * tensor.itemsize <= storage.nbytes() else []  # FSDP empties parameters
+    storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)
+    if storage is None or storage_key(storage) in but or tensor.layout is not torch.strided:
+        return []
+    end = tensor.storage_offset() + 1
+    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return [detached(tensor)] if end * tensor.itemsize <= storage.nbytes() else []  # FSDP empties parameters
 
 
 def _flat(tensor: Tensor) -> Tensor:
