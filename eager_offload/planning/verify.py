@@ -149,7 +149,7 @@ class _Saves:
         self.is_cut = False
         #: Values that their operators may still write to: since when, and their parts.
         self._open: list[tuple[_Save, tuple[int, int, object], list[Tensor]]] = []
-        self._keys: dict[torch.device, Tensor] = {}
+        self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -207,23 +207,25 @@ class _Saves:
     def _row(self, flat: Tensor) -> Tensor:
         device, most = flat.device, _ON_CPU if flat.device.type == "cpu" else _ON_DEVICE
         wide = torch.float32 if device.type == "mps" else torch.float64
-        keys = self._keys_for(min(flat.numel(), most), device)
+        keys, weights = self._keys_for(min(flat.numel(), most), device, wide)
         hashed, sums = torch.zeros((), dtype=torch.int64, device=device), torch.zeros(3, dtype=wide, device=device)
         for part in torch.split(flat, most):
-            key = keys[: part.numel()]
-            hashed = hashed * _ODD[0] + (part.view(_WORDS[part.itemsize]).to(torch.int64) * key).sum()
+            whole = part.nbytes % 8 == 0
+            words = part.view(torch.int64) if whole else part.view(_WORDS[part.itemsize]).to(torch.int64)
+            hashed = hashed * _ODD[0] + (words * keys[: words.numel()]).sum()
             numbers = torch.nan_to_num(part.to(wide), 3.0, 5.0, -7.0)  # so that they count where they are
-            weighted = (key.to(wide) * numbers).sum() * 2.0**-63
-            sums = sums + torch.stack((numbers.abs().sum(), weighted, numbers.square().sum()))
+            weighted, squares = torch.dot(numbers, weights[: part.numel()]), torch.dot(numbers, numbers)
+            sums = sums + torch.stack((numbers.abs_().sum(), weighted, squares))
         return torch.cat((torch.stack((hashed >> 32, hashed & 0xFFFFFFFF)).to(wide), sums))
 
-    def _keys_for(self, count: int, device: torch.device) -> Tensor:
-        """Returns an odd number for each position, that depends on it in no simple way."""
+    def _keys_for(self, count: int, device: torch.device, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns an odd number for each position, that depends on it in no simple way, and one between -1 and 1."""
         known = self._keys.get(device)
-        if known is None or known.numel() < count:
+        if known is None or len(known[0]) < count:
             places = torch.arange(1, 1 + (1 << (count - 1).bit_length()), device=device) * _ODD[0]
             mixed = (places ^ (places >> 30)) * _ODD[1]
-            self._keys[device] = known = ((mixed ^ (mixed >> 27)) * _ODD[2]) | 1
+            keys = ((mixed ^ (mixed >> 27)) * _ODD[2]) | 1
+            self._keys[device] = known = keys, keys.to(wide) * 2.0**-63
         return known
 
 
@@ -324,4 +326,5 @@ def _flat(tensor: Tensor) -> Tensor:
             tensor = tensor.narrow(dim, 0, 1)
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return tensor.permute(order).contiguous().view(-1)
+    flat = tensor.permute(order).contiguous().view(-1)
+    return flat.clone() if flat.storage_offset() * flat.itemsize % 8 else flat  # words of 8 bytes are read
