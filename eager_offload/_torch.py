@@ -448,6 +448,11 @@ def top_pack_hook() -> object | None:
     return None if hooks is None else hooks[0]
 
 
+def top_hooks() -> HookFunctions | None:
+    """Returns the hooks that autograd calls now for saves of the calling thread."""
+    return _top_hooks(True)
+
+
 def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
     """Calls ``change`` to edit the list of the calling thread's saved-tensor hooks, the innermost last.
 

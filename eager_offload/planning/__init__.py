@@ -7,7 +7,8 @@ real_steps.py as trace.py, of steps that are run
 problem.py    Program, a machine, windows -> Problem
 choose.py     how much of it moves, in which windows: a rule of one number, bisected
 replay.py     what comes of that: the library's schedule, replayed on numbers
-recompute.py  which modules are worth computing again; apply.py puts checkpoints around them
+recompute.py  which modules are worth computing again; apply.py puts checkpoints around them, and verify.py compares
+              what they save with what forward saved
 states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one device
 numbers.py    what planning leaves alone: modes, hooks, caches and random numbers
 held.py       what holds a tensor of a trace afterwards

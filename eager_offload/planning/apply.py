@@ -3,41 +3,73 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload.errors import ConfigError
+from eager_offload._torch import tree_iter
+from eager_offload.errors import ConfigError, tell, warn
 from eager_offload.matched_modules import INNER_MODULES, modules_by_name
 from eager_offload.module_calls import ModuleCall
+from eager_offload.planning.verify import Check, may_check
+
+#: Which calls are checked: the first of each kind, all, none.
+Verify: TypeAlias = Literal["auto"] | bool
+
+#: So many calls of a kind are computed again and compared, of so many that begin, and of so many kinds of a module.
+_COMPARED, _BEGUN, _KINDS = 2, 64, 64
 
 _lock = threading.Lock()
 
 
+@dataclass
+class Checks:
+    """What the checks of an applied plan have found so far."""
+
+    verify: Verify
+    """Which calls are checked."""
+    calls: int = 0
+    """Calls of modules that were computed again and compared."""
+    inexact: int = 0
+    """Values that differed in their last bits and in nothing else."""
+
+
 @contextmanager
-def checkpointed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def checkpointed(model: nn.Module, names: Sequence[str], verify: Verify = False) -> Iterator[Checks]:
     """Has the modules of these names computed again in backward, until it is left.
 
-    Several may be in force at once, in any thread: a module is computed again once, as long as one of them is. Calls
-    that have begun keep their checkpoints.
+    Several may be in force at once, in any thread: a module is computed again once, as long as one of them is, and
+    checked as the strictest says. Calls that have begun keep their checkpoints.
 
     Raises:
-        ConfigError: ``model`` has no module of a name; nothing has changed then.
+        ConfigError: ``model`` has no module of a name, or ``verify`` is another thing; nothing has changed then.
     """
-    calls: list[ModuleCall] = []
-    modules = modules_named(model, names)
+    if not (isinstance(verify, bool) or verify == "auto"):
+        raise ConfigError(f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"')
+    used: list[tuple[ModuleCall, _Again]] = []
+    modules, checks = modules_named(model, names), Checks(verify)
     try:
         with _lock:
-            for module in modules:
-                calls.append(ModuleCall.begin(module, _again))
-        yield
+            for name, module in zip(names, modules, strict=True):
+                again = _modules.setdefault(module, _Again(module))
+                used.append((ModuleCall.begin(module, again), again))
+                again.name = name
+                again.users.append(checks)
+        yield checks
     finally:
         with _lock:
-            for call in calls:
+            for call, again in used:
                 call.end()
+                again.users[:] = [one for one in again.users if one is not checks]
+    tell()
 
 
 def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -62,11 +94,111 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
 
 
-def _again(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    count, keys = len(arguments), tuple(named)
+class _Again:
+    """Has the calls of one module computed again in backward, and checks the first ones of each kind."""
 
-    def run(*given: Any) -> Any:
-        return call(*given[:count], **dict(zip(keys, given[count:], strict=True)))
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+        self._lock = threading.Lock()
+        #: The name of the module in the plan that is in force, and the plans that are.
+        self.name = ""
+        self.users: list[Checks] = []
+        #: By kind of call, how many have begun, and how many were compared.
+        self._kinds: dict[object, list[int]] = {}
 
-    # What is given by name too is saved as the rest is, and not just held.
-    return checkpoint(run, *arguments, *named.values(), use_reentrant=False, preserve_rng_state=True)
+    def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        count, keys = len(arguments), tuple(named)
+
+        def run(*given: Any) -> Any:
+            return call(*given[:count], **dict(zip(keys, given[count:], strict=True)))
+
+        # What is given by name too is saved as the rest is, and not just held.
+        given = (*arguments, *named.values())
+        if torch.compiler.is_compiling():
+            return _checkpoint(run, *given)
+        check, own = self._check(given), [given]
+
+        def run_now(*held: Any) -> Any:
+            """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
+            if own:
+                call_it = partial(run, *own.pop())
+                return call_it() if check is None else check.forward(call_it)
+            call_it = partial(run, *_as_it_is(held))
+            return call_it() if check is None else check.again(call_it)
+
+        return _checkpoint(run_now, *_as_it_is(given))
+
+    def _check(self, given: tuple[Any, ...]) -> Check | None:
+        """Returns what checks a call that is given this; ``None``: nothing does."""
+        verify = {checks.verify for checks in self.users}
+        module = self._module()
+        if module is None or not (verify - {False} and torch.is_grad_enabled()):
+            return None
+        kind = (module.training, *map(_kind, given))
+        begun_and_compared = self._kinds.get(kind)
+        if begun_and_compared is None:
+            if len(self._kinds) >= _KINDS and True not in verify:
+                return None
+            begun_and_compared = self._kinds.setdefault(kind, [0, 0])
+        begun, compared = begun_and_compared
+        if True not in verify and (begun >= _BEGUN or compared >= _COMPARED):
+            return None
+        if not may_check():
+            return None
+        begun_and_compared[0] += 1
+        return Check(self.name, module, True in verify, partial(self._passed, begun_and_compared))
+
+    def _passed(self, begun_and_compared: list[int], inexact: int) -> None:
+        """A call was compared, of which so many values differ in their last bits alone."""
+        with self._lock:
+            begun_and_compared[1] += 1
+            is_first = inexact and not any(checks.inexact for checks in self.users)
+            for checks in self.users:
+                checks.calls += 1
+                checks.inexact += inexact
+        if is_first:
+            warn(
+                f"module {self.name!r} saves values that differ in their last bits when it is computed again in "
+                "backward: its kernels are not deterministic, or others are chosen in the first steps. Gradients are "
+                "as exact as such kernels are. It is said once, and plan.apply(model, verify=True) makes it an error"
+            )
+
+
+#: Of each module that was ever computed again, for as long as it lives: a plan may be applied for each step anew.
+_modules: WeakKeyDictionary[nn.Module, _Again] = WeakKeyDictionary()
+
+
+def _checkpoint(run: Callable[..., Any], *given: Any) -> Any:
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=True)
+
+
+def _kind(value: Any) -> object:
+    """Returns what a value has in common with those that a call of the same kind is given."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if type(value) in _COPIED:
+        return tuple(_kind(one) if isinstance(one, Tensor) else type(one) for one in tree_iter(value))
+    return type(value)
+
+
+#: Containers of which the module may be given a copy. No other objects are copied: their classes may have code of
+#: their own for that, share what they hold with the copy, or close it when the copy goes. Checks notice if they change.
+_COPIED = (list, dict, set, deque, OrderedDict, defaultdict, Counter, tuple, bytearray)
+
+
+def _as_it_is(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Returns ``value`` with containers, however deep, that change no more when theirs do."""
+    kind = type(value)
+    if kind not in _COPIED:
+        return value
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    if kind is tuple:
+        return tuple([_as_it_is(one, known) for one in value])
+    found = known[id(value)] = value.copy()
+    places = range(len(found)) if kind in (list, deque) else () if kind in (set, bytearray) else list(found)
+    for place in places:
+        if type(found[place]) in _COPIED:
+            found[place] = _as_it_is(found[place], known)
+    return found

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from operator import is_
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from eager_offload._torch import schema_of, tensors_in, tree_iter
 from eager_offload.compile.cost import OperatorCall
@@ -19,9 +16,7 @@ from eager_offload.planning.blocks import Block, Blocks
 from eager_offload.planning.numbers import state_of_others
 
 #: They change what these arguments hold, and their schemas do not say so.
-_STATISTICS = ("running_mean", "running_var")
-#: Objects whose attributes are no state of the module that has them.
-_NOT_PLAIN = (nn.Module, type, FunctionType, MethodType, ModuleType)
+STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass
@@ -31,16 +26,12 @@ class _Open:
     module: int
     begin: int
     first_save: int
-    #: The calls that it is inside of.
-    around: tuple[_Open, ...]
-    #: Of the module before, and where Python's random numbers were.
-    owner: nn.Module
-    state: ModuleState
+    #: Where Python's random numbers were before.
     numbers: tuple[object, ...]
     inputs: list[Block]
     end: int = -1
     last_save: int = -1
-    #: Whether something that is no tensor's numbers is another one afterwards: an attribute, a count, Python's numbers.
+    #: Whether random numbers that no checkpoint puts back were drawn.
     has_changed: bool = False
 
 
@@ -51,42 +42,32 @@ class Calls:
         self._blocks = blocks
         self._all: list[_Open] = []
         self._open: list[_Open] = []
-        #: Those that have returned in a call that none is around.
-        self._returned: list[_Open] = []
         self._times: Counter[int] = Counter()
         #: What was written to, and by which operator; saves of which the user has said whether they are to move.
         self._writes: list[tuple[int, Block]] = []
         self._decided: list[int] = []
 
-    def enter(self, module: int, owner: nn.Module, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
-        """``module``, which is ``owner``, is called; in backward where the model itself computes it again."""
+    def enter(self, module: int, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+        """``module`` is called; in backward where the model itself computes it again."""
         self._times[module] += 1
         if is_backward:
             return
         given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
         inputs = list(dict.fromkeys(block for block in given if block is not None))
-        call = _Open(module, op, save, tuple(self._open), owner, ModuleState(owner), state_of_others(), inputs)
+        call = _Open(module, op, save, state_of_others(), inputs)
         self._all.append(call)
         self._open.append(call)
 
     def leave(self, op: int, save: int) -> None:
         """The call that was entered last has returned."""
         call = self._open[-1]
-        if call.numbers != state_of_others() or not call.state.is_like(ModuleState(call.owner)):
+        if call.numbers != state_of_others():
             self.changed()
         self._open.pop()
         call.end, call.last_save = op, save
-        self._returned.append(call)
-        if self._open:
-            return
-        for call in self._returned:  # what a later call has written to is not as it was, either
-            if not call.has_changed and not call.state.is_like(ModuleState(call.owner)):
-                for one in (call, *call.around):
-                    one.has_changed = True
-        self._returned = []
 
     def changed(self) -> None:
-        """What is not seen as a write has changed in the calls that have begun."""
+        """Random numbers that no checkpoint puts back were drawn in the calls that have begun."""
         for call in self._open:
             call.has_changed = True
 
@@ -101,8 +82,7 @@ class Calls:
 
     def repeatable(self) -> tuple[int, ...]:
         """Returns the modules that may be computed again, once all is over, in the order in which they begin."""
-        calls, self._all = self._all, []  # their states have the recorder's own hooks
-        return tuple(call.module for call in calls if self._may_run_again(call))
+        return tuple(call.module for call in self._all if self._may_run_again(call))
 
     def _may_run_again(self, call: _Open) -> bool:
         """Whether it would do the same once more, and what it saves is the planner's to decide about.
@@ -120,38 +100,6 @@ class Calls:
         )
 
 
-class ModuleState:
-    """What a module has beside the numbers of its tensors: its attributes, what is in them, and the attributes of plain
-    objects among these."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parts: list[Any] = []
-        for name, value in list(vars(module).items()):
-            self._parts.append(name)
-            self._add(value, 2)
-
-    def _add(self, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            self._parts.append(ref(value))  # the one that there is while it lives
-            return
-        self._parts.append(value)
-        if depth == 0 or isinstance(value, str | int | float | None):
-            return
-        if not isinstance(value, Mapping | Sequence | Set):
-            value = None if isinstance(value, _NOT_PLAIN) else getattr(value, "__dict__", None)
-            if not isinstance(value, dict):
-                return
-        inside = [part for pair in list(value.items()) for part in pair] if isinstance(value, Mapping) else value
-        for part in list(inside):
-            self._add(part, depth - 1)
-        self._parts.append(None)  # ends it
-
-    def is_like(self, other: ModuleState) -> bool:
-        """Whether both have the very same parts. They are held, so that none has the address of another; tensors are
-        not, which would live longer."""
-        return len(self._parts) == len(other._parts) and all(map(is_, self._parts, other._parts))
-
-
 def written_by(call: OperatorCall) -> Iterator[Tensor]:
     """The arguments that an operator writes to."""
     for place, name in _written(call.target):
@@ -163,5 +111,5 @@ def _written(target: Any) -> list[tuple[int, str]]:
     return [
         (place, one.name)
         for place, one in enumerate(schema_of(target).arguments)
-        if (one.alias_info is not None and one.alias_info.is_write) or one.name in _STATISTICS
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in STATISTICS
     ]

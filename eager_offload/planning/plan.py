@@ -13,7 +13,7 @@ from torch import nn
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
 from eager_offload.plan_settings import PlanSettings
-from eager_offload.planning.apply import checkpointed
+from eager_offload.planning.apply import Checks, Verify, checkpointed
 from eager_offload.planning.choose import Chooser
 from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
 from eager_offload.planning.files import Point, read, write
@@ -31,11 +31,15 @@ class Plan(PlanFigures, PlanSettings):
     ``Offload(plan=plan)`` takes its settings for training. Sizes are bytes, times seconds.
     """
 
-    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
+    def apply(self, model: nn.Module, verify: Verify = "auto") -> AbstractContextManager[Checks]:
         """Puts ``torch.utils.checkpoint`` around the modules that are computed again, and takes it off afterwards.
 
             with plan.apply(model):
                 train(model)
+
+        A module that does another thing the second time would have wrong gradients. So in its first two steps of a kind
+        (of shapes and types, in training or not) fingerprints of what it saves are compared, which waits for the device
+        once a module. Another value is an ``OffloadError`` out of ``backward()``, before a gradient is computed of it.
 
         The checkpoints are not reentrant and keep the state of random numbers. Parameters, hooks and ``state_dict`` of
         the model stay as they are, and its copies have no checkpoints. May be entered in several threads, and more
@@ -43,11 +47,12 @@ class Plan(PlanFigures, PlanSettings):
 
         Args:
             model: the one that was planned, or one like it, wrapped or not.
+            verify: ``True`` compares in each step, and has each bit the same; ``False`` compares in none.
 
         Raises:
-            ConfigError: a module is not there.
+            ConfigError: a module is not there, or ``verify`` is another thing.
         """
-        return checkpointed(model, self.again)
+        return checkpointed(model, self.again, verify)
 
     @cached_property
     def relief(self) -> Relief | None:

@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._again.append(number)
         op = len(self._ops)
         self._blocks.note_deaths(op)
-        self._calls.enter(number, module, op, len(self._saves), given, is_backward=self._is_backward)
+        self._calls.enter(number, op, len(self._saves), given, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()

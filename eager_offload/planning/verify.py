@@ -1,0 +1,330 @@
+"""Whether a module that is computed again in backward computes what it did in forward: fingerprints of its saves.
+
+[Note: fingerprints]
+A fingerprint is a row of five numbers, computed on the device of the value and not read there: both halves of a 64-bit
+hash of its bytes, the sum of magnitudes, a sum with weights by position, and the sum of squares. Other kernels give
+other last bits, so a hash alone decides nothing. Two draws of a large random tensor have nearly the same sum of
+magnitudes; their weighted sums, measured by the root of the sum of squares, differ by as much as the draws do.
+
+[Note: when a value is final]
+An operator may fill a tensor that it has packed, as ``rrelu`` does its noise, and autograd's sequence number tells when
+it has returned. So what requires no grad is read at the first later pack, or at the end. The statistics of a batch norm
+in training are written so too: torch updates them once more, backward does not use them, and they are not compared.
+
+[Note: a recompute is not run to its end]
+torch stops it in the pack of the last value. What it has packed by then is what backward is given, and is compared as
+it is. To run on would have collectives behind that place run on the ranks that check, and not on others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from eager_offload._torch import (
+    accelerator_in_use,
+    autograd_sequence,
+    detached,
+    has_own_memory,
+    is_capturing,
+    is_collective,
+    is_fake,
+    is_tracing,
+    is_wrapper,
+    storage_key,
+    storage_of,
+    top_hooks,
+    without_caller_modes,
+    without_torch_function,
+)
+from eager_offload.errors import OffloadError
+from eager_offload.planning.calls import STATISTICS
+
+#: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
+_SUMS, _WEIGHTED = 1e-3, 2e-2
+#: Elements that are read at a time, which takes 40 bytes for each: on a CPU they stay in its cache.
+_ON_CPU, _ON_DEVICE = 1 << 17, 1 << 22
+#: Odd 64-bit numbers: see ``_keys``.
+_ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def may_check() -> bool:
+    """Whether a call that begins now can be checked: it is neither traced nor captured."""
+    return not is_tracing() and not (accelerator_in_use() and is_capturing(None))
+
+
+class Check:
+    """One call of a module, and each time that it is computed again.
+
+    Args:
+        name: of the module.
+        module: whose call it is.
+        is_strict: whether values that differ in their last bits are an error.
+        passed: is called after each recompute that agrees, with how many values differ in their last bits.
+    """
+
+    def __init__(self, name: str, module: nn.Module, is_strict: bool, passed: Callable[[int], None]) -> None:
+        self._name, self._is_strict, self._passed = name, is_strict, passed
+        self._statistics = frozenset(_statistics_of(module))
+        self._first = _Saves(self._statistics)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Returns what ``call`` returns, and notes what it saves."""
+        with self._first.noted():
+            return call()
+
+    def again(self, call: Callable[[], Any]) -> None:
+        """Computes it again.
+
+        Raises:
+            OffloadError: ``call`` saves other values than in forward, or raises an error.
+        """
+        if not may_check():
+            call()
+            return
+        saves = _Saves(self._statistics)
+        try:
+            with saves.noted():
+                call()
+        except OffloadError:
+            raise
+        except BaseException as error:
+            if saves.is_cut:
+                self._compare(saves)
+                raise
+            if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self._error(f"raises {type(error).__name__}: {error}") from error
+        if self._first.is_over and len(saves.all) < len(self._first.all):
+            self._compare(saves, passes=False)
+            raise self._error(f"saves {len(saves.all)} values, where forward saved {len(self._first.all)}")
+        self._compare(saves)
+
+    def _compare(self, saves: _Saves, *, passes: bool = True) -> None:
+        pairs = list(zip(self._first.all, saves.all, strict=False))
+        numbers = _read([row for pair in pairs for save in pair for row in save.rows])
+        inexact = 0
+        for place, (first, again) in enumerate(pairs):
+            what = again.differs(first, numbers)
+            if what is None:
+                continue
+            inexact += what == ""
+            if what or self._is_strict:
+                what = what or "other bits, and nearly the same sums; verify=True takes that for an error"
+                raise self._error(f"value {place + 1} of {len(self._first.all)} that it saves, {first}, has {what}")
+        if passes:
+            self._passed(inexact)
+
+    def _error(self, what: str) -> OffloadError:
+        return OffloadError(
+            f"module {self._name!r} does another thing when it is computed again in backward: {what}. Its gradients "
+            "would be wrong, and were not computed; those of later modules are there and right, so call "
+            "optimizer.zero_grad() before you go on. The module depends on something that has changed meanwhile: a "
+            "counter, a cache, an iterator or a generator of random numbers of its own, or an argument that is no "
+            f'tensor. Leave it out by eo.plan(..., config={{"skip": [{self._name!r}]}}), or plan without recompute'
+        )
+
+
+class _Saves:
+    """The values that one run saves.
+
+    Args:
+        statistics: the storages that are not compared.
+    """
+
+    def __init__(self, statistics: frozenset[int]) -> None:
+        self._statistics = statistics
+        self.all: list[_Save] = []
+        self.is_over = False
+        #: Whether the hook below has stopped the run.
+        self.is_cut = False
+        #: Values that their operators may still write to: since when, and their parts.
+        self._open: list[tuple[_Save, tuple[int, int, object], list[Tensor]]] = []
+        self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes what the calling thread saves, and hands it on to the hooks that are in force."""
+        below = top_hooks()
+        assert below is not None, "a checkpoint has put its own on"
+        below_packs, unpack = below
+
+        def pack(tensor: Tensor) -> Any:
+            self._pack(tensor)
+            try:
+                return below_packs(tensor)
+            except BaseException:
+                self.is_cut = True
+                raise
+
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                yield
+            self.is_over = True
+        finally:
+            self._settle(None)
+            self._open.clear()
+            self._keys.clear()
+
+    def _pack(self, tensor: Tensor) -> None:
+        now = (get_ident(), autograd_sequence())
+        self._settle(now)
+        with without_torch_function():
+            save, parts = _Save(tensor), _parts(tensor, self._statistics)
+        self.all.append(save)
+        if parts and not tensor.requires_grad:
+            self._open.append((save, (*now, _stream(parts[0])), parts))
+        else:
+            save.rows = self._rows(parts)
+
+    def _settle(self, now: tuple[int, int] | None) -> None:
+        """Reads the values of operators that have returned."""
+        still = []
+        for save, (thread, sequence, stream), parts in self._open:
+            if now is not None and (thread != now[0] or sequence == now[1]):
+                still.append((save, (thread, sequence, stream), parts))
+            elif _stream(parts[0]) == stream:  # nothing orders another one behind the operator
+                save.rows = self._rows(parts)
+        self._open = still
+
+    def _rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the fingerprint of each part; of none where one cannot be read."""
+        try:
+            with torch.no_grad(), without_caller_modes(), torch.inference_mode(False):
+                return [self._row(_flat(part)) for part in parts]
+        except Exception:  # a type that has no such operators, or no memory is left: the shape is compared
+            return []
+
+    def _row(self, flat: Tensor) -> Tensor:
+        device, most = flat.device, _ON_CPU if flat.device.type == "cpu" else _ON_DEVICE
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        keys, weights = self._keys_for(min(flat.numel(), most), device, wide)
+        hashed, sums = torch.zeros((), dtype=torch.int64, device=device), torch.zeros(3, dtype=wide, device=device)
+        for part in torch.split(flat, most):
+            whole = part.nbytes % 8 == 0
+            words = part.view(torch.int64) if whole else part.view(_WORDS[part.itemsize]).to(torch.int64)
+            hashed = hashed * _ODD[0] + (words * keys[: words.numel()]).sum()
+            numbers = torch.nan_to_num(part.to(wide), 3.0, 5.0, -7.0)  # so that they count where they are
+            weighted, squares = torch.dot(numbers, weights[: part.numel()]), torch.dot(numbers, numbers)
+            sums = sums + torch.stack((numbers.abs_().sum(), weighted, squares))
+        return torch.cat((torch.stack((hashed >> 32, hashed & 0xFFFFFFFF)).to(wide), sums))
+
+    def _keys_for(self, count: int, device: torch.device, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns an odd number for each position, that depends on it in no simple way, and one between -1 and 1."""
+        known = self._keys.get(device)
+        if known is None or len(known[0]) < count:
+            places = torch.arange(1, 1 + (1 << (count - 1).bit_length()), device=device) * _ODD[0]
+            mixed = (places ^ (places >> 30)) * _ODD[1]
+            keys = ((mixed ^ (mixed >> 27)) * _ODD[2]) | 1
+            self._keys[device] = known = keys, keys.to(wide) * 2.0**-63
+        return known
+
+
+class _Save:
+    """A value that a run has saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        self._strides = [stride for size, stride in zip(self._shape, strides, strict=False) if size > 1]
+        self._made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
+        #: The fingerprints of its parts; none where they cannot be read.
+        self.rows: list[Tensor] = []
+
+    def __str__(self) -> str:
+        made_by = self._made_by.removesuffix("Backward")
+        return f"{self._dtype} of shape {self._shape}" + (f" made by {made_by}" if made_by else "")
+
+    def differs(self, first: _Save, numbers: dict[int, list[float]]) -> str | None:
+        """Returns what it has where ``first`` has another thing: an empty text if only bits differ; or ``None``.
+
+        Args:
+            numbers: the fingerprints, by the identity of their rows.
+        """
+        if (self._shape, self._dtype) != (first._shape, first._dtype):
+            return f"become {self}"
+        if (is_other := self._strides != first._strides) and 0 in (*self._strides, *first._strides):
+            return ""  # each number counts once, however often it is repeated
+        found = "" if is_other else None  # in another order all but the sum of magnitudes is another
+        for one, other in zip(first.rows, self.rows, strict=False):
+            *bits, total, weighted, squares = numbers[id(one)]
+            *other_bits, sum_, weighted_sum, sum_of_squares = numbers[id(other)]
+            if abs(total - sum_) > _SUMS * max(total, sum_):
+                return f"magnitudes of the sum {sum_:.6g} in place of {total:.6g}"
+            if is_other:
+                continue
+            if abs(weighted - weighted_sum) > _WEIGHTED * math.sqrt(max(squares, sum_of_squares)):
+                return f"other numbers, whose magnitudes have nearly the same sum {total:.6g}"
+            if bits != other_bits:
+                found = ""
+        return found
+
+
+def _read(rows: Sequence[Tensor]) -> dict[int, list[float]]:
+    """Returns the numbers of each row by its identity; waits for their devices."""
+    found, on_devices = dict[int, list[float]](), defaultdict[torch.device, dict[int, Tensor]](dict)
+    for row in rows:
+        on_devices[row.device][id(row)] = row
+    for device, own in on_devices.items():
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # rows may be of several streams
+        with without_caller_modes():
+            found.update(zip(own, torch.stack(list(own.values())).tolist(), strict=True))
+    return found
+
+
+def _stream(tensor: Tensor) -> object:
+    """Returns the stream that an operator would read ``tensor`` on now."""
+    return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
+
+
+def _statistics_of(module: nn.Module) -> Iterator[int]:
+    """Yields the storages that the normalizations in ``module`` keep the statistics of training in."""
+    for one in module.modules():
+        for buffer in (getattr(one, name, None) for name in STATISTICS if one.training):
+            if isinstance(buffer, Tensor) and (storage := storage_of(buffer)) is not None:
+                yield storage_key(storage)
+
+
+def _parts(tensor: Tensor, but: frozenset[int]) -> list[Tensor]:
+    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now.
+
+    Args:
+        but: storages of which none are returned.
+    """
+    if is_wrapper(tensor):
+        if is_collective(tensor):
+            return []
+        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [part for name in inner for part in _parts(getattr(tensor, name), but)]
+    if not has_own_memory(type(tensor)) or is_fake(type(tensor)) or tensor.device.type == "meta":
+        return []
+    storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)
+    if storage is None or storage_key(storage) in but or tensor.layout is not torch.strided:
+        return []
+    end = tensor.storage_offset() + 1
+    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return [detached(tensor)] if end * tensor.itemsize <= storage.nbytes() else []  # FSDP empties parameters
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the numbers of ``tensor`` in the order of its memory, each once; a copy where there are gaps."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.resolve_neg()
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride:
+            tensor = tensor.narrow(dim, 0, 1)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    flat = tensor.permute(order).contiguous().view(-1)
+    return flat.clone() if flat.storage_offset() * flat.itemsize % 8 else flat  # words of 8 bytes are read
