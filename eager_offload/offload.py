@@ -22,6 +22,7 @@ from eager_offload._torch import (
     compiler_is_loaded,
     no_module,
     on_first_compile,
+    replaced_calls_in_graphs,
     without_caller_modes,
 )
 from eager_offload.budget import Controller
@@ -166,28 +167,27 @@ class Offload:
 
     def __copy__(self) -> Self:
         copied = self._another()
-        copied._matched = copy.copy(self._matched)
+        copied._matched = self._matched.copy()
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._another()
-        copied._matched = copy.deepcopy(self._matched, memo)
+        copied._matched = self._matched.copy(memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
         return copied
 
-    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]:
+    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]:
         if self._offloaders.given_runtime is not None:
             raise OffloadError(
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
-        return self.config, self._offloaders.around_tier, self._matched, self._added(self._another())
+        return self.config, self._offloaders.around_tier, self._added(self._another())
 
-    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]) -> None:
-        config, around_tier, matched, added = state
+    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]) -> None:
+        config, around_tier, added = state
         self._begin(config, None, around_tier)
-        self._matched = matched
         self._add(added)
 
     def _another(self) -> Self:
@@ -334,8 +334,9 @@ class Offload:
         calls of ``codec`` modules are packed by the codec named for them. :meth:`close` restores the modules. The
         integrations and :meth:`compile` call this method themselves. A second call for the same model changes nothing.
 
-        If this object is copied or pickled together with the model, its copy acts on the copied modules. A copy of this
-        object alone acts on the same modules; a pickle of it alone needs a new call.
+        A deep copy that is made after that of the model, in one ``copy.deepcopy`` (of a module that holds both, say),
+        acts on the copied modules; ``copy.copy`` acts on the same ones. Any other copy, and every pickle, needs a call
+        of its own. The model and its copies have nothing of this library in what is pickled.
 
         A pattern matches calls ``module(x)``: ``module.forward(x)`` and other methods are not seen. One warning names
         the patterns of which no module was called in three forwards, in a process that has compiled nothing.
@@ -624,7 +625,7 @@ class Offload:
             patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # a private name of torch is gone
             patches = ()
-        contexts.patches.add(patches)
+        contexts.patches.add((*patches, replaced_calls_in_graphs) if patches and self.patterns else patches)
         if not patches:
             # AOTAutograd leaves plain hooks to autograd, which calls them for the saves of a graph.
             self._hook_pair = plain_hooks(self.config_key)

@@ -21,6 +21,12 @@ def is_training(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+_NOT_TRACED = (
+    "eager_offload offloads around the calls of this module, and what it does there is no part of a graph. Call "
+    "module.compile(...) on it, which may have fullgraph=True; or torch.compile without fullgraph"
+)
+
+
 class OffloadedCalls:
     """From now on, calls of ``module`` run in ``with offload``, until :meth:`remove`.
 
@@ -31,11 +37,12 @@ class OffloadedCalls:
         when: asked at each call; the default is :func:`is_training`.
 
     Raises:
-        ConfigError: for ``torch.nn.DataParallel``, which runs forward in threads that the context does not reach.
+        ConfigError: for ``torch.nn.DataParallel`` on several devices, which runs forward in threads that the context
+            does not reach.
     """
 
     def __init__(self, module: nn.Module, offload: Offload, when: Callable[[nn.Module], bool] = is_training) -> None:
-        if isinstance(module, nn.DataParallel):
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ConfigError(
                 "model=DataParallel is not accepted: it runs forward in threads of its own, where nothing can be "
                 "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
@@ -50,7 +57,7 @@ class OffloadedCalls:
                 return call(*arguments, **named)
 
         # The compiler is to look at what is called, and not at the `with` around it.
-        unseen = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]  # torch's own
+        unseen = torch.compiler.disable(around, recursive=False, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
         # Held by the module alone: what `module.compile()` left there, which it goes on to call, holds the module.
         self._call = weakref.ref(ModuleCall.begin(module, unseen))
 
