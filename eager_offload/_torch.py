@@ -154,6 +154,9 @@ PRIVATE_NAMES = {
         "torch.nn.Module._call_impl",
         "torch.jit._recursive.ignored_attributes",
     ),
+    "compiled functions that call prepared models do not offload, and skip and codec do not act there": (
+        "torch._dynamo.utils.unpatched_nn_module_call",
+    ),
     "saves that torch's offload_wrapper hides are not warned of": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",
     ),
@@ -205,8 +208,8 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload run runs a script; while a context is entered, once skip or codec names modules and"
-    " something is compiled": ("torch.nn.Module.__call__",),
+    "while python -m eager_offload run runs a script; while a model is prepared or has modules that skip or codec names"
+    ", once the compiler is loaded": ("torch.nn.Module.__call__",),
     "while a model is prepared, has modules that skip or codec names, or a plan is applied": (
         "torch.nn.Module.compile",
     ),
@@ -1024,8 +1027,8 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
 
 
 def _as_another(function: Any) -> Any:
-    """Returns a function that does the same, and is another object."""
-    if not isinstance(function, FunctionType):
+    """Returns a function that does the same as the one that Dynamo knows, and is another object."""
+    if function is not getattr(sys.modules.get("torch._dynamo.utils"), "unpatched_nn_module_call", None):
         return function
     code, names, cells = function.__code__, function.__globals__, function.__closure__
     return functools.update_wrapper(FunctionType(code, names, None, function.__defaults__, cells), function)
@@ -1490,6 +1493,11 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
     """Keeps Dynamo from compiling ``function`` and all that it calls: after a graph break it would compile whatever
     autograd calls. Closures share their code. A graph that calls ``function`` is broken there."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
+    run_uncompiled(function)
+
+
+def run_uncompiled(function: Callable[..., Any]) -> None:
+    """Has calls of ``function`` run uncompiled, with all that it calls, unless they are part of a traced function."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

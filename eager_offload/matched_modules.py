@@ -17,7 +17,7 @@ from eager_offload.codecs.names import CodecRules
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.marks import NamedModule, in_module, no_offload
-from eager_offload.module_calls import ModuleCall
+from eager_offload.module_calls import ModuleCall, show_to_compilers
 
 
 class Pattern(NamedTuple):
@@ -60,6 +60,7 @@ class _Matched:
             keeps = any(one.field == "skip" for one in self.patterns)
             around = _in_no_offload if keeps else _InCodec(rules, self.patterns)
             self.call = weakref.ref(ModuleCall.begin(module, around))
+            show_to_compilers()
 
     def end(self) -> None:
         if (call := self.call()) is not None:

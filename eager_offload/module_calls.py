@@ -27,11 +27,13 @@ import torch
 from torch import nn
 
 from eager_offload._torch import (
+    compiler_is_loaded,
     is_jit_tracing,
     module_call,
     module_called_by,
     on_compiling_modules,
     own_call,
+    replaced_calls_in_graphs,
     set_module_call,
 )
 from eager_offload.tiers.finalizers import Living
@@ -72,6 +74,7 @@ class ModuleCall:
         _in_place.discard(self)
         if not _in_place:
             _compiling.take_off()
+            replaced_calls_in_graphs.take_off()
 
     @property
     def is_over(self) -> bool:
@@ -93,6 +96,12 @@ class ModuleCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def show_to_compilers() -> None:
+    """Has graphs that are traced from now on contain the calls that are in place."""
+    if _in_place and compiler_is_loaded():
+        replaced_calls_in_graphs.put_on()
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any] | None:

@@ -22,7 +22,6 @@ from eager_offload._torch import (
     compiler_is_loaded,
     no_module,
     on_first_compile,
-    replaced_calls_in_graphs,
     without_caller_modes,
 )
 from eager_offload.budget import Controller
@@ -39,6 +38,7 @@ from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, c
 from eager_offload.in_vain import InVain
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.matched_modules import MatchedModules, patterns_of
+from eager_offload.module_calls import show_to_compilers
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
 from eager_offload.observe.tracing import Tracing
@@ -625,7 +625,8 @@ class Offload:
             patches = aot_hooks.patches()
         except (ImportError, AttributeError):  # a private name of torch is gone
             patches = ()
-        contexts.patches.add((*patches, replaced_calls_in_graphs) if patches and self.patterns else patches)
+        contexts.patches.add(patches)
+        show_to_compilers()
         if not patches:
             # AOTAutograd leaves plain hooks to autograd, which calls them for the saves of a graph.
             self._hook_pair = plain_hooks(self.config_key)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import offloaded_modules
+from eager_offload._torch import offloaded_modules, run_uncompiled
 from eager_offload.errors import warn
-from eager_offload.module_calls import ModuleCall
+from eager_offload.module_calls import ModuleCall, show_to_compilers
 
 
 def is_training(module: nn.Module) -> bool:
@@ -34,7 +34,7 @@ class OffloadedCalls:
         module: the outermost of the model's wrappers: what ``DistributedDataParallel``, ``fully_shard`` or
             ``torch.compile`` returned. A module inside of one that is compiled with ``fullgraph=True`` does not work.
         offload: whose context is entered.
-        when: asked at each call; the default is :func:`is_training`.
+        when: asked at each call for which :func:`is_training` holds; nothing moves in others.
 
     Raises:
         ConfigError: for ``torch.nn.DataParallel`` on several devices, which runs forward in threads that the context
@@ -50,16 +50,26 @@ class OffloadedCalls:
             )
         called = weakref.ref(module)  # or a module would hold itself
 
-        def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             assert module is not None  # it is what is being called
             with offload if when(module) else nullcontext():
                 return call(*arguments, **named)
 
         # The compiler is to look at what is called, and not at the `with` around it.
-        unseen = torch.compiler.disable(around, recursive=False, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
+        unseen = torch.compiler.disable(offloaded, recursive=False, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
+        for method in (Offload.__enter__, Offload.__exit__):
+            run_uncompiled(method)
+
+        def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+            module = called()
+            if module is None or not is_training(module):
+                return call(*arguments, **named)
+            return unseen(call, arguments, named)
+
         # Held by the module alone: what `module.compile()` left there, which it goes on to call, holds the module.
-        self._call = weakref.ref(ModuleCall.begin(module, unseen))
+        self._call = weakref.ref(ModuleCall.begin(module, around))
+        show_to_compilers()
 
     def remove(self) -> None:
         """Calls the module as before. Idempotent."""
