@@ -1028,7 +1028,8 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
 
 def _as_another(function: Any) -> Any:
     """Returns a function that does the same as the one that Dynamo knows, and is another object."""
-    if function is not getattr(sys.modules.get("torch._dynamo.utils"), "unpatched_nn_module_call", None):
+    known = getattr(sys.modules.get("torch._dynamo.utils"), "unpatched_nn_module_call", None)
+    if function is not known or not isinstance(function, FunctionType):
         return function
     code, names, cells = function.__code__, function.__globals__, function.__closure__
     return functools.update_wrapper(FunctionType(code, names, None, function.__defaults__, cells), function)

@@ -34,9 +34,10 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
-from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
+from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.in_vain import InVain
 from eager_offload.kernels.codecs import CODECS
+from eager_offload.marks import no_offload
 from eager_offload.matched_modules import MatchedModules, patterns_of
 from eager_offload.module_calls import show_to_compilers
 from eager_offload.observe.advice import advise
@@ -603,6 +604,23 @@ class Offload:
                 "or a disk_path or a tier is given"
             )
         return offloader
+
+    def leave_to_parent(self) -> None:
+        """Keeps what a forked child saves in the `with` of this object that its parent has entered."""
+
+        inherited, replaced = contexts.entered(self), self.pack
+        assert inherited is not None
+
+        def pack(tensor: Tensor) -> object:
+            context = contexts.entered(self)
+            if context is None or context.forward is not inherited.forward:  # it has entered one of its own
+                self.pack = replaced
+                return replaced(tensor)
+            self._in_vain.warn_once("forked", FORKED.format(where="inside of a `with offload` of its parent's"))
+            with no_offload():
+                return replaced(tensor)
+
+        self.pack = pack
 
     def replace_crashed(self) -> None:
         """Replaces the offloaders that an interrupt has crashed."""

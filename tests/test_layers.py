@@ -96,6 +96,7 @@ ROOMS: dict[str, set[str]] = {
         *(
             "in_vain",
             "kernels",
+            "marks",
             "matched_modules",
             "module_calls",
             "observe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload._torch import offloaded_modules, run_uncompiled
-from eager_offload.errors import warn
+from eager_offload.errors import FORKED, warn
 from eager_offload.module_calls import ModuleCall, show_to_compilers
 
 
@@ -49,10 +50,16 @@ class OffloadedCalls:
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
         called = weakref.ref(module)  # or a module would hold itself
+        process, said_of_fork = os.getpid(), list[bool]()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             assert module is not None  # it is what is being called
+            if os.getpid() != process:
+                if not said_of_fork:
+                    said_of_fork.append(True)
+                    warn(FORKED.format(where="after its parent had prepared this model"))
+                return call(*arguments, **named)
             with offload if when(module) else nullcontext():
                 return call(*arguments, **named)
 
