@@ -152,8 +152,8 @@ PRIVATE_NAMES = {
     "integrations through a module's calls fail": (
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
-        "torch.jit._recursive.ignored_attributes",
     ),
+    "prepared models cannot be scripted": ("torch.jit._recursive.ignored_attributes",),
     "compiled functions that call prepared models do not offload, and skip and codec do not act there": (
         "torch._dynamo.utils.unpatched_nn_module_call",
     ),
@@ -1073,8 +1073,8 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
 def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Replaces the call of ``module``, or restores it with ``None``. Copies and pickles leave the replacement out, and
     ``torch.jit.script`` does from now on, as it leaves out hooks."""
-    ignored = torch.jit._recursive.ignored_attributes
-    if "_compiled_call_impl" not in ignored:
+    ignored = getattr(getattr(torch.jit, "_recursive", None), "ignored_attributes", None)
+    if ignored is not None and "_compiled_call_impl" not in ignored:
         ignored.append("_compiled_call_impl")
     if call is None and "_compiled_call_impl" in vars(module):
         del vars(module)["_compiled_call_impl"]
