@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from operator import attrgetter
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
@@ -150,6 +150,10 @@ PRIVATE_NAMES = {
         "torch.nn.Module._compiled_call_impl",
         "torch.nn.Module._call_impl",
     ),
+    "prepared models cannot be scripted": ("torch.jit._recursive.ignored_attributes",),
+    "compiled functions that call prepared models do not offload, and skip and codec do not act there": (
+        "torch._dynamo.utils.unpatched_nn_module_call",
+    ),
     "saves that torch's offload_wrapper hides are not warned of": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",
     ),
@@ -175,6 +179,7 @@ PUBLIC_NAMES = {
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
     ),
     "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
+    "integrations through a module's calls fail": ("torch.nn.Module.compile",),
     "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
     "code that is compiled first inside a context fails": ("torch.compile",),
     "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
@@ -201,7 +206,11 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload run runs a script": ("torch.nn.Module.__call__",),
+    "while python -m eager_offload run runs a script; while a model is prepared or has modules that skip or codec names"
+    ", once the compiler is loaded": ("torch.nn.Module.__call__",),
+    "while a model is prepared, has modules that skip or codec names, or a plan is applied": (
+        "torch.nn.Module.compile",
+    ),
     "while a thread plans for a GPU that the machine does not have; for that thread alone": (
         "torch.autocast.__init__",
         "torch.autocast.__enter__",
@@ -224,6 +233,9 @@ SET = {
     ),
     "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
         "torch._inductor.config.post_grad_custom_post_pass",
+    ),
+    "for good, from the first replaced call of a module on: one more name": (
+        "torch.jit._recursive.ignored_attributes",
     ),
     "on each graph of Inductor's that moves something": (
         "torch._inductor.graph.GraphLowering.codegen",
@@ -1018,9 +1030,31 @@ def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
     return Patch(nn.Module, "__call__", around)
 
 
+def _as_another(function: Any) -> Any:
+    """Returns a function that does the same as the one that Dynamo knows, and is another object."""
+    known = getattr(sys.modules.get("torch._dynamo.utils"), "unpatched_nn_module_call", None)
+    if function is not known or not isinstance(function, FunctionType):
+        return function
+    code, names, cells = function.__code__, function.__globals__, function.__closure__
+    return functools.update_wrapper(FunctionType(code, names, None, function.__defaults__, cells), function)
+
+
+#: Has Dynamo look at the replaced calls of modules. It goes straight to the forward of a module that has no hooks, if
+#: ``nn.Module.__call__`` is the function that it knows.
+replaced_calls_in_graphs = on_module_calls(_as_another)
+
+
+def on_compiling_modules(around: Callable[[Any], Callable[..., Any]]) -> Patch:
+    """Returns a patch for ``module.compile()``."""
+    return Patch(nn.Module, "compile", around)
+
+
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the replaced call of ``module``, as ``module.compile()`` sets it, or ``None``."""
     return module._compiled_call_impl
+
+
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, and in no stub
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
@@ -1029,7 +1063,11 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replaces the call of ``module``, or restores it with ``None``. Copies and pickles leave the replacement out."""
+    """Replaces the call of ``module``, or restores it with ``None``. Copies and pickles leave the replacement out, and
+    ``torch.jit.script`` does from now on, as it leaves out hooks."""
+    ignored = getattr(getattr(torch.jit, "_recursive", None), "ignored_attributes", None)
+    if ignored is not None and "_compiled_call_impl" not in ignored:
+        ignored.append("_compiled_call_impl")
     if call is None and "_compiled_call_impl" in vars(module):
         del vars(module)["_compiled_call_impl"]
     else:
@@ -1448,6 +1486,11 @@ def hide_from_compilers(function: Callable[..., Any]) -> None:
     """Keeps Dynamo from compiling ``function`` and all that it calls: after a graph break it would compile whatever
     autograd calls. Closures share their code. A graph that calls ``function`` is broken there."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo looks for it
+    run_uncompiled(function)
+
+
+def run_uncompiled(function: Callable[..., Any]) -> None:
+    """Has calls of ``function`` run uncompiled, with all that it calls, unless they are part of a traced function."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     try:
         as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

@@ -50,7 +50,7 @@ from eager_offload._torch import (
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 
 
 class Owner(Protocol):
@@ -67,6 +67,9 @@ class Owner(Protocol):
 
     def count_kept(self, region: str) -> None:
         """Counts the saves of a compiled graph that moves nothing."""
+
+    def leave_to_parent(self) -> None:
+        """Keeps what a forked child saves in a context that its parent has entered."""
 
 
 class Handle(Protocol):
@@ -95,6 +98,18 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+
+class _Inherited:
+    """The contexts that the thread was in that has forked."""
+
+    def after_fork(self) -> None:
+        for owner in {context.owner for context in thread.contexts}:
+            owner.leave_to_parent()
+
+
+_inherited = _Inherited()
+tell_after_fork(_inherited)
 #: Set once a compiler has asked for the graph of a hook: from then on autograd may have nodes without a visible save.
 compiled = threading.Event()
 

@@ -12,6 +12,11 @@ from typing import Any
 
 #: Packages whose frames a warning is never attributed to.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
+#: The warning of a forked process that computes gradients where its parent offloads.
+FORKED = (
+    "this process was forked {where}: it trains without offload there, with the same gradients. To offload in a "
+    "process, do that in the process itself"
+)
 #: Warnings of the process that the user's filters turn into errors, and that were not raised yet.
 _untold: deque[str] = deque()
 

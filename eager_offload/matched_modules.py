@@ -5,22 +5,20 @@ A module is matched when it is called. Its saves are those made in its call, als
 
 from __future__ import annotations
 
-import copy
 import difflib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from eager_offload.codecs.names import CodecRules
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
 from eager_offload.marks import NamedModule, in_module, no_offload
-from eager_offload.module_calls import ModuleCall
+from eager_offload.module_calls import ModuleCall, show_to_compilers
 
 
 class Pattern(NamedTuple):
@@ -29,9 +27,6 @@ class Pattern(NamedTuple):
     field: str
     text: str
 
-
-#: The state of a copied or pickled hook.
-_HookState: TypeAlias = "tuple[MatchedModules, nn.Module | None, frozenset[Pattern], RemovableHandle]"
 
 #: Classes of modules that wrap another one, and the attribute that holds it.
 _WRAPPERS = {
@@ -52,35 +47,53 @@ def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
     return (*(Pattern("skip", one) for one in skip), *(Pattern("codec", one) for one in codec))
 
 
+class _Matched:
+    """One module that patterns name. Refers to it and to its call weakly: it holds the call, and a compiled call it."""
+
+    def __init__(self, module: nn.Module, patterns: frozenset[Pattern]) -> None:
+        self.module = weakref.ref(module)
+        #: The patterns that name the module.
+        self.patterns = patterns
+        self.call: Callable[[], ModuleCall | None] = _no_call
+
+    def begin(self, rules: CodecRules) -> None:
+        if (module := self.module()) is not None and self.call() is None:
+            keeps = any(one.field == "skip" for one in self.patterns)
+            around = _in_no_offload if keeps else _InCodec(rules, self.patterns)
+            self.call = weakref.ref(ModuleCall.begin(module, around))
+            show_to_compilers()
+
+    def end(self) -> None:
+        if (call := self.call()) is not None:
+            call.end()
+        self.call = _no_call
+
+
 class MatchedModules:
     """The modules whose calls run in a region of ``no_offload`` or of a codec, for one ``Offload``.
 
     [Note: copies of matched modules]
-    torch copies and pickles a module without its replaced call, but with its hooks. So each matched module has a hook
-    that does nothing but refer to this object. Objects that are copied together, in whatever order, share one copy of
-    this object, so the copied ``Offload`` learns its modules from the copied hooks. A copy of an ``Offload`` alone has
-    the modules of the original. Hooks that are copied without the ``Offload`` do nothing.
+    A copy or a pickle of a module has nothing of the library. So the copy of an ``Offload`` learns its modules from the
+    original: a copy has the same ones, and a deep copy those of their copies that were made before it. If they were
+    not, or it was pickled, it has none, and needs a call of ``skip_in``.
     """
 
     def __init__(self) -> None:
-        # Not a weak set, whose callbacks are in Python: see [Note: finalizers] in tiers/finalizers.py.
-        self._hooks: list[weakref.ref[_Hook]] = []
-        #: Hooks of copied modules, until ``begin``.
-        self._arrived: list[weakref.ref[_Hook]] = []
-        #: The modules of the original, with the patterns that name each, until ``begin``.
-        self._same: list[tuple[weakref.ref[nn.Module], frozenset[Pattern]]] = []
+        self._matched: list[_Matched] = []
+        #: Whether those of a copy have yet to begin.
+        self._is_copy = False
 
-    def __copy__(self) -> MatchedModules:
+    def copy(self, memo: Mapping[int, Any] | None = None) -> MatchedModules:
+        """Returns a copy for a copied ``Offload``; ``memo``: of a deep copy."""
         copied = MatchedModules()
-        copied._same = [(weakref.ref(module), hook.patterns) for hook, module in self._alive()] + self._same
+        copied._is_copy = True
+        for one, module in self._alive():
+            its = module if memo is None else memo.get(id(module))
+            if its is None:
+                copied._matched = []
+                break
+            copied._matched.append(_Matched(its, one.patterns))
         return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MatchedModules:
-        copied = memo[id(self)] = self.__copy__()
-        return copied
-
-    def __reduce__(self) -> tuple[type[MatchedModules], tuple[()]]:
-        return MatchedModules, ()
 
     def add(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
         """Runs the calls of matching modules in a region from now on, beside those that do already.
@@ -95,118 +108,43 @@ class MatchedModules:
             ConfigError: a pattern matches no module; the text lists near names.
         """
         found = _matching(model, patterns)
-        self._same = []
-        self.begin(rules)
-        self._hooks = [weakref.ref(hook) for hook, _ in self._alive()]
-        known = {id(module): hook for hook, module in self._alive()}
+        alive = [] if self._is_copy else self._alive()  # what is copied alone may be given another model
+        self._matched, self._is_copy = [one for one, _ in alive], False
+        known = {id(module): one for one, module in alive}
         for module, naming in found:
-            if (hook := known.get(id(module))) is None:
-                self._match(module, naming, rules)
-            elif not naming <= hook.patterns:  # a module of several models
-                hook.rename(hook.patterns | naming, rules)
+            if (one := known.get(id(module))) is None:
+                self._matched.append(one := _Matched(module, naming))
+            elif not naming <= one.patterns:  # a module of several models
+                one.end()
+                one.patterns |= naming
+            one.begin(rules)
 
     def begin(self, rules: CodecRules) -> bool:
-        """Takes over the modules of copies. Returns whether there is any module."""
-        arrived, self._arrived = self._arrived, []
-        same, self._same = self._same, []
-        if arrived:
-            for one in arrived:
-                if (hook := one()) is not None:
-                    hook.begin(rules)
-            self._hooks += arrived
-        else:
-            for known, patterns in same:
-                if (module := known()) is not None:
-                    self._match(module, patterns, rules)
-        return bool(self._hooks)
+        """Begins with the modules of a copy. Returns whether there is any module."""
+        if self._is_copy:
+            self._is_copy = False
+            for one in self._matched:
+                one.begin(rules)
+        return bool(self._matched)
 
     def without_calls(self) -> list[Pattern]:
         """Returns the patterns of which no module has been called yet."""
-        hooks = [hook for hook, _ in self._alive()]
-        called = {pattern for hook in hooks if hook.has_run for pattern in hook.patterns}
-        return sorted({pattern for hook in hooks for pattern in hook.patterns} - called)
+        matched = [one for one, _ in self._alive()]
+        called = {pattern for one in matched if (call := one.call()) and call.has_run for pattern in one.patterns}
+        return sorted({pattern for one in matched for pattern in one.patterns} - called)
 
     def end(self) -> None:
         """Restores the calls of the modules."""
-        hooks = self._hooks + self._arrived
-        self._hooks, self._arrived, self._same = [], [], []
-        for one in hooks:
-            if (hook := one()) is not None:
-                hook.end()
+        matched, self._matched = self._matched, []
+        for one in matched:
+            one.end()
 
-    def arrive(self, hook: _Hook) -> None:
-        """Adds the hook of a module that has just been copied or unpickled, with this object or without."""
-        self._arrived.append(weakref.ref(hook))
-
-    def _match(self, module: nn.Module, patterns: frozenset[Pattern], rules: CodecRules) -> None:
-        hook = _Hook(self, module, patterns)
-        hook.begin(rules)
-        self._hooks.append(weakref.ref(hook))
-
-    def _alive(self) -> list[tuple[_Hook, nn.Module]]:
-        hooks = [hook for one in [*self._hooks, *self._arrived] if (hook := one()) is not None]
-        return [(hook, module) for hook in hooks if (module := hook.module()) is not None]
+    def _alive(self) -> list[tuple[_Matched, nn.Module]]:
+        return [(one, module) for one in self._matched if (module := one.module()) is not None]
 
 
-class _Hook:
-    """A hook of one module that is matched; see [Note: copies of matched modules]."""
-
-    def __init__(self, matched: MatchedModules, module: nn.Module, patterns: frozenset[Pattern]) -> None:
-        self._matched = matched
-        #: The patterns that name the module.
-        self.patterns = patterns
-        self._module: weakref.ref[nn.Module] | None = weakref.ref(module)  # a strong one would be a cycle
-        self._handle = module.register_forward_pre_hook(self)
-        self._call: ModuleCall | None = None
-
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        pass  # Dynamo inlines the forward of a module without hooks, and would bypass the replaced call
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        copied = memo[id(self)] = object.__new__(_Hook)
-        # Looked up and not copied: a module that makes its own copies may not be there yet, which would never end.
-        module = memo.get(id(self.module()))
-        matched, handle = copy.deepcopy(self._matched, memo), copy.deepcopy(self._handle, memo)
-        copied.__setstate__((matched, module, self.patterns, handle))
-        return copied
-
-    def __getstate__(self) -> _HookState:
-        return self._matched, self.module(), self.patterns, self._handle
-
-    def __setstate__(self, state: _HookState) -> None:
-        self._matched, module, self.patterns, self._handle = state
-        self._module = None if module is None else weakref.ref(module)
-        self._call = None
-        if module is not None:
-            self._matched.arrive(self)
-
-    def module(self) -> nn.Module | None:
-        return None if self._module is None else self._module()
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the module has been called."""
-        return self._call is not None and self._call.has_run
-
-    def begin(self, rules: CodecRules) -> None:
-        if (module := self.module()) is not None:
-            keeps = any(one.field == "skip" for one in self.patterns)
-            around = _in_no_offload if keeps else _InCodec(rules, self.patterns)
-            self._call = ModuleCall.begin(module, around)
-
-    def rename(self, patterns: frozenset[Pattern], rules: CodecRules) -> None:
-        self._end_call()
-        self.patterns = patterns
-        self.begin(rules)
-
-    def end(self) -> None:
-        self._handle.remove()
-        self._end_call()
-
-    def _end_call(self) -> None:
-        if self._call is not None:
-            self._call.end()
-            self._call = None
+def _no_call() -> None:
+    return None
 
 
 def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

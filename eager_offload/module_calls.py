@@ -10,10 +10,15 @@ A copy has its own call. ``nn.Module`` leaves the attribute out of copies and pi
 attributes by themselves do not: ``DistributedDataParallel``, recurrent layers, parametrized modules. So a copy or a
 pickle of a ``ModuleCall`` is ``None``, the value of a module whose call is not replaced. If attributes are copied as
 they are, the copy has the ``ModuleCall`` of the original, which looks for the module that it is called for.
+
+[Note: models that are written down]
+``torch.export`` and ``torch.jit.trace`` call the module and write down what runs: they get the call inside of ours.
+``torch.jit.script`` reads the attributes of a module and not its call; ``set_module_call`` has it pass over this one.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -21,7 +26,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from eager_offload._torch import module_call, module_called_by, own_call, set_module_call
+from eager_offload._torch import (
+    compiler_is_loaded,
+    is_jit_tracing,
+    module_call,
+    module_called_by,
+    on_compiling_modules,
+    own_call,
+    replaced_calls_in_graphs,
+    set_module_call,
+)
+from eager_offload.tiers.finalizers import Living
 
 #: Is given the inner call, the positional arguments and the named ones; returns the result of the call.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -44,6 +59,8 @@ class ModuleCall:
         call = _call_of(module)
         call = call if isinstance(call, cls) and call._around is around else cls(module, around)
         call._users += 1
+        _in_place.add(call)
+        _compiling.put_on()
         return call
 
     def end(self) -> None:
@@ -54,6 +71,10 @@ class ModuleCall:
         self._around, module = None, self._module()
         if module is not None and module_call(module) is self:
             set_module_call(module, _call_of(module))
+        _in_place.discard(self)
+        if not _in_place:
+            _compiling.take_off()
+            replaced_calls_in_graphs.take_off()
 
     @property
     def is_over(self) -> bool:
@@ -62,18 +83,25 @@ class ModuleCall:
         return self._around is None or (is_over is not None and is_over())
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        module = self._module()
-        if not torch.compiler.is_compiling():  # a traced call has no frames to look at
+        module, is_written_down = self._module(), torch.compiler.is_exporting()
+        if not torch.compiler.is_dynamo_compiling():  # a call that Dynamo traces has no frames to look at
             called = module_called_by(self)
             if called is not None and called is not module:
                 return own_call(called)(*arguments, **named)
             self.has_run = True
+            is_written_down = is_written_down or is_jit_tracing()
         assert module is not None  # it is being called
-        call = self._inner or own_call(module)
-        return call(*arguments, **named) if self._around is None else self._around(call, arguments, named)
+        call, around = self._inner or own_call(module), self._around
+        return call(*arguments, **named) if around is None or is_written_down else around(call, arguments, named)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def show_to_compilers() -> None:
+    """Has graphs that are traced from now on contain the calls that are in place."""
+    if _in_place and compiler_is_loaded():
+        replaced_calls_in_graphs.put_on()
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any] | None:
@@ -88,3 +116,24 @@ def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return call
     call._inner = _living(call._inner)
     return call._inner if call.is_over else call
+
+
+def _beneath(compile: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compile)
+    def around(module: nn.Module, *arguments: Any, **named: Any) -> None:
+        outermost = call = _call_of(module)
+        compile(module, *arguments, **named)
+        while isinstance(call, ModuleCall):
+            if not isinstance(call._inner, ModuleCall):
+                call._inner = module_call(module)
+                set_module_call(module, outermost)
+                return
+            call = call._inner
+
+    return around
+
+
+#: The calls that stand around those of modules.
+_in_place: Living[ModuleCall] = Living()
+#: ``module.compile()`` replaces the call of a module: what it makes goes beneath ours, which would be gone otherwise.
+_compiling = on_compiling_modules(_beneath)

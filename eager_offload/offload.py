@@ -34,10 +34,12 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
-from eager_offload.errors import CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
+from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
 from eager_offload.in_vain import InVain
 from eager_offload.kernels.codecs import CODECS
+from eager_offload.marks import no_offload
 from eager_offload.matched_modules import MatchedModules, patterns_of
+from eager_offload.module_calls import show_to_compilers
 from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
 from eager_offload.observe.summary import describe
@@ -168,28 +170,27 @@ class Offload:
 
     def __copy__(self) -> Self:
         copied = self._another()
-        copied._matched = copy.copy(self._matched)
+        copied._matched = self._matched.copy()
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._another()
-        copied._matched = copy.deepcopy(self._matched, memo)
+        copied._matched = self._matched.copy(memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
         return copied
 
-    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]:
+    def __getstate__(self) -> tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]:
         if self._offloaders.given_runtime is not None:
             raise OffloadError(
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
-        return self.config, self._offloaders.around_tier, self._matched, self._added(self._another())
+        return self.config, self._offloaders.around_tier, self._added(self._another())
 
-    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]) -> None:
-        config, around_tier, matched, added = state
+    def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]) -> None:
+        config, around_tier, added = state
         self._begin(config, None, around_tier)
-        self._matched = matched
         self._add(added)
 
     def _another(self) -> Self:
@@ -344,8 +345,9 @@ class Offload:
         calls of ``codec`` modules are packed by the codec named for them. :meth:`close` restores the modules. The
         integrations and :meth:`compile` call this method themselves. A second call for the same model changes nothing.
 
-        If this object is copied or pickled together with the model, its copy acts on the copied modules. A copy of this
-        object alone acts on the same modules; a pickle of it alone needs a new call.
+        A deep copy that is made after that of the model, in one ``copy.deepcopy`` (of a module that holds both, say),
+        acts on the copied modules; ``copy.copy`` acts on the same ones. Any other copy, and every pickle, needs a call
+        of its own. The model and its copies have nothing of this library in what is pickled.
 
         A pattern matches calls ``module(x)``: ``module.forward(x)`` and other methods are not seen. One warning names
         the patterns of which no module was called in three forwards, in a process that has compiled nothing.
@@ -613,6 +615,23 @@ class Offload:
             )
         return offloader
 
+    def leave_to_parent(self) -> None:
+        """Keeps what a forked child saves in the `with` of this object that its parent has entered."""
+
+        inherited, replaced = contexts.entered(self), self.pack
+        assert inherited is not None
+
+        def pack(tensor: Tensor) -> object:
+            context = contexts.entered(self)
+            if context is None or context.forward is not inherited.forward:  # it has entered one of its own
+                self.pack = replaced
+                return replaced(tensor)
+            self._in_vain.warn_once("forked", FORKED.format(where="inside of a `with offload` of its parent's"))
+            with no_offload():
+                return replaced(tensor)
+
+        self.pack = pack
+
     def replace_crashed(self) -> None:
         """Replaces the offloaders that an interrupt has crashed."""
         self._offloaders.drop_crashed()
@@ -635,6 +654,7 @@ class Offload:
         except (ImportError, AttributeError):  # a private name of torch is gone
             patches = ()
         contexts.patches.add(patches)
+        show_to_compilers()
         if not patches:
             # AOTAutograd leaves plain hooks to autograd, which calls them for the saves of a graph.
             self._hook_pair = plain_hooks(self.config_key)

@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "budget": set(),
     "version": set(),
     "rates": set(),
-    "module_calls": {"_torch"},
+    "module_calls": {"_torch", "tiers"},
     "trace_file": {"errors"},
     "codecs": {"errors"},
     "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
@@ -93,7 +93,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "offload": {
         *("_torch", "budget", "codecs", "compile", "config", "contexts", "eager", "engine", "errors"),
-        *("in_vain", "kernels", "matched_modules", "names", "observe", "out_of_memory", "plan_settings", "runtime"),
+        *("in_vain", "kernels", "marks", "matched_modules", "module_calls", "names", "observe", "out_of_memory"),
+        *("plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },
     "graphs": {"_torch", "config", "eager", "engine", "errors", "offload", "runtime", "stats", "step_table", "tiers"},

@@ -21,6 +21,7 @@ class OffloadedModule(OptimizedModule):
 
     def __init__(self, module: nn.Module, compiler: Any, offload: Any) -> None:
         super().__init__(module, compiler)
+        offload.skip_in(module)
         self._offload_calls(offload)
 
     def __reduce__(self) -> Any:

@@ -36,7 +36,7 @@ from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, Slot, Tier
-from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "
@@ -143,7 +143,7 @@ class Transfers:
         for transfer in list(self._held_back):
             self.cancel(transfer)
             assert transfer.record is not None
-            transfer.record.on_transferred(transfer, OffloadError("the process has forked before this copy began"))
+            transfer.record.on_transferred(transfer, UnderWayAtFork())
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work goes into a graph that is being captured."""
@@ -496,7 +496,8 @@ class Transfers:
             counters.bytes_out -= transfer.moved - carried
         else:
             counters.bytes_out -= transfer.moved
-            if self.accounts.counters.demote("write_failed"):
+            is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
+            if not is_parents and self.accounts.counters.demote("write_failed"):
                 self.warn(f"offloading failed, {record.fallback.format(device=self.device)}: {failure}")
         record.on_transferred(transfer, failure)
 

@@ -26,7 +26,7 @@ from eager_offload.runtime.link_probe import measured_link
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderWayAtFork, tell_after_fork
 from eager_offload.tiers.slabs import SlabSizes
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
@@ -262,7 +262,7 @@ class AcceleratorRuntime(Runtime):
     def synchronize(self, event: Event) -> None:
         assert isinstance(event, AcceleratorEvent | StagedEvent)
         if self._inherited:
-            raise OffloadError("this transfer was under way in the parent process when it forked")
+            raise UnderWayAtFork
         event.synchronize()
 
     def copy(

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
 from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread, UnderWayAtFork, tell_after_fork
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -245,7 +245,7 @@ class TransferThread:
         self._reset()
         for event in items:
             if event is not None and not event.done:
-                event.complete(OffloadError("this transfer was under way in the parent process when it forked"))
+                event.complete(UnderWayAtFork())
 
     # -- on the threads that enqueue ----------------------------------------------------------------------------------
 

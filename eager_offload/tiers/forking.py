@@ -8,7 +8,15 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from eager_offload.errors import OffloadError
 from eager_offload.tiers.finalizers import Living
+
+
+class UnderWayAtFork(OffloadError):
+    """A forked child asks for a transfer of its parent's, which ends there alone."""
+
+    def __init__(self, text: str = "this transfer was under way in the parent process when it forked") -> None:
+        super().__init__(text)
 
 
 class Inheritable(Protocol):

@@ -155,6 +155,34 @@ FORKS = {
         assert trains(offload, 9)
         ready()
     """,
+    "a child that is forked inside of what its parent has begun trains without, and says so once": """
+        import warnings
+        from eager_offload.integrations.calls import OffloadedCalls
+        offload, model = make(), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        def gradients():
+            return torch.autograd.grad(model(data(0)).exp().sum(), list(model.parameters()))
+        def child_trains(words):
+            pid = os.fork()
+            if pid == 0:
+                before = offload.stats().offloaded_bytes
+                with warnings.catch_warnings(record=True, action="always") as said:
+                    same = [torch.equal(*pair) for _ in range(3) for pair in zip(gradients(), expected)]
+                assert all(same) and [words in str(one.message) for one in said] == [True], said
+                assert offload.stats().offloaded_bytes == before
+                os._exit(0)
+            return code_of(pid) == 0
+        expected = gradients()
+        with offload:
+            gradients()
+            assert child_trains("forked inside of a `with offload` of its parent's: it trains without")
+        calls = OffloadedCalls(model, offload)
+        held = model(data(0)).sum()
+        assert child_trains("forked after its parent had prepared this model: it trains without")
+        held.backward()
+        calls.remove()
+        assert trains(offload)
+        ready()
+    """,
     "a fork in the middle of a transfer does not hang": """
         offload, started, go_on, write = make(), threading.Event(), threading.Event(), DiskSlot.write
         def held_back(slot, tensor):

@@ -248,8 +248,10 @@ def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: py
         plugin.prepare(accelerator, model := Model())
     with pytest.raises(eo.ConfigError, match="<tuple> is not accepted: prepare takes the accelerator"):
         plugin.prepare(accelerator, accelerator.prepare(model, Model()))
+    several = nn.DataParallel(accelerator.prepare(Model()))
+    several.device_ids = [0, 1]  # a CPU has none
     with pytest.raises(eo.ConfigError, match=r"DataParallel is not accepted.*torchrun"):
-        plugin.prepare(accelerator, nn.DataParallel(accelerator.prepare(Model())))
+        plugin.prepare(accelerator, several)
     monkeypatch.delattr(accelerator, "_models")  # another version may have no such name: then all are taken
     assert plugin.prepare(accelerator, other := Model()) is other
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import eager_offload as eo
 from eager_offload.integrations.calls import OffloadedCalls
@@ -49,3 +50,18 @@ def test_what_was_put_around_it_later_stays_when_it_goes(tmp_path: Path) -> None
     model(batch).sum().backward()
     assert offload.stats().saved_tensors == 0
     assert other.stats().saved_tensors == saved
+
+
+def test_data_parallel_that_hands_on_to_its_module_offloads(tmp_path: Path) -> None:
+    model, batch = Model(), torch.randn(64, WIDTH)
+    expected = torch.autograd.grad(model(batch).sum(), list(model.parameters()))
+    wrapped, offload = nn.DataParallel(model), eo.Offload(**fields(tmp_path), skip="last")
+    offload.skip_in(wrapped)
+    calls = OffloadedCalls(wrapped, offload)
+    got = torch.autograd.grad(wrapped(batch).sum(), list(model.parameters()))
+    assert all(map(torch.equal, got, expected))
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert stats.kept_bytes["region"] > 0
+    calls.remove()
+    offload.close()
