@@ -68,6 +68,8 @@ class MatchedModules:
         self._arrived: list[weakref.ref[_Hook]] = []
         #: The modules of the original, with the patterns that name each, until ``begin``.
         self._same: list[tuple[weakref.ref[nn.Module], frozenset[Pattern]]] = []
+        #: The names of modules of several models, if there may be several.
+        self._names: dict[str, None] | None = None
 
     def __copy__(self) -> MatchedModules:
         copied = MatchedModules()
@@ -104,8 +106,22 @@ class MatchedModules:
             elif not naming <= hook.patterns:  # a module of several models
                 hook.rename(hook.patterns | naming, rules)
 
+    def add_one_of_several(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
+        """Does what ``add`` does, with those of ``patterns`` that match in ``model``."""
+        names = dict.fromkeys(name for name in modules_by_name(model) if name)
+        self._names = {**(self._names or {}), **names}
+        self.add(model, [one for one in patterns if _any_matches(one, names)], rules)
+
+    def unmatched(self, patterns: Sequence[Pattern]) -> list[ConfigError]:
+        """Returns an error for each of ``patterns`` that matches in none of several models; none before the first."""
+        names = self._names
+        if names is None:
+            return []
+        missing = [one for one in patterns if not _any_matches(one, names)]
+        return [_no_match(one, list(names), "any model that was called") for one in missing]
+
     def begin(self, rules: CodecRules) -> bool:
-        """Takes over the modules of copies. Returns whether there is any module."""
+        """Takes over the modules of copies. Returns whether a model was added."""
         arrived, self._arrived = self._arrived, []
         same, self._same = self._same, []
         if arrived:
@@ -117,7 +133,7 @@ class MatchedModules:
             for known, patterns in same:
                 if (module := known()) is not None:
                     self._match(module, patterns, rules)
-        return bool(self._hooks)
+        return bool(self._hooks) or self._names is not None
 
     def without_calls(self) -> list[Pattern]:
         """Returns the patterns of which no module has been called yet."""
@@ -128,7 +144,7 @@ class MatchedModules:
     def end(self) -> None:
         """Restores the calls of the modules."""
         hooks = self._hooks + self._arrived
-        self._hooks, self._arrived, self._same = [], [], []
+        self._hooks, self._arrived, self._same, self._names = [], [], [], None
         for one in hooks:
             if (hook := one()) is not None:
                 hook.end()
@@ -266,12 +282,16 @@ def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Mo
     return list(found.values())
 
 
-def _no_match(pattern: Pattern, names: Sequence[str]) -> ConfigError:
+def _any_matches(pattern: Pattern, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern.text) for name in names)
+
+
+def _no_match(pattern: Pattern, names: Sequence[str], where: str = "this model") -> ConfigError:
     field, text = pattern
     literal = text.replace("*", "").strip(".")
     near = [name for name in names if literal and literal in name] + difflib.get_close_matches(text, names, 5)
     listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
     return ConfigError(
-        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of this model. "
+        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of {where}. "
         f"{'Near' if near else 'Its'} names: {listed}"
     )

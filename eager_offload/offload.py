@@ -346,6 +346,15 @@ class Offload:
         if self.config.enabled and self.patterns:
             self._matched.add(model, self.patterns, self.config.codec_rules)
 
+    def skip_in_one_of(self, model: torch.nn.Module) -> None:
+        """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
+        if self.config.enabled and self.patterns:
+            self._matched.add_one_of_several(model, self.patterns, self.config.codec_rules)
+
+    def unmatched(self) -> list[ConfigError]:
+        """Returns an error for each pattern that has matched in none of the models of :meth:`skip_in_one_of`."""
+        return self._matched.unmatched(self.patterns)
+
     def check_capture(self) -> None:
         """Raises if the calling thread cannot capture a step in a ``with`` of this object.
 
