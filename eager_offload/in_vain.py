@@ -93,14 +93,14 @@ class InVain:
                 self._accounts.counters.foreign_hooks += count
             self.warn_once("foreign", _FOREIGN)
 
-    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+    def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
-        if self._warned & {"nothing", "empty", "foreign", "nested"}:
+        if self._warned & {"nothing", "empty", "foreign", "nested", "unseen"}:
             return
         stats = self._accounts.counters.snapshot(self._config)
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own
         if stats.offloaded_bytes == moved_before and not reported:
-            self.warn_once("nothing", f"nothing moved, because {why(stats, self._config)}")
+            self.warn_once("nothing", f"nothing moved, because {because or why(stats, self._config)}")
 
     def _warn_of_patterns(self, matched: MatchedModules) -> None:
         """Warns, once for each field, of patterns of which no module has been called."""

@@ -302,6 +302,22 @@ class Offload:
                 counters.failed_forwards += 1
                 counters.failed_bytes += max(counters.offloaded_bytes - context.forward.offloaded_before, 0)
 
+    @contextmanager
+    def rest_of_step(self) -> Iterator[None]:
+        """Has what a backward saves belong to the step whose forward the calling thread has left. Begins no step."""
+        if not self.config.enabled or contexts.entered(self) is not None or self._is_reentered():
+            yield
+            return
+        context = Context(self, self._hook_pair)
+        try:
+            context.put_on()
+            yield
+            context.take_off()
+            with without_caller_modes():
+                self._hooks.leave(waits=True, is_outermost=False)
+        finally:
+            context.give_up()
+
     def held(self) -> Held:
         """Returns the bytes of saved tensors that are on the devices now."""
         counters, stays, waiting, leaving = self._accounts.counters, Counter[tuple[KeepReason, Any]](), 0, 0
@@ -646,15 +662,16 @@ class Offload:
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
             )
 
-    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+    def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns once, with the reason, if forwards have run and nothing was offloaded.
 
         A plain loop is checked after its third forward and in :meth:`close`, an integration at the end of training.
 
         Args:
             moved_before: the ``offloaded_bytes`` of the stats when training began.
+            because: the reason if no saved tensor was seen.
         """
-        self._in_vain.warn_if_nothing_moved(moved_before)
+        self._in_vain.warn_if_nothing_moved(moved_before, because)
 
 
 def _all_held() -> list[tuple[Held, OffloadConfig]]:

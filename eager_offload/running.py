@@ -230,7 +230,7 @@ def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException]
     if not offload.config.enabled:
         said = "switched off"
     elif not stats.offloaded_bytes:
-        has_begun = calls["offloaded"] or calls["backwards"] or (ended_by is SystemExit and _seconds_of_children())
+        has_begun = calls["backwards"] or (ended_by is SystemExit and _seconds_of_children())
         if ended_by is not None and not has_begun:
             return
         said = f"nothing moved, because {_why(offload, stats, calls)}"
@@ -266,8 +266,10 @@ def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
             "(mp.spawn, a launcher), start one for each rank by `torchrun -m eager_offload run`, or write "
             "`with eager_offload.Offload():` in the function that they run"
         )
-    where = "only in evaluation (eval mode, no_grad)" if calls["in eval mode"] or calls["without gradients"] else "not"
-    return f"modules were called {where}, and no backward was run"
+    is_evaluated = calls["in eval mode"] or calls["without gradients"]
+    return (
+        f"{'modules were called in evaluation only' if is_evaluated else 'no module was called'}, and no backward ran"
+    )
 
 
 def _seconds_of_children() -> float:
