@@ -108,6 +108,7 @@ class Offload:
         if self.config.enabled:
             with without_caller_modes():
                 self._offloaders.open_what_is_named()
+            self._in_vain.expect_use()
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
@@ -165,12 +166,14 @@ class Offload:
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
     def __copy__(self) -> Self:
+        self._in_vain.is_used()
         copied = self._another()
         copied._matched = copy.copy(self._matched)
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._in_vain.is_used()
         copied = memo[id(self)] = self._another()
         copied._matched = copy.deepcopy(self._matched, memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
@@ -182,6 +185,7 @@ class Offload:
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
+        self._in_vain.is_used()
         return self.config, self._offloaders.around_tier, self._matched, self._added(self._another())
 
     def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, MatchedModules, _Added]) -> None:
@@ -213,6 +217,7 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
+        self._in_vain.is_used()
         if self.patterns and not self._matched.begin(self.config.codec_rules):
             given = f"skip={list(self.config.skip)}" if self.config.skip else f"codec={self.config.codec}"
             raise ConfigError(
@@ -362,6 +367,10 @@ class Offload:
         if self.config.enabled and self.patterns:
             self._matched.add(model, self.patterns, self.config.codec_rules)
 
+    def expect_no_use(self) -> None:
+        """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
+        self._in_vain.is_used()
+
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
         if self.config.enabled and self.patterns:
@@ -441,6 +450,7 @@ class Offload:
                 'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
+        self._in_vain.is_used()
         if self.config.enabled:
             from eager_offload.compile.inductor import with_pass
 
@@ -472,6 +482,7 @@ class Offload:
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs ``call`` in a ``with`` of this object."""
+        self._in_vain.is_used()
 
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
@@ -500,6 +511,7 @@ class Offload:
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
+        self._in_vain.warn_if_unused()
         with without_caller_modes():
             if synchronize:
                 for offloader in self._offloaders.all():
@@ -578,6 +590,7 @@ class Offload:
         wanted = parse_size(nbytes, "nbytes")
         if not self.config.enabled:
             return
+        self._in_vain.is_used()
         self.refuse_reentry()
         if self._offloaders.is_capturing():
             raise captured("host memory was reserved")
@@ -595,6 +608,7 @@ class Offload:
             OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
+        self._in_vain.warn_if_unused()
         self._offloaders.close(self._hooks.restart)
         self._matched.end()
         if contexts.entered(self) is None:

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         offload = Offload(_fields(settings))
+        offload.expect_no_use()
     except ConfigError as error:
         print(f"eager_offload run: {error}", file=sys.stderr)
         return 2
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def offload_modules(offload: Offload, calls: Counter[str]) -> Iterator[None]:
+def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iterator[None]:
     """Runs calls of outermost modules in training mode in a ``with offload``, while it is entered.
 
     A call is outermost if no saved-tensor hooks are in force. Inside such a call ours are; hooks of the script or of a
@@ -120,6 +121,8 @@ def offload_modules(offload: Offload, calls: Counter[str]) -> Iterator[None]:
     from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
     from eager_offload.errors import warn
     from eager_offload.out_of_memory import watch
+
+    calls = Counter() if calls is None else calls
 
     def around(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:

@@ -176,7 +176,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        offload = Offload(state["offload"])
+        offload = offload_from(state["offload"])
         self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]))
 
 

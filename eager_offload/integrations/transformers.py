@@ -199,7 +199,7 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_with(None if state["offload"] is None else Offload(state["offload"]))
+        self._begin_with(None if state["offload"] is None else offload_from(state["offload"]))
 
 
 #: Those whose training may be going on, or has failed.
