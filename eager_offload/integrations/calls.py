@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import module_call, offloaded_modules
+from eager_offload._torch import module_call, offloaded_modules, version_of
 from eager_offload.errors import warn
 from eager_offload.module_calls import ModuleCall
 from eager_offload.out_of_memory import watch
@@ -90,7 +90,7 @@ class OffloadedCalls:
         """Returns which gradients the parameters have, for ``after_backward`` to compare."""
         module = self._module()
         gradients = [] if module is None else [one.grad for one in module.parameters()]
-        return [(id(one), one._version) for one in gradients if one is not None]
+        return [(id(one), version_of(one)) for one in gradients if one is not None]
 
     def after_backward(self, before: list[tuple[int, int]]) -> None:
         """Counts a step in which nothing was seen; the first one in which something was seen is the last to look at."""

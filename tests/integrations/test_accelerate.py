@@ -299,7 +299,6 @@ def test_three_steps_in_which_nothing_was_seen_are_one_sentence(
     assert reason in said
     assert "with plugin.offload" in said
     assert told == [[], []]
-    assert not any(hasattr(one, "_backward_hooks") and one._backward_hooks for one in model.parameters())
 
 
 def test_accelerate_is_left_as_it_is(plugin: OffloadPlugin) -> None:
