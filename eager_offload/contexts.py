@@ -167,7 +167,9 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
 
 def make_owner(config: OffloadConfig) -> Owner:
     """Returns a new ``Offload``. Its module imports this one, and compiled code may run without it."""
-    owner: Owner = importlib.import_module("eager_offload.offload").Offload(config)
+    made: Any = importlib.import_module("eager_offload.offload").Offload(config)
+    made.expect_no_use()  # a graph uses it, or whoever has asked for it
+    owner: Owner = made
     return owner
 
 

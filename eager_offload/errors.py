@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import deque
 from functools import partial
+from types import FrameType
 from typing import Any
 
 #: Packages whose frames a warning is never attributed to.
@@ -192,10 +193,16 @@ def tell() -> None:
 
 
 def _warn(message: str) -> None:
-    level, frame = 1, sys._getframe()
+    level, _ = users_frame()
+    warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=level)
+
+
+def users_frame() -> tuple[int, FrameType]:
+    """Returns the frame of the user's line that led here, and its level for the caller."""
+    level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"eager_offload: {message}", RuntimeWarning, stacklevel=level)
+    return level, frame
 
 
 atexit.register(tell)  # for warnings after the last such line

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import threading
+
 from eager_offload import contexts
 from eager_offload.config import OffloadConfig
-from eager_offload.contexts import Forward
-from eager_offload.errors import warn
+from eager_offload.contexts import Forward, Seen
+from eager_offload.errors import users_frame, warn
 from eager_offload.matched_modules import MatchedModules
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_memory import why
@@ -32,6 +37,30 @@ _FOREIGN = (
     "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
     "this context inside theirs, or leave one of the two out"
 )
+_INSTEAD = (
+    "although autograd has recorded operators since: write `with offload:` around the forward, or call "
+    "offload.compile(model), or leave it out"
+)
+
+
+class Making:
+    """Where an ``Offload`` was made of which nothing was used yet."""
+
+    def __init__(self) -> None:
+        _, frame = users_frame()
+        self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._thread, self._process, self._nodes = threading.get_ident(), os.getpid(), Seen.so_far().nodes
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether this process has trained since, or run a forward at least, on the same thread."""
+        is_here = (threading.get_ident(), os.getpid()) == (self._thread, self._process)
+        return is_here and Seen.so_far().nodes > self._nodes
+
+
+#: Of every ``Offload`` of which nothing was used yet, alive or gone; the first of very many.
+unused: set[Making] = set()
+_MOST_UNUSED = 1000
 
 
 class InVain:
@@ -44,6 +73,25 @@ class InVain:
         self.forwards = 0
         #: Forwards since the last of these.
         self._unseen = 0
+        self._making: Making | None = None
+
+    def expect_use(self) -> None:
+        """Has ``warn_if_unused`` and the end of the process tell if nothing is used from now on."""
+        if len(unused) < _MOST_UNUSED:
+            self._making = Making()
+            unused.add(self._making)
+
+    def is_used(self) -> None:
+        """Ends ``expect_use``."""
+        if self._making is not None:
+            unused.discard(self._making)
+            self._making = None
+
+    def warn_if_unused(self) -> None:
+        """Warns if nothing was used, although the thread has trained."""
+        if self._making is not None and self._making.is_in_vain:
+            self.is_used()
+            warn(f"nothing of this Offload was used, {_INSTEAD}")
 
     def warn_once(self, what: str, message: str) -> None:
         """Warns with ``message``, unless it has warned of ``what`` before."""
@@ -93,14 +141,14 @@ class InVain:
                 self._accounts.counters.foreign_hooks += count
             self.warn_once("foreign", _FOREIGN)
 
-    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+    def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
-        if self._warned & {"nothing", "empty", "foreign", "nested"}:
+        if self._warned & {"nothing", "empty", "foreign", "nested", "unseen"}:
             return
         stats = self._accounts.counters.snapshot(self._config)
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own
         if stats.offloaded_bytes == moved_before and not reported:
-            self.warn_once("nothing", f"nothing moved, because {why(stats, self._config)}")
+            self.warn_once("nothing", f"nothing moved, because {because or why(stats, self._config)}")
 
     def _warn_of_patterns(self, matched: MatchedModules) -> None:
         """Warns, once for each field, of patterns of which no module has been called."""
@@ -113,3 +161,10 @@ class InVain:
                     "for what is saved where a module is called, as module(x), and not where module.forward(x) is, or "
                     f"a method of its own: name a module around it, or write `with eager_offload.{instead}:` there",
                 )
+
+
+@atexit.register
+def _tell_of_unused() -> None:
+    """Prints a line at the end of a process that did not fail."""
+    if found := [one.where for one in unused if one.is_in_vain and not hasattr(sys, "last_value")]:
+        print(f"eager_offload: nothing of the Offload made at {min(found)} was used, {_INSTEAD}", file=sys.stderr)

@@ -82,6 +82,8 @@ class MatchedModules:
         self._matched: list[_Matched] = []
         #: Whether those of a copy have yet to begin.
         self._is_copy = False
+        #: The names of modules of several models, if there may be several.
+        self._names: dict[str, None] | None = None
 
     def copy(self, memo: Mapping[int, Any] | None = None) -> MatchedModules:
         """Returns a copy for a copied ``Offload``; ``memo``: of a deep copy."""
@@ -119,13 +121,27 @@ class MatchedModules:
                 one.patterns |= naming
             one.begin(rules)
 
+    def add_one_of_several(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
+        """Does what ``add`` does, with those of ``patterns`` that match in ``model``."""
+        names = dict.fromkeys(name for name in modules_by_name(model) if name)
+        self._names = {**(self._names or {}), **names}
+        self.add(model, [one for one in patterns if _any_matches(one, names)], rules)
+
+    def unmatched(self, patterns: Sequence[Pattern]) -> list[ConfigError]:
+        """Returns an error for each of ``patterns`` that matches in none of several models; none before the first."""
+        names = self._names
+        if names is None:
+            return []
+        missing = [one for one in patterns if not _any_matches(one, names)]
+        return [_no_match(one, list(names), "any model that was called") for one in missing]
+
     def begin(self, rules: CodecRules) -> bool:
-        """Begins with the modules of a copy. Returns whether there is any module."""
+        """Begins with the modules of a copy. Returns whether a model was added."""
         if self._is_copy:
             self._is_copy = False
             for one in self._matched:
                 one.begin(rules)
-        return bool(self._matched)
+        return bool(self._matched) or self._names is not None
 
     def without_calls(self) -> list[Pattern]:
         """Returns the patterns of which no module has been called yet."""
@@ -135,7 +151,7 @@ class MatchedModules:
 
     def end(self) -> None:
         """Restores the calls of the modules."""
-        matched, self._matched = self._matched, []
+        matched, self._matched, self._names = self._matched, [], None
         for one in matched:
             one.end()
 
@@ -210,12 +226,16 @@ def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Mo
     return list(found.values())
 
 
-def _no_match(pattern: Pattern, names: Sequence[str]) -> ConfigError:
+def _any_matches(pattern: Pattern, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern.text) for name in names)
+
+
+def _no_match(pattern: Pattern, names: Sequence[str], where: str = "this model") -> ConfigError:
     field, text = pattern
     literal = text.replace("*", "").strip(".")
     near = [name for name in names if literal and literal in name] + difflib.get_close_matches(text, names, 5)
     listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
     return ConfigError(
-        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of this model. "
+        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of {where}. "
         f"{'Near' if near else 'Its'} names: {listed}"
     )

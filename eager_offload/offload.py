@@ -112,6 +112,7 @@ class Offload:
         if self.config.enabled:
             with without_caller_modes():
                 self._offloaders.open_disk()
+            self._in_vain.expect_use()
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
@@ -169,12 +170,14 @@ class Offload:
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
     def __copy__(self) -> Self:
+        self._in_vain.is_used()
         copied = self._another()
         copied._matched = self._matched.copy()
         copied._add(self._added(copied))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._in_vain.is_used()
         copied = memo[id(self)] = self._another()
         copied._matched = self._matched.copy(memo)
         copied._add(copy.deepcopy(self._added(copied), memo))
@@ -186,6 +189,7 @@ class Offload:
                 f"an Offload with a runtime of its own ({type(self._offloaders.given_runtime).__name__}) cannot be "
                 "pickled, since that belongs to this process: pickle its config, and make one from that"
             )
+        self._in_vain.is_used()
         return self.config, self._offloaders.around_tier, self._added(self._another())
 
     def __setstate__(self, state: tuple[OffloadConfig, Callable[[Tier], Tier] | None, _Added]) -> None:
@@ -224,6 +228,7 @@ class Offload:
     def __enter__(self) -> Self:
         if not self.config.enabled:
             return self
+        self._in_vain.is_used()
         if self.patterns and not self._matched.begin(self.config.codec_rules):
             given = f"skip={list(self.config.skip)}" if self.config.skip else f"codec={self.config.codec}"
             raise ConfigError(
@@ -313,6 +318,22 @@ class Offload:
                 counters.failed_forwards += 1
                 counters.failed_bytes += max(counters.offloaded_bytes - context.forward.offloaded_before, 0)
 
+    @contextmanager
+    def rest_of_step(self) -> Iterator[None]:
+        """Has what a backward saves belong to the step whose forward the calling thread has left. Begins no step."""
+        if not self.config.enabled or contexts.entered(self) is not None or self._is_reentered():
+            yield
+            return
+        context = Context(self, self._hook_pair)
+        try:
+            context.put_on()
+            yield
+            context.take_off()
+            with without_caller_modes():
+                self._hooks.leave(waits=True, is_outermost=False)
+        finally:
+            context.give_up()
+
     def held(self) -> Held:
         """Returns the bytes of saved tensors that are on the devices now."""
         counters, stays, waiting, leaving = self._accounts.counters, Counter[tuple[KeepReason, Any]](), 0, 0
@@ -357,6 +378,19 @@ class Offload:
         """
         if self.config.enabled and self.patterns:
             self._matched.add(model, self.patterns, self.config.codec_rules)
+
+    def expect_no_use(self) -> None:
+        """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
+        self._in_vain.is_used()
+
+    def skip_in_one_of(self, model: torch.nn.Module) -> None:
+        """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
+        if self.config.enabled and self.patterns:
+            self._matched.add_one_of_several(model, self.patterns, self.config.codec_rules)
+
+    def unmatched(self) -> list[ConfigError]:
+        """Returns an error for each pattern that has matched in none of the models of :meth:`skip_in_one_of`."""
+        return self._matched.unmatched(self.patterns)
 
     def check_capture(self) -> None:
         """Raises if the calling thread cannot capture a step in a ``with`` of this object.
@@ -428,6 +462,7 @@ class Offload:
                 'backend="eager_offload" is not accepted here, since it has a configuration of its own: leave it out, '
                 'or call torch.compile(model, backend="eager_offload", options={...})'
             )
+        self._in_vain.is_used()
         if self.config.enabled:
             from eager_offload.compile.inductor import with_pass
 
@@ -459,6 +494,7 @@ class Offload:
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs ``call`` in a ``with`` of this object."""
+        self._in_vain.is_used()
 
         @wraps(call)
         def around(*arguments: Any, **named: Any) -> Any:
@@ -487,6 +523,7 @@ class Offload:
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
+        self._in_vain.warn_if_unused()
         with without_caller_modes():
             if synchronize:
                 for offloader in self._offloaders.all():
@@ -565,6 +602,7 @@ class Offload:
         wanted = parse_size(nbytes, "nbytes")
         if not self.config.enabled:
             return
+        self._in_vain.is_used()
         self.refuse_reentry()
         if self._offloaders.is_capturing():
             raise captured("host memory was reserved")
@@ -582,6 +620,7 @@ class Offload:
             OffloadError: a signal handler or the like calls it during a call of the library.
         """
         self.refuse_reentry()
+        self._in_vain.warn_if_unused()
         self._offloaders.close(self._hooks.restart)
         self._matched.end()
         if contexts.entered(self) is None:
@@ -667,15 +706,16 @@ class Offload:
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
             )
 
-    def warn_if_nothing_moved(self, moved_before: int = 0) -> None:
+    def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns once, with the reason, if forwards have run and nothing was offloaded.
 
         A plain loop is checked after its third forward and in :meth:`close`, an integration at the end of training.
 
         Args:
             moved_before: the ``offloaded_bytes`` of the stats when training began.
+            because: the reason if no saved tensor was seen.
         """
-        self._in_vain.warn_if_nothing_moved(moved_before)
+        self._in_vain.warn_if_nothing_moved(moved_before, because)
 
 
 def _all_held() -> list[tuple[Held, OffloadConfig]]:

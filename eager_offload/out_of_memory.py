@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason, SavedRow
 from eager_offload.step_memory import reason_text
+from eager_offload.tiers.finalizers import Living
 
 #: How many modules a note names for each reason.
 _MOST_NAMES = 3
@@ -122,12 +123,24 @@ def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> 
     return f"{best} would have freed up to {size_text(ways[best])}"
 
 
+class Watching(Protocol):
+    """Looks at the backwards of a process."""
+
+    def before_backward(self) -> Any:
+        """Returns what ``after_backward`` is given."""
+
+    def after_backward(self, before: Any) -> None:
+        """Looks at a backward that is over."""
+
+
 class _Watch:
     """Counts backwards, and adds the note to their errors, also outside every ``with``."""
 
     def __init__(self) -> None:
         #: Returns the held bytes of each live ``Offload``.
         self.held: Callable[[], list[tuple[Held, OffloadConfig]]] = list
+        #: Are asked for their state before a backward, and given it after one.
+        self.watching: Living[Watching] = Living()
         #: Whether any ``Offload`` is alive.
         self.is_wanted: Callable[[], bool] = lambda: False
         self._patch: Patch | None = on_backwards(self._around)
@@ -145,14 +158,18 @@ class _Watch:
     def _around(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*arguments: Any, **named: Any) -> Any:
             contexts.thread.backwards += 1
+            watching = [(one, one.before_backward()) for one in self.watching] if self.watching else ()
             try:
-                return replaced(*arguments, **named)
+                result = replaced(*arguments, **named)
             except Exception as error:
                 self.note(error)
                 raise
             finally:
                 if self._patch is not None and not self.is_wanted():
                     self._patch.take_off()
+            for one, before in watching:
+                one.after_backward(before)
+            return result
 
         return run_backward
 

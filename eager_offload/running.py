@@ -6,14 +6,18 @@ modules stay.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import runpy
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
@@ -22,7 +26,12 @@ if TYPE_CHECKING:  # torch is imported where something runs: --help does not wai
     from torch import nn
 
     from eager_offload.offload import Offload
+    from eager_offload.stats import OffloadStats
 
+#: The files whose frames are no part of a script's traceback.
+_OWN_FILES = {__file__, str(Path(__file__).with_name("__main__.py"))}
+#: Patterns that have matched nothing are warned of after so many backwards: by then other models were called too.
+_LOOKED_AT = 3
 _USAGE = """\
 usage: python -m eager_offload run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
 
@@ -42,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the script or module that ``arguments`` name.
 
     Returns:
-        The exit status: 0 when it has ended, 2 for wrong arguments. Exceptions of the script, ``SystemExit`` included,
-        pass through.
+        The exit status: 0 when it has ended; 1 if there is no such module; 2 for wrong arguments, and for a pattern
+        that no model has matched. Exceptions of the script, ``SystemExit`` included, pass through.
     """
     given, settings = list(arguments), list[str]()
     while given and given[0].partition("=")[0] == "--settings":
@@ -61,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         offload = Offload(_fields(settings))
+        offload.expect_no_use()
     except ConfigError as error:
         print(f"eager_offload run: {error}", file=sys.stderr)
         return 2
@@ -68,38 +78,70 @@ def main(arguments: Sequence[str]) -> int:
         print(f"eager_offload run: there is no file {command[0]!r}", file=sys.stderr)
         return 2
     sys.argv = command
+    calls, ended_by = Counter[str](), None
     try:
-        with offload_modules(offload):
+        with offload_modules(offload, calls):
             if is_module:
                 runpy.run_module(command[0], run_name="__main__", alter_sys=True)
             else:
                 sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
                 runpy.run_path(command[0], run_name="__main__")
+    except BaseException as error:
+        ended_by = type(error)
+        if isinstance(error, ImportError) and is_module and _is_raised_by_runpy(error):
+            print(f"{sys.executable}: {error}", file=sys.stderr)  # as `python -m` says it
+            return 1
+        if not isinstance(error, SystemExit):
+            sys.excepthook = partial(_show, sys.excepthook)
+        elif error.code in (None, 0) and offload.unmatched():
+            return 2
+        raise
     finally:
-        _report(offload)
-    return 0
+        # At the end of the process, so that the last words of a script that fails come before.
+        atexit.register(_report, offload, calls, ended_by)
+    return 2 if offload.unmatched() else 0
 
 
 @contextlib.contextmanager
-def offload_modules(offload: Offload) -> Iterator[None]:
+def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iterator[None]:
     """Runs calls of outermost modules in training mode in a ``with offload``, while it is entered.
 
     A call is outermost if no saved-tensor hooks are in force. Inside such a call ours are; hooks of the script or of a
     framework, an ``Offload`` among them, take precedence. Recomputation in backward belongs to the hooks of torch's
     checkpointing.
+
+    Args:
+        offload: whose context is entered.
+        calls: is given the number of outermost calls by what became of them: ``"offloaded"``, ``"in eval mode"``,
+            ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"`` of the calling thread.
     """
     import torch
 
+    from eager_offload import contexts
     from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
+    from eager_offload.errors import warn
+    from eager_offload.out_of_memory import watch
+
+    calls = Counter() if calls is None else calls
 
     def around(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+            if torch.compiler.is_compiling() or current_autograd_node() is not None:
                 return inner(self, *arguments, **named)
-            if top_pack_hook() is not None or current_autograd_node() is not None:
+            if top_pack_hook() is not None:
+                if contexts.current() is not offload:
+                    calls["under hooks"] += 1
                 return inner(self, *arguments, **named)
+            if not (self.training and torch.is_grad_enabled()):
+                calls["in eval mode" if torch.is_grad_enabled() else "without gradients"] += 1
+                return inner(self, *arguments, **named)
+            calls["offloaded"] += 1
             if offload.patterns and next(self.parameters(), None) is not None:
-                offload.skip_in(self)
+                offload.skip_in_one_of(self)
+                if contexts.thread.backwards - before >= _LOOKED_AT and not calls["warned"]:
+                    calls["warned"] += 1
+                    for unmatched in offload.unmatched():
+                        warn(f"{unmatched}; the exit status will be 2 unless one that is called later has it")
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
                     stack.enter_context(offload)
@@ -107,12 +149,46 @@ def offload_modules(offload: Offload) -> Iterator[None]:
 
         return call
 
-    patch = on_module_calls(around)
+    patch, before = on_module_calls(around), contexts.thread.backwards
+    watch.put_on()
     patch.put_on()
     try:
         yield
     finally:
         patch.take_off()
+        calls["backwards"] = contexts.thread.backwards - before
+
+
+def _is_raised_by_runpy(error: BaseException) -> bool:
+    """Returns whether runpy has found no module to run; an error of a module that it runs is raised elsewhere."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy"
+
+
+def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, _: object) -> None:
+    """Shows an error of the script by ``show``, an exception hook, without the frames of this command."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for one in chain:
+        one.__traceback__ = _of_the_script(one.__traceback__)
+    show(kind, error, error.__traceback__)
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """Returns ``trace`` without the frames that have led to the script, and without those around module calls."""
+    kept: list[TracebackType] = []
+    while trace is not None:
+        is_runpy = not kept and trace.tb_frame.f_globals.get("__name__") in ("runpy", None)
+        if not is_runpy and trace.tb_frame.f_code.co_filename not in _OWN_FILES:
+            kept.append(trace)
+        trace = trace.tb_next
+    shown: TracebackType | None = None
+    for one in reversed(kept):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return shown
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:
@@ -141,17 +217,69 @@ def _file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _report(offload: Offload) -> None:
-    """Prints the stats, on the first rank alone."""
-    from eager_offload.step_memory import why
+def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException] | None) -> None:
+    """Prints the stats, or the reason that nothing moved, and the patterns that name nothing; on the first rank alone.
+
+    Nothing is said of a script that has ended before a step, by an error or by ``sys.exit``.
+    """
     from eager_offload.tiers.ranks import rank
 
     if rank():
         return
+    for unmatched in offload.unmatched():
+        print(f"eager_offload run: {unmatched}", file=sys.stderr)
     stats = offload.stats(synchronize=True)
     said = str(stats)
     if not offload.config.enabled:
         said = "switched off"
     elif not stats.offloaded_bytes:
-        said = f"nothing moved, because {why(stats, offload.config)}"
+        has_begun = calls["backwards"] or (ended_by is SystemExit and _seconds_of_children())
+        if ended_by is not None and not has_begun:
+            return
+        said = f"nothing moved, because {_why(offload, stats, calls)}"
     print(f"eager_offload run: {said}", file=sys.stderr)
+
+
+def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
+    """Returns the text after "nothing moved, because"."""
+    from eager_offload.step_memory import why
+
+    if stats.saved_tensors or stats.empty_forwards or stats.foreign_hooks:
+        return why(stats, offload.config)
+    if calls["under hooks"]:
+        return (
+            "modules were called under saved-tensor hooks of the script or of a framework (save_on_cpu, an Offload of "
+            "its own), and the innermost hooks take what is saved: leave them out, or run the script without this"
+        )
+    if calls["backwards"] and calls["in eval mode"]:
+        return (
+            "the modules that were called under grad mode are in eval mode, where nothing offloads: call train() on "
+            "the outermost one, and eval() on those inside that are to stay as they are, such as BatchNorm"
+        )
+    if calls["backwards"]:
+        return (
+            "no outermost module was called as module(x) in what was trained: a method, forward(x) or a function makes "
+            "the loss, or torch.compile is around the whole step. Write `with eager_offload.Offload():` around that"
+        )
+    if calls["offloaded"]:
+        return "modules were called, but no operator in them has saved anything, and no backward was run"
+    if _seconds_of_children():
+        return (
+            "no module was called in this process under grad mode: if the script trains in processes that it starts "
+            "(mp.spawn, a launcher), start one for each rank by `torchrun -m eager_offload run`, or write "
+            "`with eager_offload.Offload():` in the function that they run"
+        )
+    is_evaluated = calls["in eval mode"] or calls["without gradients"]
+    return (
+        f"{'modules were called in evaluation only' if is_evaluated else 'no module was called'}, and no backward ran"
+    )
+
+
+def _seconds_of_children() -> float:
+    """Returns the processor time of processes that this one has started and waited for, if it is of a training.
+
+    Less than it takes to import torch is not.
+    """
+    times = os.times()
+    seconds = times.children_user + times.children_system
+    return seconds if seconds > 1 else 0.0

@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"_torch", "config", "errors", "rates", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "schedule", "stats"},
-    "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory"},
+    "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory", "tiers"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "codecs", "errors", "selection", "tiers"},
     "matched_modules": {"codecs", "config", "errors", "marks", "module_calls"},
@@ -107,9 +107,13 @@ ROOMS: dict[str, set[str]] = {
         *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),
         "version",
     },
-    "integrations": {"_torch", "config", "eager_offload", "errors", "module_calls", "observe", "tiers"},
+    "integrations": {
+        *("_torch", "config", "eager_offload", "errors", "module_calls", "observe", "out_of_memory", "tiers"),
+    },
     "doctor": {"_torch", "config", "errors", "machine", "offload", "rates", "tiers", "version"},
-    "running": {"_torch", "config", "errors", "offload", "step_memory", "tiers"},
+    "running": {
+        *("_torch", "config", "contexts", "errors", "offload", "out_of_memory", "stats", "step_memory", "tiers"),
+    },
     "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
 }
 

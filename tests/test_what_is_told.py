@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from tests.hazards.backends import DiskBackend
-from tests.processes import printed_by
+from tests.processes import printed_by, python
 from tests.threads import collect
 
 MOVES = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": 0}
@@ -107,6 +107,47 @@ def test_a_run_of_which_nothing_moves_says_so_once(
             assert one.filename == __file__
             assert "offload:" in line or "offload.close" in line or "work()" in line, line
     assert fields is not MOVES or offload.stats().bytes_out > 0
+
+
+UNUSED = """
+import copy, os, pickle
+import torch
+import eager_offload as eo
+
+def train():
+    (torch.ones(8, requires_grad=True) * 2).exp().sum().backward()
+
+if os.fork() == 0:
+    offload = eo.Offload()
+    train()
+    raise ValueError
+os.wait()
+def main():
+    used, shared, sent, off = eo.Offload(), eo.Offload(), eo.Offload(), eo.Offload(enabled=False)
+    with used:
+        train()
+    copy.deepcopy(shared), pickle.loads(pickle.dumps(sent))
+    unused = eo.Offload()
+    train()
+    late = eo.Offload()
+main()
+"""
+
+
+def test_an_offload_of_which_nothing_was_used_says_so_once() -> None:
+    for say in eo.Offload.stats, eo.Offload.close:
+        unused = eo.Offload()
+        say(unused)  # nothing has trained yet
+        forward().backward()
+        with pytest.warns(RuntimeWarning, match="nothing of this Offload was used, although autograd") as caught:
+            say(unused)
+        assert caught[0].filename == __file__
+        say(unused)
+    ended = python("-c", UNUSED)
+    assert ended.returncode == 0
+    said = [line for line in ended.stderr.splitlines() if line.startswith("eager_offload")]
+    assert len(said) == 1, ended.stderr
+    assert said[0].startswith("eager_offload: nothing of the Offload made at <string>:19 was used")
 
 
 # -- a device is full -------------------------------------------------------------------------------------------------

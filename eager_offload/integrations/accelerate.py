@@ -29,6 +29,8 @@ except ImportError as error:
 
 __all__ = ["OffloadPlugin"]
 
+_INSTEAD = "write `with plugin.offload:` around the forward"
+
 
 class OffloadPlugin:
     """Offloads what the training forwards of a prepared model save for backward.
@@ -125,7 +127,7 @@ class OffloadPlugin:
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
         self.offload.skip_in(model)
-        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self))
+        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self), _INSTEAD)
         _prepared[innermost] = weakref.ref(self), calls
         return model
 
@@ -163,6 +165,10 @@ class OffloadPlugin:
         An ``Offload`` of your own stays open: it is yours to close.
         ``accelerator.free_memory()`` and ``end_training()`` know nothing of those.
         """
+        for calls in list(self._calls.values()):
+            calls.warn_if_unseen()
+        if self.offload.stats().saved_tensors:
+            self.offload.warn_if_nothing_moved()
         self.remove()
         self._trace.end()
         if not self._summarized:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import offloaded_modules, run_uncompiled
+from eager_offload._torch import module_call, offloaded_modules, run_uncompiled, version_of
 from eager_offload.errors import FORKED, warn
 from eager_offload.module_calls import ModuleCall, show_to_compilers
+from eager_offload.out_of_memory import watch
+
+#: So many steps in which nothing was seen are one warning.
+_LOOKED_AT = 3
 
 
 def is_training(module: nn.Module) -> bool:
@@ -31,25 +34,40 @@ _NOT_TRACED = (
 class OffloadedCalls:
     """From now on, calls of ``module`` run in ``with offload``, until :meth:`remove`.
 
+    Warns once, with the reason, after three backwards that gave parameters of ``module`` a gradient while ``offload``
+    saw nothing.
+
     Args:
         module: the outermost of the model's wrappers: what ``DistributedDataParallel``, ``fully_shard`` or
             ``torch.compile`` returned. A module inside of one that is compiled with ``fullgraph=True`` does not work.
         offload: whose context is entered.
         when: asked at each call for which :func:`is_training` holds; nothing moves in others.
+        instead: the end of the warning: another way to offload.
 
     Raises:
         ConfigError: for ``torch.nn.DataParallel`` on several devices, which runs forward in threads that the context
             does not reach.
     """
 
-    def __init__(self, module: nn.Module, offload: Offload, when: Callable[[nn.Module], bool] = is_training) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        offload: Offload,
+        when: Callable[[nn.Module], bool] = is_training,
+        instead: str = "enter the Offload around the forward",
+    ) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ConfigError(
                 "model=DataParallel is not accepted: it runs forward in threads of its own, where nothing can be "
                 "offloaded. Start one process for each device (`torchrun`, `accelerate launch`), or show the process "
                 "one device alone (CUDA_VISIBLE_DEVICES)"
             )
-        called = weakref.ref(module)  # or a module would hold itself
+        self._module = called = weakref.ref(module)  # or a module would hold itself
+        self._offload, self._instead = offload, instead
+        self._saved_before = offload.stats().saved_tensors
+        #: Steps in which nothing was seen.
+        self._unseen = 0
+        self._is_offloaded = self._is_in_eval_mode = False
         process, said_of_fork = os.getpid(), list[bool]()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -60,7 +78,10 @@ class OffloadedCalls:
                     said_of_fork.append(True)
                     warn(FORKED.format(where="after its parent had prepared this model"))
                 return call(*arguments, **named)
-            with offload if when(module) else nullcontext():
+            if not when(module):
+                return call(*arguments, **named)
+            self._is_offloaded = True
+            with offload:
                 return call(*arguments, **named)
 
         # The compiler is to look at what is called, and not at the `with` around it.
@@ -71,17 +92,64 @@ class OffloadedCalls:
         def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             if module is None or not is_training(module):
+                if not torch.compiler.is_compiling():  # a graph has no place for what is noted
+                    self._is_in_eval_mode |= torch.is_grad_enabled()
                 return call(*arguments, **named)
             return unseen(call, arguments, named)
 
         # Held by the module alone: what `module.compile()` left there, which it goes on to call, holds the module.
         self._call = weakref.ref(ModuleCall.begin(module, around))
         show_to_compilers()
+        watch.put_on()
+        watch.watching.add(self)
 
     def remove(self) -> None:
         """Calls the module as before. Idempotent."""
+        watch.watching.discard(self)
         if (call := self._call()) is not None:
             call.end()
+
+    # -- steps in which nothing is seen ---------------------------------------------------------------------------
+
+    def before_backward(self) -> list[tuple[int, int]]:
+        """Returns which gradients the parameters have, for ``after_backward`` to compare."""
+        module = self._module()
+        gradients = [] if module is None else [one.grad for one in module.parameters()]
+        return [(id(one), version_of(one)) for one in gradients if one is not None]
+
+    def after_backward(self, before: list[tuple[int, int]]) -> None:
+        """Counts a step in which nothing was seen; the first one in which something was seen is the last to look at."""
+        if self._is_offloaded or self._offload.stats().saved_tensors != self._saved_before:
+            watch.watching.discard(self)
+            self._unseen = 0
+        elif self.before_backward() != before:
+            self._unseen += 1
+            if self._unseen == _LOOKED_AT:
+                watch.watching.discard(self)
+                self.warn_if_unseen()
+
+    def warn_if_unseen(self) -> None:
+        """Warns, with the reason, if the module has trained and nothing was seen."""
+        if self._unseen and (module := self._module()) is not None:
+            self._offload.warn_if_nothing_moved(because=f"{self._why(module)}, or {self._instead}")
+
+    def _why(self, module: nn.Module) -> str:
+        kind, call = type(module), self._call()
+        if call is None or not (call.has_run or module_call(module) is call):
+            return (
+                f"the calls of this {kind.__name__} were replaced after it was prepared, as model.compile() does: do "
+                "that before"
+            )
+        if self._is_in_eval_mode:
+            return (
+                f"this {kind.__name__} is trained in eval mode, where nothing offloads: call train() on it, and eval() "
+                "on the modules inside that are to stay as they are, such as BatchNorm"
+            )
+        if not kind.__call__.__module__.startswith("torch."):
+            return f"{kind.__name__} has a __call__ of its own: let that return super().__call__(...)"
+        return (
+            f"this {kind.__name__} is not trained by model(x), but by a method of its own or forward(x): call model(x)"
+        )
 
 
 def warn_of_what_hides(model: nn.Module, instead: str) -> None:

@@ -6,7 +6,8 @@
 else: once for each batch that is accumulated and for each closure of an optimizer that wants several, under manual
 optimization with backward inside. It stands outside of the wrappers of DDP, FSDP and a compiler. Of the other places,
 hooks around a batch are left open by a loss of ``None`` or an exception, and forward hooks of the module run under
-validation as well.
+validation as well. Under automatic optimization backward comes later, by ``strategy.backward``: a loss that runs its
+forwards again in there (GradCache) has them offloaded as a part of the same step.
 
 [Note: Left again] Lightning calls ``teardown`` of a callback where all went well, and ``on_exception`` where not. A
 callback before this one can keep either from being called, so ``setup`` begins by putting back what is left over.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import Any, Unpack
 
@@ -175,7 +176,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        offload = Offload(state["offload"])
+        offload = offload_from(state["offload"])
         self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]))
 
 
@@ -196,44 +197,56 @@ def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
     return [one for one in ours if not isinstance(one, CallbackFromEnvironment)]
 
 
-class _OffloadedStep:
-    """A strategy's training step in ``with offload``. A copy or a pickle is that of the step alone: the copy's own."""
+class _Offloaded:
+    """A strategy's method in a context. A copy or a pickle is that of the method alone: the copy's own.
 
-    def __init__(self, step: Callable[..., Any], offload: Offload) -> None:
-        self._step = step
-        #: ``None`` once it is to go, which another's around it can keep it from.
-        self.offload: Offload | None = offload
-        update_wrapper(self, step)
+    Args:
+        method: ``training_step`` or ``backward``.
+        context: makes the context.
+    """
+
+    def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
+        self._method = method
+        #: ``nullcontext`` once it is to go, which another's around it can keep it from.
+        self.context = context
+        update_wrapper(self, method)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with self.offload or nullcontext():
-            return self._step(*arguments, **named)
+        with self.context():
+            return self._method(*arguments, **named)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _same, (self._step,)  # a method, which is copied as the method of its copied object
+        return _same, (self._method,)  # a method, which is copied as the method of its copied object
 
 
-def _same(step: Callable[..., Any]) -> Callable[..., Any]:
-    return step
+def _same(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
 
 
 def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
     """From now on training steps run in ``with offload``, until what is returned is called."""
 
+    def around(context: Callable[[], AbstractContextManager[object]]) -> Callable[[Callable[..., Any]], _Offloaded]:
+        def make(method: Callable[..., Any]) -> _Offloaded:
+            made.append(_Offloaded(method, context))
+            return made[-1]
+
+        return make
+
     def take_off() -> None:
-        for step in made:
-            step.offload = None
+        for one in made:
+            one.context = nullcontext
         made.clear()
-        patch.take_off()
+        for patch in patches:
+            patch.take_off()
 
-    made: list[_OffloadedStep] = []
-
-    def around(step: Callable[..., Any]) -> _OffloadedStep:
-        made.append(_OffloadedStep(step, offload))
-        return made[-1]
-
-    patch = Patch(strategy, "training_step", around)
-    patch.put_on()
+    made: list[_Offloaded] = []
+    patches = [
+        Patch(strategy, "training_step", around(lambda: offload)),
+        Patch(strategy, "backward", around(offload.rest_of_step)),
+    ]
+    for patch in patches:
+        patch.put_on()
     return take_off
 
 

@@ -35,7 +35,10 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
     """
     fields = {name: value for name, value in (fields or {}).items() if value is not None or name not in FIELDS}
     if not isinstance(given, Offload):
-        return Offload(OffloadConfig.from_given(given, fields))
+        made = Offload(OffloadConfig.from_given(given, fields))
+        made.expect_no_use()  # training may never begin
+        return made
+    given.expect_no_use()
     if others := fields.keys() - {"enabled"}:
         raise ConfigError(
             f"{', '.join(sorted(others))} beside an Offload is not accepted: it has its configuration already. Give "

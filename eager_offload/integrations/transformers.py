@@ -2,13 +2,12 @@
 
 [Note: What a callback reaches] No event surrounds forward, and none follows an exception. A callback is given the
 innermost model and nothing else: it runs the calls of that in the context, and what it leaves on the model when
-training fails is taken off when the next one begins. ``compute_loss_context_manager``, which stands around all that
-makes the loss and outside of every compiled module, is a method: the mixin enters its callback's context there.
+training fails is taken off when the next one begins. ``training_step``, which is around the loss, its backward and
+every compiled module, is a method: while the mixin's trainer trains, it runs in the context.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from eager_offload import ConfigError, Offload
+from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
-from eager_offload.integrations.calls import OffloadedCalls, is_training
+from eager_offload.integrations.calls import OffloadedCalls
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.integrations.settings import Given, missing, offload_from
 
@@ -31,6 +31,8 @@ except ImportError as error:
     raise missing("transformers", error) from error
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
+
+_INSTEAD = "take OffloadTrainerMixin, which is around all of a training step"
 
 if TYPE_CHECKING:
     _Base = Trainer  # what a mixin is mixed into
@@ -88,6 +90,7 @@ class OffloadTrainerCallback(TrainerCallback):
         self._model: weakref.ref[nn.Module] | None = None
         #: Takes what is on the model off again; by itself where this object goes before.
         self._removal: weakref.finalize[Any, OffloadTrainerCallback] | None = None
+        self._calls: OffloadedCalls | None = None
 
     def remove(self) -> None:
         """Calls the model as before, and gives memory and files back. Idempotent.
@@ -95,7 +98,7 @@ class OffloadTrainerCallback(TrainerCallback):
         Needed only after training that failed: what it leaves stays until the next training of the same model, of this
         callback, or until this object goes. An ``Offload`` of your own is not closed.
         """
-        self._state = self._model = None
+        self._state = self._model = self._calls = None
         removal, self._removal = self._removal, None
         if removal is not None:
             removal()
@@ -131,7 +134,8 @@ class OffloadTrainerCallback(TrainerCallback):
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         """Has the calls of ``model`` run in ``with offload``."""
         _refuse_compiled_around(args)
-        self._removal = weakref.finalize(self, OffloadedCalls(model, offload).remove)
+        self._calls = OffloadedCalls(model, offload, instead=_INSTEAD)
+        self._removal = weakref.finalize(self, self._calls.remove)
         self._removal.atexit = False
 
     def _be_the_only_one(self, state: TrainerState, model: nn.Module) -> None:
@@ -180,6 +184,8 @@ class OffloadTrainerCallback(TrainerCallback):
             return
         try:
             if state.global_step > self._first_step:
+                if self._calls is not None:
+                    self._calls.warn_if_unseen()
                 self.offload.warn_if_nothing_moved(self._saved_before)
                 summarize(self.offload)
         finally:
@@ -188,12 +194,12 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         config = None if self.offload is None else self.offload.config
-        own = {"_metrics": None, "_trace": None, "_state": None, "_model": None, "_removal": None, "_closes": True}
-        return {**vars(self), "offload": config, **own}
+        own = dict.fromkeys(("_metrics", "_trace", "_state", "_model", "_removal", "_calls"))
+        return {**vars(self), "offload": config, **own, "_closes": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_with(None if state["offload"] is None else Offload(state["offload"]))
+        self._begin_with(None if state["offload"] is None else offload_from(state["offload"]))
 
 
 #: Those whose training may be going on, or has failed.
@@ -201,10 +207,11 @@ _begun: weakref.WeakSet[OffloadTrainerCallback] = weakref.WeakSet()
 
 
 class OffloadTrainerMixin(_Base):
-    """``class MyTrainer(OffloadTrainerMixin, Trainer)``: an :class:`OffloadTrainerCallback` around all of the loss.
+    """``class MyTrainer(OffloadTrainerMixin, Trainer)``: an :class:`OffloadTrainerCallback` around a training step.
 
-    With a loss outside of the model (label smoothing, ``compute_loss_func``, a ``compute_loss`` of your own), around
-    every wrapper and compiled module, and never in evaluation. All trackers get its figures.
+    With a loss outside of the model (label smoothing, ``compute_loss_func``, a ``compute_loss`` of your own), forwards
+    that it runs again in backward (cached losses), around every wrapper and compiled module, and never in evaluation.
+    All trackers get its figures.
 
     Args:
         offload: what :class:`OffloadTrainerCallback` takes as ``config``, or ``False`` for none. The default is
@@ -254,32 +261,27 @@ class OffloadTrainerMixin(_Base):
         return self._offload_callback.offload if self._offload_callback else None
 
     def train(self, *arguments: Any, **named: Any) -> Any:
+        if self._offload_callback is None or self.offload is None:
+            return super().train(*arguments, **named)
+        # The step of whichever class has one: backward is inside of it, in which a loss may run its forwards again.
+        step = Patch(self, "training_step", self.offload.around)
+        step.put_on()
         try:
             return super().train(*arguments, **named)
         finally:
-            if self._offload_callback is not None:
-                self._offload_callback.remove()
+            step.take_off()
+            self._offload_callback.remove()
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         figures = {} if self._offload_callback is None else self._offload_callback._figures(self.state, logs)
         super().log({**logs, **figures}, *arguments, **named)
-
-    def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        with contextlib.ExitStack() as stack:
-            # Trainer returns a stack that has entered all that is in it, for which entering it again does nothing.
-            # What a class between the two returns may be any context.
-            stack.enter_context(super().compute_loss_context_manager())
-            # Evaluation and prediction come through here too.
-            if self.offload is not None and isinstance(self.model, nn.Module) and is_training(self.model):
-                stack.enter_context(self.offload)
-            return stack.pop_all()
 
 
 class _AroundLoss(OffloadTrainerCallback):
     """The mixin's."""
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
-        pass  # the trainer's own context does, in its time
+        pass  # its training step runs in the context
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass  # the trainer's own log has

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from eager_offload.integrations.lightning import OffloadCallback
-from tests.integrations.training import WIDTH, Model, Trained, trained
+from tests.integrations.training import WIDTH, Model, Trained, cached_loss, trained
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 #: Settings of a Trainer that writes no file and prints nothing.
@@ -36,6 +36,13 @@ class Steps:
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Cached(Steps):
+    """Runs its forwards again in backward."""
+
+    def loss(self, batch: Tensor, *_: Any) -> Tensor:
+        return cached_loss(self.net, batch) if self.training else super().loss(batch)
 
 
 class WithoutLoss(Steps):

@@ -256,6 +256,53 @@ def test_what_was_not_prepared_is_refused(plugin: OffloadPlugin, monkeypatch: py
     assert plugin.prepare(accelerator, other := Model()) is other
 
 
+class WithLoss(Model):
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self(inputs) if self.recompute else self.forward(inputs).square().mean()
+
+
+class Calls(WithLoss):
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.loss(inputs)
+
+
+#: By the reason that is told: the class, and a step of it.
+UNSEEN: dict[str, tuple[type[Model], Callable[[Any, Any], Any]]] = {
+    "WithLoss is not trained by model": (WithLoss, lambda model, inputs: model.loss(inputs)),
+    "Calls has a __call__ of its own": (Calls, lambda model, inputs: model(inputs)),
+    "WithLoss is trained in eval mode": (WithLoss, lambda model, inputs: model.eval()(inputs).sum()),
+}
+
+
+@pytest.mark.parametrize("reason", UNSEEN)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_three_steps_in_which_nothing_was_seen_are_one_sentence(
+    plugin: OffloadPlugin, reason: str, steps: int, tmp_path: Path
+) -> None:
+    kind, step = UNSEEN[reason]
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, kind())
+    plugin.prepare(accelerator, model)
+    other, inputs = Model(), next(iter(loader))[0]
+    with torch.no_grad():
+        step(model, inputs)
+    told: list[list[str]] = []
+    for work in (
+        lambda: [other(inputs).sum().backward() for _ in range(4)],  # is not this model's
+        lambda: [accelerator.backward(step(model, inputs)) for _ in range(steps)],
+        plugin.close,
+    ):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            work()
+        told.append([str(one.message) for one in caught if "eager_offload" in str(one.message)])
+    where = 1 if steps >= 3 else 2
+    (said,) = told.pop(where)
+    assert said.startswith("eager_offload: nothing moved, because")
+    assert reason in said
+    assert "with plugin.offload" in said
+    assert told == [[], []]
+
+
 def test_accelerate_is_left_as_it_is(plugin: OffloadPlugin) -> None:
     assert Accelerator.prepare.__module__ == "accelerate.accelerator"
     assert new_accelerator().prepare(Model(), plugin)[1] is plugin

@@ -25,6 +25,7 @@ from eager_offload.tiers.ranks import local_ranks
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
+    Cached,
     Manual,
     SecondOrder,
     Several,
@@ -51,12 +52,13 @@ MODES: dict[str, dict[str, Any]] = {
     "clipping": {"gradient_clip_val": 0.1},
     "bf16 mixed": {"precision": "bf16-mixed"},
     "bf16 true": {"precision": "bf16-true"},
+    "forwards in backward": {"steps": Cached},
     "checkpointing": {"options": {"recompute": "not reentrant"}},
     "reentrant checkpointing": {"options": {"recompute": "reentrant"}},
     "detecting anomalies": {"detect_anomaly": True},
 }
 #: Modes that go a way of their own through the callback. One class serves both packages, which take turns.
-QUICK = {"automatic", "manual", "accumulation", "validation", "no loss"}
+QUICK = {"automatic", "forwards in backward", "manual", "accumulation", "validation", "no loss"}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,18 @@ import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from eager_offload.runtime.host import host_runtime
 from tests.hazards.backends import hooks_are_gone
-from tests.integrations.training import FIGURES, THREE, exact, fails, fields, forget, moved, parameters, spill_files
+from tests.integrations.training import (
+    FIGURES,
+    THREE,
+    cached_loss,
+    exact,
+    fails,
+    fields,
+    forget,
+    moved,
+    parameters,
+    spill_files,
+)
 from tests.integrations.transformers_training import (
     ForMixin,
     MixedTrainer,
@@ -65,6 +77,45 @@ def test_parameters_are_equal_after_three_steps(changes: dict[str, Any], tmp_pat
         saved.append(stats.bytes_out)
     if "label_smoothing_factor" in changes:
         assert saved[1] > saved[0], "the mixin takes what the loss saves, and the callback does not"
+
+
+class OfLogits(Trainer):
+    """Its loss is of a cached kind, or is made without calling the model."""
+
+    is_cached = True
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        tokens = inputs["input_ids"]
+        if self.is_cached:
+            return cached_loss(lambda part: model(input_ids=part).logits, tokens)
+        return model.forward(input_ids=tokens).logits.square().mean()
+
+
+class MixedOfLogits(OffloadTrainerMixin, OfLogits):
+    pass
+
+
+def test_forwards_that_run_again_in_backward_are_offloaded(tmp_path: Path) -> None:
+    expected, bytes_out = run(trainer_of(tmp_path, kind=OfLogits)), []
+    callback = OffloadTrainerCallback(eo.Offload(**fields(tmp_path)))
+    MixedOfLogits.offload_config = fields(tmp_path)
+    for options in {"given": callback, "kind": OfLogits}, {"kind": MixedOfLogits}:
+        found = run(trainer_of(tmp_path, **options))
+        bytes_out.append(exact(expected, found, getattr(found.owner, "offload", callback.offload)).bytes_out)
+    assert bytes_out[1] > bytes_out[0] / 2, "nearly all of it"
+
+
+def test_a_model_that_is_not_called_is_told_once_with_the_reason(tmp_path: Path) -> None:
+    class Forward(OfLogits):
+        is_cached = False
+
+    for steps in 1, 4:
+        given = OffloadTrainerCallback(eo.Offload(**fields(tmp_path)))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            trainer_of(tmp_path, given, kind=Forward, max_steps=steps).train()
+        (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
+        assert "LlamaForCausalLM is not trained by model(x)" in said
+        assert "OffloadTrainerMixin" in said
 
 
 # -- what is logged ---------------------------------------------------------------------------------------------------
