@@ -30,23 +30,6 @@ class KeepReason(StrEnum):
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
 
 
-#: Rows are kept of the first 3 steps, and then of one step in 16.
-_WRITTEN, _WRITTEN_AGAIN = 3, 16
-
-
-class SavedRow(NamedTuple):
-    """The memory that one save of a step takes on the device."""
-
-    nbytes: int
-    """Bytes that no earlier save of the step holds; 0 for a further save of a storage."""
-    size: int
-    """Bytes of the tensor, which ``min_bytes`` is compared with; the most if several tensors hold the same bytes."""
-    reason: KeepReason | None
-    """The reason to stay; ``None`` if the tensor may move."""
-    operator: int
-    """A number that all saves of one operator have."""
-
-
 @dataclass(frozen=True)
 class PlanOutcome:
     """The predictions of a plan beside the measurements; sizes in bytes, times in seconds."""
@@ -238,8 +221,6 @@ class OffloadStats:
     """The configuration of the run. It is not a field, and not compared."""
     _planned: ClassVar[PlanPredictions | None] = None
     """The plan that was given, likewise."""
-    _rows: ClassVar[tuple[SavedRow, ...]] = ()
-    """The saves of the largest step of which rows were kept, likewise; empty if there is none."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``. ``Offload`` sets it, because this module may not import ``observe``."""
     _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
@@ -266,12 +247,12 @@ class OffloadStats:
             else:
                 found[name] = now - earlier[name]
         stats = OffloadStats(**found)
-        stats._know(self._config, self._planned, self._rows)
+        stats._know(self._config, self._planned)
         return stats
 
-    def _know(self, config: OffloadConfig, planned: PlanPredictions | None, rows: tuple[SavedRow, ...]) -> None:
+    def _know(self, config: OffloadConfig, planned: PlanPredictions | None) -> None:
         # the one way to set an attribute of a frozen dataclass
-        for name, value in (("_config", config), ("_planned", planned), ("_rows", rows)):
+        for name, value in (("_config", config), ("_planned", planned)):
             object.__setattr__(self, name, value)
 
     @property
@@ -296,7 +277,6 @@ class Counters:
         live: LiveBytes | None = None,
         plan: PlanOutcome | None = None,
         planned: PlanPredictions | None = None,
-        rows: tuple[SavedRow, ...] = (),
     ) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
@@ -322,8 +302,6 @@ class Counters:
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
         self.planned = planned
-        #: The rows of the largest step of which rows were kept; and whether that step is one of those counted here.
-        self.rows, self.has_own_rows = rows, False
         #: When the first `with` that is counted was entered.
         self.began: float | None = None
         #: Whether the next save is the first of a step.
@@ -381,17 +359,6 @@ class Counters:
         self.resident_bytes_peak = max(self.resident_bytes_peak, resident_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, resident_bytes + self.live.kept)
 
-    @property
-    def writes_rows(self) -> bool:
-        """Whether to keep the rows of the next step: of the first steps, of some later ones, and until one is whole."""
-        return not self.rows or self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
-
-    def step_of(self, rows: list[SavedRow]) -> None:
-        """Keeps the ``rows`` of a step if it is the largest so far, which the peaks belong to."""
-        nbytes = sum([row.nbytes for row in rows])
-        if rows and (not self.has_own_rows or nbytes >= sum([row.nbytes for row in self.rows])):
-            self.rows, self.has_own_rows = tuple(rows), True
-
     def demote(self, kind: str) -> bool:
         """Counts a demotion. Returns whether it is the first of its kind, of which the user is warned."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
@@ -416,14 +383,14 @@ class Counters:
         values: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()
         }
-        for name in ("live", "planned", "rows", "has_own_rows", "began", "step_begins", "graphs"):
+        for name in ("live", "planned", "began", "step_begins", "graphs"):
             del values[name]
         values["kept_bytes"] = {reason.value: nbytes for reason, nbytes in self.kept_bytes.items() if nbytes}
         values["compiled_graphs"] = len(self.graphs)
         values["seconds"] = 0.0 if self.began is None else time.perf_counter() - self.began
         stats = OffloadStats(**values)
         if config is not None:
-            stats._know(config, self.planned, self.rows)
+            stats._know(config, self.planned)
         return stats
 
 
