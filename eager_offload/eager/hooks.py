@@ -42,9 +42,8 @@ from eager_offload.step_table import Step, StepTable
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
-#: Reasons of what takes no memory of the device because it is saved, or none that is known; and of what is too small to
-#: be worth the time that following it to its end takes.
-_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT, KeepReason.SMALL})
+#: Reasons of what takes no memory of the device because it is saved, or none that is known.
+_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
 
@@ -245,13 +244,19 @@ class Hooks:
         accounts, nbytes = self._accounts, logical_bytes(tensor)
         held = what_stays_of(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
+        is_followed = self._holds_much(tensor) if reason is KeepReason.SMALL else reason not in _NOT_FOLLOWED
         with accounts.lock:
             counters = accounts.counters
             counters.kept(reason, nbytes)
-            if reason not in _NOT_FOLLOWED:
+            if is_followed:
                 counters.live.keep(handle, held, nbytes, reason)
                 counters.note_live()
         return handle
+
+    def _holds_much(self, tensor: Tensor) -> bool:
+        """Returns whether a small tensor is a view of more; only then it is worth following to its end."""
+        storage = storage_of(tensor)
+        return storage is not None and storage.nbytes() >= max(self._min_bytes, 1) and not is_parameter(tensor)
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
