@@ -19,7 +19,7 @@ REASONS = {
     KeepReason.NEWEST: "are the newest ones, which stay since backward asks for them at once: {setting} is {newest}",
     KeepReason.ALIVE: "are of tensors that something else keeps alive until backward, as outputs in a list, attributes "
     "of modules and names in the loop do: let go of them before it",
-    KeepReason.BUDGET: "found no room in any tier: raise host_budget or disk_budget, or name another disk_path",
+    KeepReason.BUDGET: "found no room in any tier: raise {budgets}, or name another disk_path",
     KeepReason.FAILED: "could not be copied: an earlier warning says why",
 }
 
@@ -92,6 +92,27 @@ def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) 
     setting = "prefetch_bytes" if config.keep_last_bytes == "auto" else "keep_last_bytes"
     return REASONS[reason].format(
         setting=setting,
+        budgets=budgets_text(config),
         min_bytes=config.written("min_bytes") or size_text(config.size("min_bytes")),
         newest=config.written(setting) or size_text(config.newest_bytes(prefetch_bytes)),
     )
+
+
+def budgets_text(config: OffloadConfig, host_peak: int = 0, disk_peak: int = 0) -> str:
+    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote.
+
+    Args:
+        host_peak, disk_peak: the most bytes in these tiers, for budgets that were not given.
+    """
+    peaks = {"host_budget": host_peak, "disk_budget": disk_peak}
+    given = [field for field in peaks if getattr(config, field) != "auto"]
+    in_use = [f"{config.tier}_budget"] if config.tier != "auto" else []
+    in_use = in_use or [field for field in peaks if peaks[field] or (field in given and not disk_peak)]
+    return " or ".join(budget_text(config, field, peaks[field]) for field in in_use or peaks)
+
+
+def budget_text(config: OffloadConfig, field: str, peak: int) -> str:
+    """Returns a budget with the value to go above: the one that the user wrote, else the ``peak`` of its tier."""
+    if getattr(config, field) != "auto":
+        return f"{field} above {config.written(field) or size_text(config.size(field))}"
+    return f"{field} above the {size_text(peak)} of the peak" if peak else field

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.stats import KeepReason, OffloadStats
-from eager_offload.step_memory import main_reason, reason_text, why
+from eager_offload.step_memory import budget_text, budgets_text, main_reason, reason_text, why
 
 #: A peak that is lower by this share of that without offload has fallen.
 _FELL = 0.2
@@ -116,7 +116,6 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields sentences on bytes that did not reach the intended tier."""
-    host_peak, disk_peak = size_text(stats.host_bytes_peak), size_text(stats.disk_bytes_peak)
     if count := stats.demotions.get("write_failed", 0):
         yield (
             f"{_times(count)} a write to a tier failed, and the bytes stayed: the first warning tells why. Look after "
@@ -125,19 +124,17 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     if count := stats.demotions.get("budget", 0):
         kept = stats.kept_bytes.get("budget", 0)
         what = f"{_times(count)} no tier had room" + (f", and {size_text(kept)} stayed" if kept else "")
-        if config.tier == "disk" and not stats.disk_bytes_peak:
+        if config.tier == "disk" and config.disk_budget == "auto" and not stats.disk_bytes_peak:
             yield f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
-        elif config.tier != "host" and stats.disk_bytes_peak:
-            yield f"{what}. Raise disk_budget above the {disk_peak} of the peak, or free room there."
         else:
-            spills = config.tier == "auto" and config.disk_paths is None
-            yield f"{what}. Raise host_budget above {host_peak}" + (
-                ", or give a disk_path to spill to." if spills else "."
-            )
+            instead = ", or free room there" if stats.disk_bytes_peak else ""
+            if config.tier == "auto" and config.disk_paths is None and stats.host_bytes_peak:
+                instead = ", or give a disk_path to spill to"
+            yield f"{what}. Raise {budgets_text(config, stats.host_bytes_peak, stats.disk_bytes_peak)}{instead}."
     if count := stats.demotions.get("host_to_disk", 0):
         yield (
             f"{_times(count)} host memory was full and bytes went to disk, which is slower. If there is more memory, "
-            f"raise host_budget above {host_peak}."
+            f"raise {budget_text(config, 'host_budget', stats.host_bytes_peak)}."
         )
     if stats.demotions.get("unpinned") or stats.demotions.get("uncompiled"):
         yield (

@@ -79,9 +79,20 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"demotions": {"write_failed": 1}}, {}, "Once a write to a tier failed|disk_path"),
     ({**FULL, "disk_bytes_peak": 3 * GIB}, {}, "2 times no tier had room, and 1.0 GiB|disk_budget above the 3.0 GiB"),
     (FULL, {"tier": "disk"}, "2 times no tier|the first warning tells why. Look after the disk"),
-    (FULL_HOST, {}, "2 times no tier|Raise host_budget above 5.0 GiB, or give a disk_path to spill to"),
-    (FULL_HOST, {"tier": "host"}, "2 times no tier|Raise host_budget above 5.0 GiB."),
-    ({"demotions": {"host_to_disk": 3}, "host_bytes_peak": GIB}, {}, "3 times host|raise host_budget above 1.0 GiB"),
+    (FULL_HOST, {}, "2 times no tier|Raise host_budget above the 5.0 GiB of the peak, or give a disk_path to spill to"),
+    (FULL_HOST, {"tier": "host"}, "2 times no tier|Raise host_budget above the 5.0 GiB of the peak."),
+    (FULL, {"disk_budget": "4MiB"}, "2 times no tier|Raise disk_budget above 4MiB."),
+    (FULL_HOST, {"tier": "host", "host_budget": "5GiB"}, "2 times no tier|Raise host_budget above 5GiB."),
+    (
+        {**FULL_HOST, "disk_bytes_peak": GIB},
+        {"host_budget": "6GiB", "disk_budget": GIB},
+        "2 times no tier|Raise host_budget above 6GiB or disk_budget above 1.0 GiB, or free",
+    ),
+    (
+        {"demotions": {"host_to_disk": 3}, "host_bytes_peak": GIB},
+        {},
+        "3 times host|raise host_budget above the 1.0 GiB of the peak",
+    ),
     ({"demotions": {"unpinned": 1}}, {}, "Compiled code waits|offload.compile(model, ...)"),
     (OVER, BUDGET, "3 forwards had a peak above device_budget"),
     ({**OVER, "keep_last_bytes": 9}, BUDGET, NOTHING),  # it has come down since
