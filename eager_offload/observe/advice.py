@@ -87,8 +87,12 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
     if after <= (1 - _FELL) * before:
         return MemoryVerdict(f"Memory fell: {peaks}.", fell=True)
     reason, cause = main_reason(stats, config, _EXPLAINS)
-    out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
-    cause = cause or f"windows of {out} on the way out and of {back} brought back early hold most of what may move"
+    if not cause and 2 * (stats.max_inflight_bytes + stats.prefetch_bytes) < before:
+        reason, cause = main_reason(stats, config)
+    if not cause:
+        out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+        first = ": those of a first step are large" if stats.steps == 1 else ""
+        cause = f"windows of {out} on the way out and of {back} brought back early hold most of what may move{first}"
     return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}.", fell=False, reason=reason)
 
 
@@ -128,7 +132,7 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             yield f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
         else:
             instead = ", or free room there" if stats.disk_bytes_peak else ""
-            if config.tier == "auto" and config.disk_paths is None and stats.host_bytes_peak:
+            if config.tier == "auto" and config.disk_paths is None and stats.host_bytes_peak and not instead:
                 instead = ", or give a disk_path to spill to"
             yield f"{what}. Raise {budgets_text(config, stats.host_bytes_peak, stats.disk_bytes_peak)}{instead}."
     if count := stats.demotions.get("host_to_disk", 0):

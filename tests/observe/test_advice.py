@@ -160,7 +160,8 @@ def test_of_a_run_that_was_switched_off(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_matters_most_is_said_first() -> None:
     failed = {"demotions": {"write_failed": 1234}, "kept_bytes": {"alive": 2 * GIB, "failed": GIB}}
     found = said({**BUSY, **failed, "device_bytes_peak": 8 * GIB}, {})
-    assert [sentence.split()[0] for sentence in found] == ["Memory", "1,234", "Bandwidth", "204.8"]
+    assert [sentence.split()[0] for sentence in found] == ["Memory", "1,234", "Bandwidth"]
+    assert "204.8 MiB are of tensors that something else keeps" in found[0], "the reason with most bytes"
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
