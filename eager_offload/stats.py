@@ -386,7 +386,7 @@ class Counters:
     def note_resident(self, resident_bytes: int) -> None:
         """Updates the peaks; the library now holds ``resident_bytes`` bytes on the device, more than before.
 
-        What it holds for two views of a storage, for each all that it spans, is at most what is there.
+        Views of one storage count there with all that each spans, and together they hold at most what is there.
         """
         self.note_live()
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
