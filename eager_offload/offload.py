@@ -290,7 +290,7 @@ class Offload:
         """Begins a forward of the calling thread, which has entered ``context``."""
         hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
-        hooks.thread.begin(writes_rows=counters.writes_rows)
+        hooks.thread.begin()
         context.forward.offloaded_before = counters.offloaded_bytes
         if hooks is not self._hooks and self._offloaders.is_capturing():  # a capture may not call the driver
             return
@@ -307,7 +307,7 @@ class Offload:
         hooks, is_over = self._hooks.thread.captured or self._hooks, contexts.entered(self) is None
         with without_caller_modes():
             # No wait after an exception: an interrupt would wait for room in a full window.
-            hooks.leave(waits=not is_failed, is_outermost=is_over)
+            hooks.leave(waits=not is_failed)
         with without_caller_modes(), self._accounts.lock:
             if not is_failed:
                 if is_over:
@@ -350,11 +350,9 @@ class Offload:
                         module = getattr(record, "module", no_module)()
                         stays[record.kept, module] += record.device_bytes
                         waiting += record.device_bytes if record.state is WAITING else 0
-            written = self._hooks.thread.rows  # of the step that is under way; else of the largest step
-            rows = counters.rows if written is None else written.rows
-            small = tuple(row for row in rows if row.reason is KeepReason.SMALL and row.size)
+            small = counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
             returning = max(resident - waiting - leaving, 0)
-            is_saving = written is not None and bool(written.rows)
+            is_saving = contexts.entered(self) is not None and self._hooks.thread.packed > 0
             return Held(
                 counters.live.without_offload, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
             )

@@ -13,7 +13,7 @@ from eager_offload import contexts
 from eager_offload._torch import Patch, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
-from eager_offload.stats import KeepReason, SavedRow
+from eager_offload.stats import KeepReason
 from eager_offload.step_memory import reason_text
 from eager_offload.tiers.finalizers import Living
 
@@ -38,8 +38,8 @@ class Held(NamedTuple):
     """Whether the calling thread is in its ``with``, and has saved a tensor."""
     prefetch_bytes: int
     """The prefetch window in force."""
-    small: tuple[SavedRow, ...]
-    """The saves of a step that are smaller than ``min_bytes``."""
+    small: int
+    """Bytes that a step saves of tensors smaller than ``min_bytes``, on average."""
 
 
 def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
@@ -69,7 +69,7 @@ def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator
     if held.returning:
         yield f"{size_text(held.returning)} were brought back for backward, or are on their way"
     if held.small:
-        yield f"{size_text(sum(row.nbytes for row in held.small))} more are of tensors smaller than min_bytes"
+        yield f"{size_text(held.small)} more, a step, are of tensors smaller than min_bytes"
     yield _advice(held, reasons, config)
 
 
@@ -109,12 +109,11 @@ def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> 
         knob = "keep_last_bytes=0"
     is_zero = config.keep_last_bytes == 0
     window, ahead = max(held.leaving // 4, 1), max(held.returning // 4, 1)
-    min_bytes = max(max((row.size for row in held.small), default=0) // 2, 1)
     ways = {
         knob: 0 if is_zero else newest,
         f'max_inflight_bytes="{size_literal(window)}"': held.leaving - window,
         f'prefetch_bytes="{size_literal(ahead)}"': held.returning - ahead,
-        f'min_bytes="{size_literal(min_bytes)}"': sum(row.nbytes for row in held.small if row.size >= min_bytes),
+        "a smaller min_bytes": held.small,
         "a larger host_budget or disk_budget, or a disk_path": reasons[KeepReason.BUDGET],
     }
     best = max(ways, key=lambda way: ways[way])

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from eager_offload.config import OffloadConfig, size_text
@@ -28,23 +28,6 @@ class KeepReason(StrEnum):
     BUDGET = "budget"
     FAILED = "failed"
     """Its copy failed, or there was no memory on its device to gather its elements in before they leave."""
-
-
-#: Rows are kept of the first 3 steps, and then of one step in 16.
-_WRITTEN, _WRITTEN_AGAIN = 3, 16
-
-
-class SavedRow(NamedTuple):
-    """The memory that one save of a step takes on the device."""
-
-    nbytes: int
-    """Bytes that no earlier save of the step holds; 0 for a further save of a storage."""
-    size: int
-    """Bytes of the tensor, which ``min_bytes`` is compared with; the most if several tensors hold the same bytes."""
-    reason: KeepReason | None
-    """The reason to stay; ``None`` if the tensor may move."""
-    operator: int
-    """A number that all saves of one operator have."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +161,14 @@ class OffloadStats:
     resident_bytes_peak: int = 0
     """Most bytes that the library held on the device at one time: newest, on their way out, brought back early."""
     device_bytes_peak: int = 0
-    """Most bytes of saved tensors on the device at one time: those that stay, and those of ``resident_bytes_peak``.
-    Parameters, which are there anyway, and tensors below ``min_bytes`` are left out."""
+    """Most bytes of saved tensors on the device at one time: of their storages, each once and whole, until it is freed,
+    be it that the program holds it too, and of what was brought back. Parameters, which are there anyway, and storages
+    below ``min_bytes`` are left out. This and ``without_offload_bytes_peak`` are of the steps from the first one on
+    that was looked up in a step table; before there is one, from the second step on, since a first step, of which
+    nothing is known, has large windows."""
     without_offload_bytes_peak: int = 0
-    """Most bytes of saved tensors that would have been there at one time without offload."""
+    """Most bytes of the storages of saved tensors, each once, that would have been there at one time without
+    offload."""
     host_bytes_peak: int = 0
     """Most bytes of this ``Offload`` in host memory at one time."""
     disk_bytes_peak: int = 0
@@ -238,8 +225,6 @@ class OffloadStats:
     """The configuration of the run. It is not a field, and not compared."""
     _planned: ClassVar[PlanPredictions | None] = None
     """The plan that was given, likewise."""
-    _rows: ClassVar[tuple[SavedRow, ...]] = ()
-    """The saves of the largest step of which rows were kept, likewise; empty if there is none."""
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``. ``Offload`` sets it, because this module may not import ``observe``."""
     _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
@@ -266,12 +251,12 @@ class OffloadStats:
             else:
                 found[name] = now - earlier[name]
         stats = OffloadStats(**found)
-        stats._know(self._config, self._planned, self._rows)
+        stats._know(self._config, self._planned)
         return stats
 
-    def _know(self, config: OffloadConfig, planned: PlanPredictions | None, rows: tuple[SavedRow, ...]) -> None:
+    def _know(self, config: OffloadConfig, planned: PlanPredictions | None) -> None:
         # the one way to set an attribute of a frozen dataclass
-        for name, value in (("_config", config), ("_planned", planned), ("_rows", rows)):
+        for name, value in (("_config", config), ("_planned", planned)):
             object.__setattr__(self, name, value)
 
     @property
@@ -288,6 +273,18 @@ class OffloadStats:
         return type(self)._describe(self, self._config)
 
 
+class Stage(IntEnum):
+    """What is known of a step as it begins."""
+
+    NONE = 0
+    FIRST = 1
+    """Nothing: its windows are large."""
+    SIZED = 2
+    """What the step before it has saved, by which windows are sized."""
+    KNOWN = 3
+    """Its table."""
+
+
 class Counters:
     """The counters behind :class:`OffloadStats`: plain attributes, which callers write under the accounts' lock."""
 
@@ -296,7 +293,7 @@ class Counters:
         live: LiveBytes | None = None,
         plan: PlanOutcome | None = None,
         planned: PlanPredictions | None = None,
-        rows: tuple[SavedRow, ...] = (),
+        stage: Stage = Stage.NONE,
     ) -> None:
         self.live = LiveBytes() if live is None else live
         self.live.poll()
@@ -310,6 +307,7 @@ class Counters:
         self.inflight_bytes_peak = self.resident_bytes_peak = self.device_bytes_peak = 0
         self.host_bytes_peak = self.disk_bytes_peak = self.device_memory_peak = 0
         self.without_offload_bytes_peak = self.live.without_offload
+        self.stage = stage
         self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
         self.out_seconds = self.in_seconds = self.processor_seconds = self.slowdown = 0.0
@@ -322,8 +320,6 @@ class Counters:
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
         self.planned = planned
-        #: The rows of the largest step of which rows were kept; and whether that step is one of those counted here.
-        self.rows, self.has_own_rows = rows, False
         #: When the first `with` that is counted was entered.
         self.began: float | None = None
         #: Whether the next save is the first of a step.
@@ -340,6 +336,8 @@ class Counters:
     def _begin_step(self) -> None:
         self.step_begins = False
         self.steps += 1
+        if self.stage < Stage.SIZED:
+            self.reach(Stage(self.stage + 1))
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:
         """Counts a save that stays."""
@@ -370,27 +368,28 @@ class Counters:
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes
 
+    def reach(self, stage: Stage) -> None:
+        """A step begins of which as much is known as ``stage`` says: more than before, so that the peaks start anew."""
+        if stage > self.stage:
+            self.stage = stage
+            self.live.poll()
+            self.device_bytes_peak, self.without_offload_bytes_peak = self.live.on_device, self.live.without_offload
+
     def note_live(self) -> None:
-        """Updates the peak without offload after more tensors were saved."""
-        if self.live.without_offload > self.without_offload_bytes_peak:
-            self.without_offload_bytes_peak = self.live.without_offload
+        """Updates the peaks after more tensors were saved."""
+        live = self.live
+        if live.on_device > self.device_bytes_peak or live.without_offload > self.without_offload_bytes_peak:
+            live.poll()
+            self.device_bytes_peak = max(self.device_bytes_peak, live.on_device)
+            self.without_offload_bytes_peak = max(self.without_offload_bytes_peak, live.without_offload)
 
     def note_resident(self, resident_bytes: int) -> None:
-        """Updates the peaks on the device; the library now holds ``resident_bytes`` bytes there, more than before."""
-        self.live.poll()
-        self.resident_bytes_peak = max(self.resident_bytes_peak, resident_bytes)
-        self.device_bytes_peak = max(self.device_bytes_peak, resident_bytes + self.live.kept)
+        """Updates the peaks; the library now holds ``resident_bytes`` bytes on the device, more than before.
 
-    @property
-    def writes_rows(self) -> bool:
-        """Whether to keep the rows of the next step: of the first steps, of some later ones, and until one is whole."""
-        return not self.rows or self.steps < _WRITTEN or self.steps % _WRITTEN_AGAIN == 0
-
-    def step_of(self, rows: list[SavedRow]) -> None:
-        """Keeps the ``rows`` of a step if it is the largest so far, which the peaks belong to."""
-        nbytes = sum([row.nbytes for row in rows])
-        if rows and (not self.has_own_rows or nbytes >= sum([row.nbytes for row in self.rows])):
-            self.rows, self.has_own_rows = tuple(rows), True
+        Views of one storage count there with all that each spans, and together they hold at most what is there.
+        """
+        self.note_live()
+        self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
 
     def demote(self, kind: str) -> bool:
         """Counts a demotion. Returns whether it is the first of its kind, of which the user is warned."""
@@ -416,14 +415,14 @@ class Counters:
         values: dict[str, Any] = {
             name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()
         }
-        for name in ("live", "planned", "rows", "has_own_rows", "began", "step_begins", "graphs"):
+        for name in ("live", "planned", "stage", "began", "step_begins", "graphs"):
             del values[name]
         values["kept_bytes"] = {reason.value: nbytes for reason, nbytes in self.kept_bytes.items() if nbytes}
         values["compiled_graphs"] = len(self.graphs)
         values["seconds"] = 0.0 if self.began is None else time.perf_counter() - self.began
         stats = OffloadStats(**values)
         if config is not None:
-            stats._know(config, self.planned, self.rows)
+            stats._know(config, self.planned)
         return stats
 
 

@@ -45,7 +45,7 @@ from eager_offload.budget import Controller, Kind, even_share
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
 from eager_offload.schedule import StepUses, largest_of, late_behind
-from eager_offload.stats import Accounts, KeepReason
+from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 #: The form of the file that ``StepTable.save`` writes.
@@ -540,6 +540,7 @@ class StepTables:
         if fitting:
             self.last = self.table_of(fitting[0])
             self._accounts.counters.followed_forwards += 1
+            self._accounts.counters.reach(Stage.KNOWN)
         for one in found:
             if not (one.is_proven or fitting):
                 self.missed(one, one.difference(0, facts))

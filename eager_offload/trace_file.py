@@ -85,8 +85,8 @@ class MemorySample(NamedTuple):
     seconds: float
     """The time since the trace began."""
     device: int
-    """Bytes on the device: kept, newest, on their way out, or brought back and not handed over. Parameters, which are
-    there anyway, and tensors below ``min_bytes`` do not count, as in the peaks of ``OffloadStats``."""
+    """Bytes on the device, of storages of saved tensors that are there, or brought back and not handed over.
+    Parameters and storages below ``min_bytes`` do not count, as in the peaks of ``OffloadStats``."""
     host: int
     """Bytes in host memory (on a CPU device: in the host tier)."""
     disk: int

@@ -100,7 +100,7 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     stats = offload.stats(synchronize=True)
     assert stats.steps == 3
     assert stats.without_offload_bytes_peak == ALL
-    assert stats.resident_bytes_peak == stats.device_bytes_peak < ALL
+    assert stats.resident_bytes_peak <= stats.device_bytes_peak < ALL
     offload.reset_stats()
     with offload:
         with eo.no_offload():
@@ -112,7 +112,7 @@ def test_the_peak_on_the_device_is_of_what_is_alive_at_one_time(disk: DiskBacken
     del loss, kept
     stats = offload.stats(synchronize=True)
     assert stats.without_offload_bytes_peak == ALL + 2 * NBYTES
-    assert 2 * NBYTES < stats.device_bytes_peak == stats.resident_bytes_peak + 2 * NBYTES
+    assert 2 * NBYTES < stats.resident_bytes_peak + 2 * NBYTES <= stats.device_bytes_peak < ALL + 2 * NBYTES
     offload.reset_stats()
     stats = offload.stats()
     assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 0

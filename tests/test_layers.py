@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "live_bytes": {"_torch", "tiers"},
     "runtime": {"_torch", "config", "errors", "rates", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
-    "step_memory": {"config", "schedule", "stats"},
+    "step_memory": {"config", "stats"},
     "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory", "tiers"},
     "selection": {"_torch", "config", "stats"},
     "marks": {"_torch", "codecs", "errors", "selection", "tiers"},

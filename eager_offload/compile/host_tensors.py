@@ -101,7 +101,7 @@ class HostBytes:
         self.record.coded = coded
         # What is gathered lay in a storage with more than what was saved.
         saved = source.nbytes if coded.codec in ("", Gather.name) else coded.nbytes
-        self.record.save(counters, saved, KeepReason.BUDGET, source.nbytes, saved)  # until it is on its way
+        self.record.save(counters, saved, KeepReason.BUDGET, source.nbytes)  # until it is on its way
         self.record.keep_beside(kept_bytes)
         offloader.records.add(self.record)
         self.offloader = offloader
@@ -198,7 +198,7 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
 def _send(transfers: Transfers, stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
     storage = source.untyped_storage()
     transfer = Transfer(slot, stands_for.nbytes, stands_for.record.counters, stands_for.record, storage)
-    transfers.hold(transfer.nbytes)
+    transfers.hold(transfer.nbytes, transfer)
     stream = transfers.runtime.current_stream(transfers.device)
     transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
     stands_for.transfer = transfer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Protocol, TypeAlias
 
 import torch
@@ -22,7 +21,6 @@ from eager_offload._torch import (
     is_tracing,
     profiled,
     profiler_is_on,
-    storage_key,
     storage_of,
     version_of,
     without_caller_modes,
@@ -37,20 +35,15 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered, warn
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import footprint, is_parameter, logical_bytes, reason_to_stay
-from eager_offload.stats import Accounts, KeepReason, SavedRow
+from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
+from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_table import Step, StepTable
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 
-#: Reasons of what takes no memory of the device because it is saved, or none that is known; and of what is too small to
-#: be worth the time that following it to its end takes.
-_OF_NO_MEMORY = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
-_NOT_FOLLOWED = _OF_NO_MEMORY | {KeepReason.SMALL}
-
-#: Saves of one forward that are written down: a context that is never left would fill the memory.
-_MOST_SAVES = 1 << 16
+#: Reasons of what takes no memory of the device because it is saved, or none that is known.
+_NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
 
@@ -65,17 +58,14 @@ class ThreadState:
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
         self._steps: dict[SavedTensors, Step] = {}
-        #: What the step of that sequence has saved, row by row; ``None`` where it is not written down.
-        self.rows: StepRows | None = None
         #: What takes over in a step of which a graph is captured.
         self.captured: Hooks | None = None
 
-    def begin(self, *, writes_rows: bool = False) -> None:
-        """A new step begins; ``writes_rows``: what it saves is written down."""
+    def begin(self) -> None:
+        """A new step begins."""
         self.sequence = next(_sequences)
         self.packed = 0
         self._steps = {}
-        self.rows = StepRows(self.sequence) if writes_rows else None
         queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
@@ -99,37 +89,6 @@ class ThreadState:
         if step is None:
             step = self._steps[saves] = saves.new_step(self.queue(saves))
         return step
-
-
-class StepRows:
-    """Writes down what one forward saves, as far as it takes memory of the device: ``rows``, a save each."""
-
-    def __init__(self, sequence: int) -> None:
-        self.sequence = sequence
-        self.rows: list[SavedRow] = []
-        #: Of the storages that stay, the place of their row.
-        self._places: dict[Hashable, int] = {}
-
-    def add(self, tensor: Tensor, handle: Packed) -> None:
-        """``tensor`` was saved, and is what ``handle`` stands for."""
-        if isinstance(handle, SavedView):
-            nbytes = 0 if handle.shares else handle.storage.footprint.nbytes
-            self.rows.append(SavedRow(nbytes, tensor.nbytes, None, autograd_sequence()))
-        elif isinstance(handle, KeptTensor) and handle.reason not in _OF_NO_MEMORY:
-            with suppress(NotImplementedError, RuntimeError):  # of a wrapper, or inside a transform
-                self._add_kept(tensor, handle.reason)
-
-    def _add_kept(self, tensor: Tensor, reason: KeepReason) -> None:
-        size, storage = tensor.nbytes, tensor.untyped_storage()
-        if size == 0 or (reason is KeepReason.SMALL and is_parameter(tensor)):
-            return
-        area, name = footprint(tensor, storage.nbytes()), storage_key(storage)
-        place = self._places.setdefault(name if area.whole else (name, area.start), len(self.rows))
-        if place < len(self.rows):
-            earlier, size = self.rows[place], max(self.rows[place].size, size)
-            self.rows[place] = earlier._replace(size=size, nbytes=max(earlier.nbytes, area.nbytes))
-        else:
-            self.rows.append(SavedRow(area.nbytes, size, reason, autograd_sequence()))
 
 
 class _Threads(threading.local):
@@ -242,26 +201,7 @@ class Hooks:
         if packed is None:
             assert reason is not None
             packed = self._keep(tensor, reason)
-        if (rows := thread.rows) is not None:
-            self._write(rows, tensor, packed)
         return packed
-
-    def _write(self, rows: StepRows, tensor: Tensor, handle: Packed) -> None:
-        """Writes a save down among those of its step; the one before may be over, in the same context."""
-        thread = self.thread
-        if rows.sequence != thread.sequence:
-            self._end_rows(thread)
-            rows = thread.rows = StepRows(thread.sequence)
-        rows.add(tensor, handle)
-        if len(rows.rows) == _MOST_SAVES:
-            thread.rows = None
-
-    def _end_rows(self, thread: ThreadState, *, is_whole: bool = True) -> None:
-        """Counts what the calling thread has written down, if that is a whole step."""
-        rows, thread.rows = thread.rows, None
-        if rows is not None and is_whole:
-            with self._accounts.lock:
-                self._accounts.counters.step_of(rows.rows)
 
     def _pack_unseen(self, tensor: Tensor) -> Packed:
         """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
@@ -288,33 +228,35 @@ class Hooks:
                 return saves.tables.last
         return None
 
-    def leave(self, *, waits: bool, is_outermost: bool) -> None:
+    def leave(self, *, waits: bool) -> None:
         """A context is left: every operator has run, so all that has to leave does.
 
         Args:
             waits: for room in the window; else what finds none stays until something is saved again.
-            is_outermost: whether the forward is over.
         """
-        thread = self.thread
-        for saves, queue in list(thread.queues.items()):
+        for saves, queue in list(self.thread.queues.items()):
             saves.flush(queue, waits=waits)
             if message := saves.tables.warning():
                 warn(message)
-        if is_outermost:
-            self._end_rows(thread, is_whole=waits)
 
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
         """The handle of a tensor that stays."""
         accounts, nbytes = self._accounts, logical_bytes(tensor)
         held = what_stays_of(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
+        is_followed = self._holds_much(tensor) if reason is KeepReason.SMALL else reason not in _NOT_FOLLOWED
         with accounts.lock:
             counters = accounts.counters
             counters.kept(reason, nbytes)
-            if reason not in _NOT_FOLLOWED:
+            if is_followed:
                 counters.live.keep(handle, held, nbytes, reason)
                 counters.note_live()
         return handle
+
+    def _holds_much(self, tensor: Tensor) -> bool:
+        """Returns whether a small tensor is a view of more; only then it is worth following to its end."""
+        storage = storage_of(tensor)
+        return storage is not None and storage.nbytes() >= max(self._min_bytes, 1) and not is_parameter(tensor)
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""

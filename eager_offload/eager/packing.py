@@ -62,7 +62,7 @@ def let_go(transfers: Transfers, saved: SavedStorage, transfer: Transfer, packed
     assert record is not None
     if record.state is not State.LEAVING:
         return  # it is over, or could not start
-    saved.packed, record.device_bytes = packed, transfer.moved
+    saved.packed, record.device_bytes, record.apart_bytes = packed, transfer.moved, transfer.moved
     transfers.shrink(transfer, transfer.moved)
     saved.release_source()
 

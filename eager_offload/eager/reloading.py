@@ -57,14 +57,14 @@ class Reloading:
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
         if saved.reload is None and saved.coding is None and not saved.saved_anew:
-            self._hold(saved, saved.source_bytes(), transfer.event)
+            self._hold(saved, saved.source_bytes(), transfer.event, is_source=True)
 
-    def _hold(self, saved: SavedStorage, target: Tensor, event: Event) -> None:
+    def _hold(self, saved: SavedStorage, target: Tensor, event: Event, *, is_source: bool = False) -> None:
         """Keeps ``target``, in which the bytes of a storage are that is promised, as what was reloaded is kept."""
         assert saved.slot is not None
         back = Transfer(saved.slot, saved.footprint.nbytes, saved.record.counters)
         back.event = event
-        self._transfers.hold(back.nbytes)
+        self._transfers.hold(back.nbytes, None if is_source else back)
         saved.reload, saved.record.reload = Reload(target, back), back
 
     def stay_if_it_can(self, saved: SavedStorage) -> None:

@@ -182,8 +182,7 @@ class Saving(abc.ABC):
         record, saved.first = saved.record, first
         record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
-        autograd_bytes = area.nbytes if known is None else 0
-        record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.nbytes, autograd_bytes)
+        record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.moved, storage)
         record.queue = queue
         self._names[name] = record
         transfers.records.add(record)
@@ -215,7 +214,9 @@ class Saving(abc.ABC):
             is_new=first == number,
             rests=rests,
         )
-        transfers.hold(area.nbytes)
+        transfers.resident_bytes += area.nbytes
+        if transfers.resident_bytes > self._accounts.counters.resident_bytes_peak:
+            self._accounts.counters.note_resident(transfers.resident_bytes)
         return view
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:

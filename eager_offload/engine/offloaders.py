@@ -178,7 +178,7 @@ class Offloaders:
             self.snapshot_peaks()  # what was written so far is not counted any more
             before = self._accounts.counters
             plan = None if before.plan is None else replace(before.plan, peak_bytes=None, step_seconds=None)
-            counters = self._accounts.counters = Counters(before.live, plan, before.planned, before.rows)
+            counters = self._accounts.counters = Counters(before.live, plan, before.planned, before.stage)
             counters.max_inflight_bytes, counters.prefetch_bytes = before.max_inflight_bytes, before.prefetch_bytes
             counters.note_resident(sum(offloader.resident_bytes for offloader in self.all()))
             counters.inflight_bytes_peak = max((offloader.inflight_bytes for offloader in self.all()), default=0)

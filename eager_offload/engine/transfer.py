@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
+from eager_offload.live_bytes import LiveBytes, LiveStorage
 from eager_offload.runtime.base import Event
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 #: The slots of ``CountedBytes``.
 COUNTED = (
+    "apart_bytes",
     "asked",
     "autograd_bytes",
     "beside_bytes",
@@ -27,9 +29,11 @@ COUNTED = (
     "device_bytes",
     "is_gone",
     "kept",
+    "live",
     "logical_bytes",
     "shared_bytes",
     "state",
+    "storage",
 )
 
 
@@ -62,9 +66,15 @@ class CountedBytes:
     #: Where the bytes are counted, and how many: those of the view that was saved first.
     counters: Counters
     logical_bytes: int
-    #: Those of the device that they take where they stay, and those that autograd would hold there because of them.
+    #: Those of the device that they take where they stay.
     device_bytes: int
+    #: Where what is alive is counted, and the storage that they are in; ``None``: they are in none that is followed.
+    live: LiveBytes
+    storage: LiveStorage | None
+    #: Without a storage: the bytes that autograd would hold because of them.
     autograd_bytes: int
+    #: Bytes beside their storage that they take on the device where they stay.
+    apart_bytes: int
     #: Those that stay whatever becomes of these, for as long as the owner lives.
     beside_bytes: int
     #: Bytes of further saves that are counted there as shared with these.
@@ -81,26 +91,33 @@ class CountedBytes:
         counters: Counters,
         nbytes: int,
         reason: KeepReason,
-        device_bytes: int | None = None,
-        autograd_bytes: int | None = None,
+        device_bytes: int,
+        storage: torch.UntypedStorage | None = None,
     ) -> None:
-        """Counts ``nbytes`` bytes as kept for ``reason``, until they leave; the others are those if left out."""
-        self.counters, self.logical_bytes, self.kept = counters, nbytes, reason
-        self.device_bytes = nbytes if device_bytes is None else device_bytes
-        self.autograd_bytes = self.device_bytes if autograd_bytes is None else autograd_bytes
+        """Counts ``nbytes`` bytes as kept for ``reason``, until they leave.
+
+        Args:
+            device_bytes: those of the device that they take where they stay.
+            storage: what they are in, if it is to be followed to its end.
+        """
+        self.counters, self.logical_bytes, self.kept, self.device_bytes = counters, nbytes, reason, device_bytes
+        self.live = live = counters.live
         self.beside_bytes = 0
-        live = counters.live
-        live.without_offload += self.autograd_bytes
-        if live.without_offload > counters.without_offload_bytes_peak:
-            counters.without_offload_bytes_peak = live.without_offload
+        if storage is not None:
+            self.storage, self.autograd_bytes, self.apart_bytes = live.add(storage), 0, 0
+        else:
+            self.storage, self.autograd_bytes, self.apart_bytes = None, nbytes, device_bytes
+            live.without_offload += nbytes
+        if live.on_device > counters.device_bytes_peak or live.without_offload > counters.without_offload_bytes_peak:
+            counters.note_live()
         self.state, self.shared_bytes, self.asked, self.is_gone = WAITING, 0, False, False
         counters.kept(reason, nbytes)
 
     def keep_beside(self, nbytes: int) -> None:
         """Counts ``nbytes`` bytes more as alive for as long as the owner lives."""
-        live, self.beside_bytes = self.counters.live, nbytes
-        live.kept += nbytes
-        live.without_offload += nbytes
+        self.beside_bytes = nbytes
+        self.live.on_device += nbytes
+        self.live.without_offload += nbytes
         self.counters.note_live()
 
     def leave(self) -> None:
@@ -115,7 +132,7 @@ class CountedBytes:
         """The bytes have not left, or did not arrive, and stay, and with them every save that shares them."""
         counters, nbytes = self.counters, self.logical_bytes
         if self.state is not KEPT and not self.is_gone:
-            counters.live.kept += self.device_bytes
+            self.live.on_device += self.apart_bytes
         if self.state is WAITING:
             counters.kept_bytes[self.kept] -= nbytes
         else:
@@ -158,9 +175,11 @@ class BytesRecord(FinalizerRecord[T], CountedBytes):
     def on_finalized(self) -> None:
         """The owner has died."""
         self.is_gone = True
-        live = self.counters.live
+        live = self.live
         live.without_offload -= self.autograd_bytes + self.beside_bytes
-        live.kept -= self.beside_bytes + (self.device_bytes if self.state is KEPT else 0)
+        live.on_device -= self.beside_bytes + (self.apart_bytes if self.state is KEPT else 0)
+        if self.storage is not None:
+            live.dropped.append(self.storage)
         if self.state is AWAY and not self.asked:
             self.counters.released_bytes += self.logical_bytes
 
@@ -177,6 +196,7 @@ class Transfer:
         "held_after",
         "holds",
         "is_held",
+        "live",
         "moved",
         "nbytes",
         "record",
@@ -202,6 +222,8 @@ class Transfer:
         #: The bytes of the device that the library holds for it, and whether it still does.
         self.nbytes = nbytes
         self.is_held = True
+        #: Where they are counted, if they are in no storage that is.
+        self.live: LiveBytes | None = None
         #: Whether it does when the copy is over, until ``DeviceOffloader.release``.
         self.held_after = False
         #: Where the link's bytes and seconds are counted, and how many were.

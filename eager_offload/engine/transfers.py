@@ -363,30 +363,40 @@ class Transfers:
         transfer.held_after = held_after
         self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, after, key)
         counters.bytes_in += slot.record.carried
-        self.hold(transfer.nbytes)
+        self.hold(transfer.nbytes, transfer)
         return target, transfer
 
     # -- either way -------------------------------------------------------------------------------------------------
 
-    def hold(self, nbytes: int) -> None:
-        """The library holds ``nbytes`` bytes more on the device."""
+    def hold(self, nbytes: int, transfer: Transfer | None = None) -> None:
+        """The library holds ``nbytes`` bytes more on the device.
+
+        Args:
+            transfer: for which it does, if they are in no storage that the stats follow.
+        """
         self.resident_bytes += nbytes
         counters = self.accounts.counters
-        if self.resident_bytes + counters.live.kept > counters.device_bytes_peak:
+        live = counters.live
+        if transfer is not None:
+            transfer.live = live
+            live.on_device += nbytes
+        if self.resident_bytes > counters.resident_bytes_peak or live.on_device > counters.device_bytes_peak:
             counters.note_resident(self.resident_bytes)
-        elif self.resident_bytes > counters.resident_bytes_peak:
-            counters.resident_bytes_peak = self.resident_bytes
 
     def release(self, transfer: Transfer) -> None:
         """The library does not hold the device's bytes for ``transfer`` any more; may be called again."""
         if transfer.is_held:
             transfer.is_held = False
             self.resident_bytes -= transfer.nbytes
+            if transfer.live is not None:
+                transfer.live.on_device -= transfer.nbytes
 
     def shrink(self, transfer: Transfer, nbytes: int) -> None:
-        """For a transfer that is on its way the library holds ``nbytes`` bytes of the device from here on."""
+        """For a transfer that is on its way the library holds ``nbytes`` other bytes of the device from here on."""
         if transfer.is_held:
             self.resident_bytes -= transfer.nbytes - nbytes
+            transfer.live = self.accounts.counters.live
+            transfer.live.on_device += nbytes
         transfer.nbytes = nbytes
 
     def take_up(self, transfer: Transfer) -> bool:

@@ -1,4 +1,4 @@
-"""Sentences on what limited a run and which setting to change, from the stats, the configuration and a step's rows.
+"""Sentences on what limited a run and which setting to change, from the stats and the configuration.
 
 Offload exists to save memory, so the first sentence is about memory, and nothing is praised if memory did not fall.
 Shares of time are of the time since counting began, so a run with much other work gets less advice. Beside a plan, only
@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
 from eager_offload.stats import KeepReason, OffloadStats
-from eager_offload.step_memory import WORTH, StepMemory, main_reason, reason_text, settings_text, why
+from eager_offload.step_memory import budget_text, budgets_text, main_reason, reason_text, why
 
+#: A peak that is lower by this share of that without offload has fallen.
+_FELL = 0.2
 #: Compute may wait for this share of the time without a sentence.
 _STALL = 0.03
 #: The link is busy if transfers of one direction ran for this share of the time; forward and backward are about half
@@ -44,7 +46,7 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     context = tuple(_of_the_context(stats, config))
     if not config.enabled or not stats.saved_tensors:
         return context
-    memory = _of_memory(stats, config, waits=_stalls(stats))
+    memory = _of_memory(stats, config)
     parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
     found = context if stats.offloaded_bytes else ()  # else the sentence on memory names it as the reason
     found += tuple(sentence for part in parts for sentence in part(stats, config))
@@ -64,13 +66,8 @@ class MemoryVerdict(NamedTuple):
     """The reason to stay that the sentence names."""
 
 
-def _of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> MemoryVerdict:
-    """Returns whether memory has fallen, by how much or why not, and the settings that would lower it.
-
-    Args:
-        stats: the stats of a run in which tensors were saved.
-        waits: whether compute waits for transfers.
-    """
+def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
+    """Returns whether memory has fallen in a run in which tensors were saved, and by how much or why not."""
     if not stats.offloaded_bytes:
         return MemoryVerdict(f"Memory did not fall: nothing moved, because {why(stats, config)}.", fell=False)
     if stays_within_host(stats):
@@ -87,24 +84,16 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig, *, waits: bool) -> Me
         f"at most {size_text(after)} of saved tensors on the device, {size_text(before)} without offload "
         f"({change_text(before, after)})"
     )
-    step = StepMemory(stats, config)
-    steady = min(after + step.small_bytes, step.peak.held) if step.rows else after
-    least = (1 - WORTH) * (before + step.small_bytes)
-    falls = steady <= least
-    settings = settings_text(step, steady, config, waits=waits, says_none=not falls) if step.rows else ""
-    if after + step.small_bytes <= least:
-        later = f"; a step after one like it holds at most {size_text(steady)}" if steady <= after * (1 - WORTH) else ""
-        return MemoryVerdict(f"Memory fell: {peaks}{later}{settings}.", fell=True)
-    if falls:
-        sentence = (
-            f"Memory falls once a step is known: one after one like it holds at most {size_text(steady)}. Before that "
-            f"windows are large: {peaks}{settings}."
-        )
-        return MemoryVerdict(sentence, fell=False)
+    if after <= (1 - _FELL) * before:
+        return MemoryVerdict(f"Memory fell: {peaks}.", fell=True)
     reason, cause = main_reason(stats, config, _EXPLAINS)
-    out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
-    cause = cause or f"windows of {out} on the way out and of {back} brought back early hold most of what may move"
-    return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}{settings}.", fell=False, reason=reason)
+    if not cause and 2 * (stats.max_inflight_bytes + stats.prefetch_bytes) < before:
+        reason, cause = main_reason(stats, config)
+    if not cause:
+        out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+        first = ": those of a first step are large" if stats.steps == 1 else ""
+        cause = f"windows of {out} on the way out and of {back} brought back early hold most of what may move{first}"
+    return MemoryVerdict(f"Memory hardly fell: {peaks}, since {cause}.", fell=False, reason=reason)
 
 
 def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
@@ -131,7 +120,6 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields sentences on bytes that did not reach the intended tier."""
-    host_peak, disk_peak = size_text(stats.host_bytes_peak), size_text(stats.disk_bytes_peak)
     if count := stats.demotions.get("write_failed", 0):
         yield (
             f"{_times(count)} a write to a tier failed, and the bytes stayed: the first warning tells why. Look after "
@@ -140,19 +128,17 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     if count := stats.demotions.get("budget", 0):
         kept = stats.kept_bytes.get("budget", 0)
         what = f"{_times(count)} no tier had room" + (f", and {size_text(kept)} stayed" if kept else "")
-        if config.tier == "disk" and not stats.disk_bytes_peak:
+        if config.tier == "disk" and config.disk_budget == "auto" and not stats.disk_bytes_peak:
             yield f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
-        elif config.tier != "host" and stats.disk_bytes_peak:
-            yield f"{what}. Raise disk_budget above the {disk_peak} of the peak, or free room there."
         else:
-            spills = config.tier == "auto" and config.disk_paths is None
-            yield f"{what}. Raise host_budget above {host_peak}" + (
-                ", or give a disk_path to spill to." if spills else "."
-            )
+            instead = ", or free room there" if stats.disk_bytes_peak else ""
+            if config.tier == "auto" and config.disk_paths is None and stats.host_bytes_peak and not instead:
+                instead = ", or give a disk_path to spill to"
+            yield f"{what}. Raise {budgets_text(config, stats.host_bytes_peak, stats.disk_bytes_peak)}{instead}."
     if count := stats.demotions.get("host_to_disk", 0):
         yield (
             f"{_times(count)} host memory was full and bytes went to disk, which is slower. If there is more memory, "
-            f"raise host_budget above {host_peak}."
+            f"raise {budget_text(config, 'host_budget', stats.host_bytes_peak)}."
         )
     if stats.demotions.get("unpinned") or stats.demotions.get("uncompiled"):
         yield (
@@ -191,7 +177,7 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields a sentence on the waits of compute."""
     if not _stalls(stats):
         return
-    waited, a_step, step = _waited(stats), _of_a_step(stats), StepMemory(stats, config)
+    waited, a_step = _waited(stats), _of_a_step(stats)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
     window, ahead = stats.max_inflight_bytes, stats.prefetch_bytes
     # Without timed transfers the cause may also be the bandwidth.
@@ -200,30 +186,23 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     if stats.plan is not None:
         yield f"{waited.capitalize()}. {_planned_waits(stats)}"
     elif _busy(stats) >= _BUSY:
-        yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config, step)}"
-    elif in_forward and window < a_step and (more := _larger(step, "max_inflight_bytes", window)):
-        raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {more}"
+        yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config)}"
+    elif in_forward and window < a_step:
+        raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {_larger(window)}."
         yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {raised}{otherwise}"
-    elif not in_forward and ahead < a_step and (more := _larger(step, "prefetch_bytes", ahead)):
-        raised = f"Where memory allows, raise prefetch_bytes from {size_text(ahead)} to {more}"
+    elif not in_forward and ahead < a_step:
+        raised = f"Where memory allows, raise prefetch_bytes from {size_text(ahead)} to {_larger(ahead)}."
         yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {raised}{otherwise}"
     else:  # a step is shorter than the way there and back
-        larger = "" if (least := step.larger_min_bytes) is None else f'min_bytes="{size_literal(least)}", '
         yield (
             f"{waited.capitalize()}, and windows hold most of what a step offloads: backward asks for the newest bytes "
-            f"at once. Let what computes little stay, with {larger}`with eo.no_offload():` or skip."
+            "at once. Let what computes little stay, with a larger min_bytes, `with eo.no_offload():` or skip."
         )
 
 
-def _larger(step: StepMemory, field: str, now: int) -> str | None:
-    """Returns twice the bytes of ``field`` as a config takes them, with their cost; ``None`` if hardly anything would
-    move with them."""
-    larger = 2 * now or _LEAST_WINDOW
-    peak = step.peak_with({field: larger})
-    if peak.held > (1 - WORTH) * peak.without_offload:
-        return None
-    cost = f": a step then holds at most {size_text(peak.held)}" if step.rows else ""
-    return f'"{size_literal(larger)}"{cost}.'
+def _larger(now: int) -> str:
+    """Returns twice the bytes of a window, as a config takes them."""
+    return f'"{size_literal(2 * now or _LEAST_WINDOW)}"'
 
 
 def _planned_waits(stats: OffloadStats) -> str:
@@ -244,17 +223,17 @@ def _planned_waits(stats: OffloadStats) -> str:
     )
 
 
-def _slow_link(stats: OffloadStats, config: OffloadConfig, step: StepMemory) -> str:
+def _slow_link(stats: OffloadStats, config: OffloadConfig) -> str:
     """Returns the advice for transfers that run all the time while compute waits for them."""
-    rate, larger = _rate(stats), step.larger_min_bytes
+    rate = _rate(stats)
     less = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
     less = less or "To move less, "
     if config.slowdown is None and config.keep_last_bytes == "auto":
         less += 'policy="free" moves what the link hides and no more; or '
     return (
         f"while transfers ran {percent_text(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
-        f"{less}checkpoint a part of the model, or put `with eo.no_offload():` around modules that compute little"
-        + ("." if larger is None else f', or set min_bytes="{size_literal(larger)}".')
+        f"{less}checkpoint a part of the model, put `with eo.no_offload():` around modules that compute little, or set "
+        "a larger min_bytes."
     )
 
 
@@ -310,8 +289,7 @@ def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | Non
         return " A larger device_budget leaves them where they are."
     if config.keep_last_bytes != "auto":
         return ' keep_last_bytes="auto" learns which those are.'
-    more = _larger(StepMemory(stats, config), "keep_last_bytes", config.newest_bytes(stats.prefetch_bytes))
-    return "" if more is None else f" Try keep_last_bytes={more}"
+    return f" Try keep_last_bytes={_larger(config.newest_bytes(stats.prefetch_bytes))}."
 
 
 # -- shares and sizes -----------------------------------------------------------------------------------------------

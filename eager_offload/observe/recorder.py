@@ -222,7 +222,7 @@ class TraceRecorder:
             live.poll()
             sample = MemorySample(
                 self._timeline.now(),
-                device=live.kept + sum(one.resident_bytes for one in self._offloaders.all()),
+                device=live.on_device,
                 host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
                 disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
                 without_offload=live.without_offload,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from eager_offload import Offload, OffloadStats
@@ -263,3 +266,106 @@ def test_h50_an_unknown_order_reads_hardly_more_than_is_asked_for(
     for stats in same_gradients(program, users_backend, regimes=REGIMES[:1], prefetch_bytes=window):
         assert stats.reloaded_bytes == saves * size
         assert stats.bytes_in <= 1.15 * stats.reloaded_bytes
+
+
+# -- distinct storages: H78 -------------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
+    "unbind": lambda x: x.unbind(0),
+    "unbind along another dimension": lambda x: x.unbind(1),
+    "chunk": lambda x: x.chunk(4, 1),
+    "split": lambda x: x.split([8, 24, 32]),
+    "expand": lambda x: [x[None].expand(3, 64, 64), x[:, :1].expand(64, 64)],
+    "overlap": lambda x: [x[:48], x[16:], x.flatten()[1:65], x.as_strided((8, 8), (65, 2))],
+    "transpose": lambda x: [x, x.t(), x.view(-1)],
+}
+
+
+def viewed(around: Around, views: Callable[[Tensor], Iterable[Tensor]]) -> tuple[Tensor, Tensor]:
+    """The loss of a step that saves views of one storage, and what it is to be differentiated by."""
+    x = leaf(64, 64)
+    with around:
+        loss = x.exp().mean()  # a storage beside it
+        for view in views(x * 1.0):
+            loss = loss + (view * view).sum()
+    return loss, x
+
+
+class DistinctStorages(torch.autograd.graph.saved_tensors_hooks):
+    """The truth: bytes of the storages that autograd saves, each once."""
+
+    def __init__(self, least: int = 1) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}  # which keeps them, so that no other has their names
+        self._least = least
+        super().__init__(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if not (tensor.is_leaf and tensor.requires_grad):
+            self._storages[id(tensor.untyped_storage())] = tensor.untyped_storage()
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for one in self._storages.values() if (size := one.nbytes()) >= self._least)
+
+
+def assert_distinct(backend: Backend, views: Callable[[Tensor], Iterable[Tensor]], **fields: Any) -> OffloadStats:
+    offload, truth = backend.offload(**fields), DistinctStorages(max(fields.get("min_bytes", 0), 1))
+    loss, x = viewed(truth, views)
+    (expected,) = torch.autograd.grad(loss, x)
+    for _ in range(2):
+        loss, x = viewed(offload, views)
+        assert_identical(expected, torch.autograd.grad(loss, x)[0])
+        stats = offload.stats(synchronize=True)
+        assert stats.without_offload_bytes_peak == truth.nbytes
+        del loss
+    return stats
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_h78_views_count_their_storage_once(views: str, backend: Backend) -> None:
+    assert assert_distinct(backend, VIEWS[views]).bytes_out > 0
+    kept = assert_distinct(backend, VIEWS[views], keep_last_bytes=MIB)
+    assert kept.kept_bytes["newest"] > 0
+    assert kept.device_bytes_peak == kept.without_offload_bytes_peak
+
+
+def test_h78_small_views_that_stay_count_the_storage_that_they_hold(backend: Backend) -> None:
+    stats = assert_distinct(backend, VIEWS["unbind"], min_bytes=2 * 64 * 4)
+    assert stats.kept_bytes["small"] == 2 * 2 * SQUARE, "both factors, in two steps"
+    assert stats.bytes_out == 2 * SQUARE, "of exp"
+    assert stats.without_offload_bytes_peak == stats.device_bytes_peak == 2 * SQUARE
+
+
+PART = st.tuples(*[st.integers(1, 8)] * 2, *[st.integers(0, 9)] * 2, st.integers(0, 2000)).map(
+    lambda one: lambda x: x.as_strided(one[:2], one[2:4], one[4])
+)
+
+
+@given(st.lists(st.one_of(PART, st.sampled_from([*VIEWS.values()])), min_size=1, max_size=6))
+@settings(derandomize=True, max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_h78_what_would_be_held_without_offload_is_the_truth(disk: Backend, parts: list[Any]) -> None:
+    def views(x: Tensor) -> Iterable[Tensor]:
+        for part in parts:
+            yield from [found] if isinstance(found := part(x), Tensor) else found
+
+    assert assert_distinct(disk, views).bytes_out > 0
+
+
+def test_h78_forwards_that_wait_for_one_backward_add_up_and_nested_ones_do_not(backend: Backend) -> None:
+    offload, truth = backend.offload(), DistinctStorages()
+    loss, x = viewed(truth, VIEWS["chunk"])
+    (expected,) = torch.autograd.grad(loss, x)
+    for _ in range(3):
+        waiting = [viewed(offload, VIEWS["chunk"]) for _ in range(3)]
+        for loss, x in waiting:
+            assert_identical(expected, torch.autograd.grad(loss, x)[0])
+        del waiting, loss
+    assert offload.stats(synchronize=True).without_offload_bytes_peak == 3 * truth.nbytes
+    offload.reset_stats()
+    with offload:
+        loss, x = viewed(offload, VIEWS["chunk"])
+    assert_identical(expected, torch.autograd.grad(loss, x)[0])
+    stats = offload.stats(synchronize=True)
+    assert stats.without_offload_bytes_peak == truth.nbytes
+    assert stats.bytes_out > 0

@@ -20,9 +20,8 @@ MIB = 1 << 20
 #: by every step, or by every step of one kind, is hundreds after a minute.
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
 #: Each ``Offload`` keeps the table of the step that was looked up last, which ``step_plan()`` returns after a close as
-#: well, and the largest step that it has written down, for advice.
-_OF_STEPS = ("step_table.Row", "stats.SavedRow")
-_TABLE_SLACK = dict.fromkeys([f"objects: eager_offload.{name}" for name in _OF_STEPS], 256)
+#: well.
+_TABLE_SLACK = {"objects: eager_offload.step_table.Row": 256}
 
 
 @dataclass(frozen=True)
