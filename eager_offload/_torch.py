@@ -775,7 +775,7 @@ def is_proxied() -> bool:
 def checkpoint_store_key(func: object, args: object) -> object:
     """Returns the key under which selective checkpointing stores the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
-    return func if key is None else key(func, args)
+    return func if key is None or schema_of(func) is not None else key(func, args)  # it asks higher-order ones alone
 
 
 def returns_before_it_is_done(func: object) -> bool:

@@ -66,7 +66,7 @@ class Offloaders:
         is_plain = self.given_runtime is None and self._config.tier == "auto" and not keeps_cpu_tensors(self._config)
         if self._config.tier == "disk" or self._config.disk_paths is not None or is_plain:
             try:
-                self._open_tiers(self.given_runtime or host_runtime())
+                self._tiers_of(self.given_runtime or host_runtime())
             except OSError as error:
                 if not lacks_descriptor(error):
                     raise
@@ -240,12 +240,16 @@ class Offloaders:
         return offloader
 
     def _open_tiers(self, runtime: Runtime) -> list[Tier]:
-        tiers = self._tiers.get(runtime)
-        if tiers is None:
-            tiers = self._tiers[runtime] = self._new_tiers(runtime)
+        """Opens the tiers of ``runtime``, which serves this object until that is closed."""
+        tiers = self._tiers_of(runtime)
         self._runtimes.add(runtime)
         runtime.attach_user(self._accounts)
         return tiers
+
+    def _tiers_of(self, runtime: Runtime) -> list[Tier]:
+        if runtime not in self._tiers:
+            self._tiers[runtime] = self._new_tiers(runtime)
+        return self._tiers[runtime]
 
     def _new_tiers(self, runtime: Runtime) -> list[Tier]:
         """The tiers of ``runtime``, the one that is to be filled first in front."""
