@@ -11,7 +11,7 @@ recompute.py  which modules are worth computing again; apply.py puts checkpoints
               what they save with what forward saved
 states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one device
 numbers.py    what planning leaves alone: modes, hooks, caches and random numbers
-held.py       what holds a tensor of a trace afterwards
+held.py       what holds a tensor of a trace afterwards; rebound.py has functions reach the copies
 planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; command.py the command
               line, drawing.py the figure; ranks.py has several ranks agree
 """

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FrameType, ModuleType, TracebackType
+from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
 
@@ -24,7 +24,7 @@ from eager_offload.planning.blocks import Blocks
 from eager_offload.planning.numbers import CACHE
 
 #: Holders whose own holders are looked for, so many levels.
-_FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType), 4
+_FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
 
 
 class Made:
@@ -56,8 +56,9 @@ def nothing_held(made: Made) -> Iterator[None]:
         if names := _holders(made):
             error.add_note(f"eager_offload: {_said(names)}")
         raise
-    if names := _holders(made):
-        raise PlanError(_said(names))
+    names = _holders(made)
+    if made.is_alive():
+        raise PlanError(_said(names or ["something that Python cannot see"]))
 
 
 def _said(names: list[str]) -> str:
@@ -76,7 +77,7 @@ def _holders(made: Made) -> list[str]:
         gc.unfreeze()  # what is frozen is neither collected nor seen
         gc.collect()
         with without_torch_function():  # tensors of all kinds of classes are among what is looked at
-            return _found(made) or ["something that Python cannot see"] if made.is_alive() else []
+            return _found(made) if made.is_alive() else []
     finally:
         if is_frozen:
             gc.freeze()
@@ -96,7 +97,8 @@ def _found(made: Made) -> list[str]:
         if last is targets:
             break
         targets, own = last, {*own, id(found)}
-    return [*names] or [*dict.fromkeys(f"a {type(one).__name__}" for one in last)]
+    # A function that nothing else holds is that of a frame, such as a comprehension's.
+    return [*names] or [*dict.fromkeys(f"a {type(one).__name__}" for one in last if type(one) is not FunctionType)]
 
 
 def _named(holder: Any, ids: set[int]) -> str:

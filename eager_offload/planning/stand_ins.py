@@ -130,6 +130,8 @@ class StandIns(TorchFunctionMode):
                     elif isinstance(one, torch.Generator) and id(one) not in found:
                         with without_dispatch_modes():  # its state is a tensor
                             found[id(one)] = one.clone_state()
+                    elif isinstance(one, torch.jit.ScriptFunction):  # cannot be copied, and has no state
+                        found[id(one)] = one
         self._are_there |= among_inputs  # of tensors in objects nobody knows whose they are
         bare = {module: without_sharding(module) for module in model.modules() if is_fully_sharded(module)}
         memo = {**found, **{id(module): made for module, (made, _) in bare.items()}, **self._found}
@@ -218,6 +220,7 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
     except PlanError:
         raise
     except Exception as error:
+        memo.clear()  # a frame of the error holds it where nothing can clear that
         if not name:
             raise PlanError(
                 f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "

@@ -66,14 +66,20 @@ def test_h76_a_module_that_forward_converts_is_planned(convert: Callable[..., An
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 
+@torch.jit.script
+def halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
 class Scripted(nn.Module):
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
         super().__init__()
+        self.function = halved
         self.body = make(nn.Sequential(nn.Linear(64, 128), nn.ReLU()))
         self.head = nn.Linear(128, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)).square().mean()
+        return self.function(self.head(self.body(x))).square().mean()
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(4, 64))])
@@ -86,6 +92,7 @@ def test_h76_a_module_of_torchscript_is_refused_by_name(make: Callable[[nn.Modul
         planned(lambda: (model.body, x), loss=lambda made: made.mean())
     with pytest.raises(eo.PlanError, match="the loss is a module of TorchScript"):
         planned(lambda: (nn.Linear(64, 64), x), loss=model.body)
+    assert planned(lambda: (Scripted(lambda module: module), x), policy="max").moved_bytes > 0, "functions are traced"
     for pattern in ("body", "*", "body.0"):
         with pytest.raises(eo.ConfigError, match="a module of TorchScript"):
             eo.Offload(skip=[pattern]).skip_in(model)
