@@ -130,30 +130,28 @@ class _Again:
 
     def _check(self, given: tuple[Any, ...]) -> Check | None:
         """Returns what checks a call that is given this; ``None``: nothing does."""
-        verify = {checks.verify for checks in self.users}
-        module = self._module()
+        users, module = tuple(self.users), self._module()
+        verify = {checks.verify for checks in users}
         if module is None or not (verify - {False} and torch.is_grad_enabled()):
             return None
         kind = (module.training, *map(_kind, given))
-        begun_and_compared = self._kinds.get(kind)
-        if begun_and_compared is None:
+        counts = self._kinds.get(kind)
+        if counts is None:
             if len(self._kinds) >= _KINDS and True not in verify:
                 return None
-            begun_and_compared = self._kinds.setdefault(kind, [0, 0])
-        begun, compared = begun_and_compared
-        if True not in verify and (begun >= _BEGUN or compared >= _COMPARED):
+            counts = self._kinds.setdefault(kind, [0, 0])
+        begun, compared = counts
+        if (True not in verify and (begun >= _BEGUN or compared >= _COMPARED)) or not may_check():
             return None
-        if not may_check():
-            return None
-        begun_and_compared[0] += 1
-        return Check(self.name, module, True in verify, partial(self._passed, begun_and_compared))
+        counts[0] += 1
+        return Check(self.name, module, True in verify, partial(self._passed, users, counts))
 
-    def _passed(self, begun_and_compared: list[int], inexact: int) -> None:
+    def _passed(self, users: tuple[Checks, ...], counts: list[int], inexact: int) -> None:
         """A call was compared, of which so many values differ in their last bits alone."""
         with self._lock:
-            begun_and_compared[1] += 1
-            is_first = inexact and not any(checks.inexact for checks in self.users)
-            for checks in self.users:
+            counts[1] += 1
+            is_first = inexact and not any(checks.inexact for checks in users)
+            for checks in users:
                 checks.calls += 1
                 checks.inexact += inexact
         if is_first:
