@@ -353,8 +353,10 @@ class Offload:
             small = counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
             returning = max(resident - waiting - leaving, 0)
             is_saving = contexts.entered(self) is not None and self._hooks.thread.packed > 0
+            live = counters.live
+            away = max(live.without_offload - max(live.on_device - returning, 0), 0)
             return Held(
-                counters.live.without_offload, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
+                live.without_offload, away, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
             )
 
     def skip_in(self, model: torch.nn.Module) -> None:

@@ -28,6 +28,8 @@ class Held(NamedTuple):
 
     saved: int
     """Bytes that autograd would hold there without offload."""
+    away: int
+    """The part of them that is not there."""
     stays: Counter[tuple[KeepReason, torch.nn.Module | None]]
     """Bytes that stay, by reason and by the module that saved them, if that is known."""
     leaving: int
@@ -53,9 +55,8 @@ def add_note(error: Exception, found: list[tuple[Held, OffloadConfig]]) -> None:
 
 
 def _lines(held: Held, config: OffloadConfig, names: dict[int, str]) -> Iterator[str]:
-    on_device = sum(held.stays.values()) + held.leaving
-    away = max(held.saved - on_device, 0)
-    yield f"{_PREFIX}{size_text(held.saved)} are saved for backward, of which {size_text(away)} have left the device"
+    saved, away = size_text(held.saved), size_text(held.away)
+    yield f"{_PREFIX}{saved} are saved for backward, of which {away} have left the device"
     reasons = Counter[KeepReason]()
     for (reason, _), nbytes in held.stays.items():
         reasons[reason] += nbytes

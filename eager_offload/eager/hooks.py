@@ -255,6 +255,8 @@ class Hooks:
 
     def _holds_much(self, tensor: Tensor) -> bool:
         """Returns whether a small tensor is a view of more; only then it is worth following to its end."""
+        if not tensor._is_view():  # most, without their storage
+            return False
         storage = storage_of(tensor)
         return storage is not None and storage.nbytes() >= max(self._min_bytes, 1) and not is_parameter(tensor)
 
