@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from benchmarks.training import status_bytes
 
 from lm.model import VOCABULARY, LanguageModel
 from lm.result import hash_parameters
+
+#: A model, and its loss.
+Trained: TypeAlias = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
 
 class Bottleneck(nn.Module):
@@ -84,19 +88,72 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def gpt(size: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def gpt(size: int) -> Trained:
     tokens = torch.randint(VOCABULARY, (2, 8, size))
     return LanguageModel(6, 384, 6, size, checkpointing=False), lambda model: model(*tokens)
 
 
-def of_images(model: nn.Module, batch: int, size: int, classes: int, *places: int) -> object:
-    images, targets = torch.randn(batch, 3, size, size), torch.randint(classes, (batch, *places))
+def of_images(model: nn.Module, batch: int, size: int, classes: int, *, whole: bool = False) -> Trained:
+    images, targets = torch.randn(batch, 3, size, size), torch.randint(classes, (batch, *[size] * 2 * whole))
     return model, lambda model: F.cross_entropy(model(images), targets)
 
 
-#: Each model with its loss, of a size: tokens of a sequence, or pixels; and the most of peak that a goal allows.
-MODELS = {
-    "gpt": (lambda quick: gpt(32 if quick else 768), 0.75),
-    "unet": (lambda quick: of_images(UNet(), 2, 32 if quick else 256, 2, *[32 if quick else 256] * 2), 0.80),
+#: Makes each model with its loss, and the goal for its peak.
+MODELS: dict[str, tuple[Callable[[bool], Trained], float]] = {
+    "gpt": (lambda quick: gpt(32 if quick else 512), 0.75),
+    "unet": (lambda quick: of_images(UNet(), 2, 32 if quick else 256, 2, whole=True), 0.80),
     "resnet50": (lambda quick: of_images(resnet50(), 24, 32 if quick else 128, 1000), 0.75),
 }
+MOST_TIME = 1.30
+VARIANTS = [f"{name}{with_}" for name in MODELS for with_ in ("", ", offload")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process measured: bytes, seconds, a hash of the parameters."""
+
+    variant: str
+    round: int
+    peak_bytes: int
+    cpu_seconds: float
+    parameters_hash: str
+
+
+def train(variant: str, options: argparse.Namespace) -> Sequence[Run]:
+    """Trains in this process."""
+    name, _, offloads = variant.partition(", ")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model, loss_of = MODELS[name][0](options.quick)
+    optimizer = torch.optim.AdamW(model.parameters())
+    around, began = eo.Offload() if offloads else nullcontext(), time.process_time()
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        with around:
+            loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+    seconds = time.process_time() - began
+    return [Run(variant, options.round, status_bytes("VmHWM"), seconds, hash_parameters(model))]
+
+
+def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:
+    runs: list[Run] = []
+    for number, variant, shown in turns(options.rounds, options.variants):
+        runs += [Run(**one) for one in in_process("cpu_defaults", variant, "--round", str(number))]
+        print(f"{shown}  {variant:<18} {runs[-1].peak_bytes / MIB:>7,.0f} MiB  {runs[-1].cpu_seconds:>6.1f} s")
+    rows = []
+    for name in (one for one in MODELS if {one, f"{one}, offload"} <= set(options.variants)):
+        peak, cpu = (Spread.of(ratios(runs, what, f"{name}, offload", name)) for what in ("peak_bytes", "cpu_seconds"))
+        rows.append({"model": name, "peak": peak, "processor time": cpu})
+        report.at_most(f"{name}: peak", peak.median, MODELS[name][1])
+        report.at_most(f"{name}: processor time", cpu.median, MOST_TIME)
+        different = {one.parameters_hash for one in runs if one.variant.startswith(name)}
+        report.at_most(f"{name}: different results", len(different), 1)
+    show("Of plain training: median (least .. most)", rows)
+    return runs, rows
+
+
+if __name__ == "__main__":
+    parser = command_line(__doc__, workers=True, variants=VARIANTS, rounds=5, steps=4, threads=2)
+    sys.exit(drive("cpu_defaults", parse(parser, rounds=1, steps=2), run, work=train))
