@@ -129,11 +129,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One device of CUDA of that name, which torch says is there."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: GPU)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        torch,
-        "get_device_module",
-        lambda _: SimpleNamespace(get_device_name=lambda _: name, is_initialized=lambda: False),
-    )
+    module = SimpleNamespace(get_device_name=lambda _: name, is_available=lambda: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +230,7 @@ for _ in range(2):
     w.grad = None
     with offload if "offload" in sys.argv else nullcontext():
         x = w
-        for n in range(40):
+        for n in range(24):
             wide = torch.cat((x, x[: n << 14], w)).sigmoid()
             x = wide[: w.numel()] * wide[-w.numel() :].exp()
     x.sum().backward()
@@ -241,7 +238,7 @@ with open("/proc/self/status") as status:
     sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in status if line.startswith("Vm")}
 stats = offload.stats(synchronize=True)
 if "offload" in sys.argv:
-    assert stats.bytes_out > 500 << 20
+    assert stats.bytes_out > 200 << 20
     assert stats.bytes_in > 0
     assert sizes["VmRSS"] // 2 < stats.step_memory_peak <= sizes["VmHWM"] + (1 << 20)
     offload.close()
@@ -260,7 +257,7 @@ def test_h79_a_plain_offload_lowers_the_peak_of_the_process(monkeypatch: pytest.
     without, bits = printed_by("-c", TRAINS, OMP_NUM_THREADS="1").split()
     peak, same = printed_by("-c", TRAINS, "offload", OMP_NUM_THREADS="1").split()
     assert same == bits
-    assert int(peak) < 0.65 * int(without)  # 0.44, and 0.74 where freed memory stays
+    assert int(peak) < 0.7 * int(without)  # 0.55, and 0.85 where freed memory stays
 
 
 FIELD = "EAGER_OFFLOAD_RELEASE_FREED_MEMORY"
