@@ -24,7 +24,7 @@ _M_MMAP_THRESHOLD = -3
 _INT_MAX = (1 << 31) - 1
 
 #: Freed memory stays up to so many bytes, or such a part of what is in use.
-_LEAST, _PART = 64 << 20, 8
+_LEAST, _PART = 96 << 20, 8
 #: Whether the C library has accepted the thresholds of ``release_freed_memory``.
 _is_released = False
 
