@@ -155,6 +155,7 @@ class OffloadFields(TypedDict, total=False):
     max_slowdown: float | None
     codec: CodecLike
     skip: tuple[str, ...] | Sequence[str] | str
+    release_freed_memory: bool | Auto
     enabled: bool
 
 
@@ -263,6 +264,12 @@ class OffloadConfig(_BesideFields):
     to :meth:`Offload.skip_in <eager_offload.Offload.skip_in>`. A pattern matches calls ``module(x)``:
     ``module.forward(x)`` is not seen, and a warning names patterns whose modules are never called."""
 
+    release_freed_memory: bool | Auto = "auto"
+    """Whether memory that is freed goes back to the system while CPU tensors move, so that the process gets smaller.
+    That is a matter of the whole process: the first ``Offload`` that is entered to move CPU tensors begins with it, and
+    the stats say so. ``"auto"`` does it unless the environment sets malloc (``MALLOC_*``, ``GLIBC_TUNABLES``) or
+    replaces it; ``True`` always; ``False`` never. It does nothing where the C library is not glibc."""
+
     enabled: bool = True
     """``False``: the context does nothing. ``EAGER_OFFLOAD=0`` or ``=1`` in the environment overrides it."""
 
@@ -290,7 +297,7 @@ class OffloadConfig(_BesideFields):
         self._check_slowdown()
         self._store("codec", _codec(self.codec))
         self._store("codec_rules", CodecRules({"*": self.codec}) if isinstance(self.codec, str) else copy(self.codec))
-        for field in ("pin_memory", "step_plans"):
+        for field in ("pin_memory", "step_plans", "release_freed_memory"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
         for field in ("verify", "enabled"):
@@ -606,7 +613,10 @@ def field_from_text(field: str, text: str) -> object:
         return [one.strip() for one in text.split(",")]
     if field in ("device_budget", "max_slowdown") and text.lower() == "none":
         return None
-    if field in ("verify", "pin_memory", "step_plans", "enabled") and text.lower() in _TRUE + _FALSE:
+    if (
+        field in ("verify", "pin_memory", "step_plans", "release_freed_memory", "enabled")
+        and text.lower() in _TRUE + _FALSE
+    ):
         return text.lower() in _TRUE
     return text
 

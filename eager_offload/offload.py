@@ -295,6 +295,7 @@ class Offload:
         if hooks is not self._hooks and self._offloaders.is_capturing():  # a capture may not call the driver
             return
         counters.begin()
+        self._offloaders.release_freed()
         self._offloaders.release_idle()
         if self._rounding and accelerator_in_use():
             accelerator: Any = torch.accelerator.current_accelerator()
@@ -643,6 +644,7 @@ class Offload:
         """
         if contexts.entered(self) is None:  # compiled code may run outside every `with`
             self.replace_crashed()
+            self._offloaders.release_freed()
         offloader = self._offloaders.of(device)
         if offloader is KeepReason.REGION:
             raise captured("compiled code that offloads was called")

@@ -211,6 +211,12 @@ class OffloadStats:
     """How many graphs those were."""
     keeps_freed_memory: bool = False
     """Whether CPU tensors moved in a process whose C library keeps freed memory; see ``release_freed_memory``."""
+    releases_freed_memory: bool = False
+    """Whether CPU tensors moved in a process in which an ``Offload`` has freed memory go back to the system."""
+    step_memory_peak: int | None = field(default=None, compare=False)
+    """Most bytes in use in the last step, measured, whatever uses them: on a CPU resident memory of the process, read
+    after each copy; on an accelerator the highest peak that its allocator remembers. ``None`` where nothing moved or
+    the device does not tell."""
     copies_within_host: bool = False
     """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
     failed_forwards: int = 0
@@ -311,7 +317,8 @@ class Counters:
         self.device_budget = self.keep_last_bytes = self.max_inflight_bytes = self.prefetch_bytes = 0
         self.stall_seconds = self.window_stall_seconds = self.host_wait_seconds = 0.0
         self.out_seconds = self.in_seconds = self.processor_seconds = self.slowdown = 0.0
-        self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
+        self.step_memory_peak: int | None = None
+        self.releases_freed_memory = self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
         self.coded_bytes: dict[str, int] = {}
         self.packed_bytes: dict[str, int] = {}

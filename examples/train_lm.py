@@ -48,8 +48,8 @@ DEFAULTS = (
 
 def train(mode: str, options: argparse.Namespace) -> Result:
     """Trains in one mode, in a process of its own, and measures."""
-    # On a CPU, memory that is freed helps others only once the process gives it back, which glibc does not do by
-    # itself. All four modes run with this setting, so that none has an advantage.
+    # On a CPU an Offload has freed memory go back to the system. With this call all of it does at once, and it does
+    # without an Offload too, so that none of the four modes has an advantage.
     if ON_CPU:
         eo.release_freed_memory()
 

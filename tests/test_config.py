@@ -63,6 +63,7 @@ TABLE = {
     "max_slowdown": Field(None, 0.05, "0.05", "0.05"),
     "codec": Field("identity", CODECS, json.dumps(CODECS), json.dumps(CODECS)),
     "skip": Field((), ["lm_head", "*.norm"], "lm_head, *.norm", "lm_head *.norm"),
+    "release_freed_memory": Field("auto", False, "0", "False"),
     "enabled": Field(True, False, "0", "False"),
 }
 EACH = [pytest.param(name, eo.OffloadConfig(**{name: one.value}), id=name) for name, one in TABLE.items()]
@@ -159,7 +160,10 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("policy", '"max" or "free"', ["least", None, True, ["free"]]),
     ("codec", '"identity", "lossless", "bf16", "int8", "fp8", or a mapping from', ["int4", None, True, ["lossless"]]),
     ("max_slowdown", "a number, 0 or more", [-0.1, "5 %", True, float("nan"), float("inf"), [0.1]]),
-    *((name, 'True, False or "auto"', ["always", 1, None]) for name in ("pin_memory", "step_plans")),
+    *(
+        (name, 'True, False or "auto"', ["always", 1, None])
+        for name in ("pin_memory", "step_plans", "release_freed_memory")
+    ),
     ("verify", "True or False", ["auto", 1]),
     ("skip", "the names of modules", [3, [""]]),
     ("disk_path", _DIRECTORIES, ["", [], ["/tmp", ""], ["/tmp", 3], 3, b"/tmp", {"/tmp"}]),

@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors", "rates"},
     "live_bytes": {"_torch", "tiers"},
-    "runtime": {"_torch", "config", "errors", "rates", "tiers"},
+    "runtime": {"_torch", "config", "errors", "malloc", "rates", "tiers"},
     "stats": {"config", "live_bytes", "runtime", "tiers"},
     "step_memory": {"config", "stats"},
     "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory", "tiers"},

@@ -16,7 +16,7 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.errors import CapacityError, ConfigError, lacks_descriptor, warn
-from eager_offload.malloc import keeps_freed_memory
+from eager_offload.malloc import keeps_freed_memory, trim
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
@@ -56,6 +56,8 @@ class Offloaders:
         self._disk: Tier | None = None
         #: Bytes that were counted as written by each open tier.
         self._written: dict[Tier, int] = {}
+        #: Whether ``release_freed`` was called.
+        self._releases = False
 
     def open_disk(self) -> None:
         """Opens the disk tier that tensors will go to, so that a directory that cannot serve is an error at once.
@@ -149,6 +151,14 @@ class Offloaders:
                 self._outlived.append(offloader)
                 del self._offloaders[offloader.device]
 
+    def release_freed(self) -> None:
+        """Has freed memory go back to the system if CPU tensors may move; at the first call alone."""
+        if self._releases:
+            return
+        self._releases = True
+        if self.given_runtime is None and self._config.tier != "host" and not keeps_cpu_tensors(self._config):
+            host_runtime().release_freed(self._config.release_freed_memory)
+
     def release_idle(self) -> None:
         """A forward begins."""
         for offloader in self.all():
@@ -163,7 +173,9 @@ class Offloaders:
             if tier.name == "disk":
                 counters.disk_bytes_peak = max(counters.disk_bytes_peak, tier.peak_bytes)
                 # Of the device, not of the tier: an accelerator's bytes spill to a disk as well.
-                counters.keeps_freed_memory = torch.device("cpu") in self._offloaders and keeps_freed_memory()
+                moves_cpu_tensors = torch.device("cpu") in self._offloaders
+                counters.keeps_freed_memory = moves_cpu_tensors and keeps_freed_memory()
+                counters.releases_freed_memory = moves_cpu_tensors and trim.is_on
             else:
                 counters.host_bytes_peak = max(counters.host_bytes_peak, tier.peak_bytes)
                 users = [runtime for runtime, tiers in self._tiers.items() if tier in tiers and tier.peak_bytes]
@@ -171,6 +183,8 @@ class Offloaders:
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
+        for device, offloader in self._offloaders.items():
+            counters.step_memory_peak = offloader.runtime.step_peak(device)
 
     def restart_counters(self) -> None:
         """Starts counting anew, with the peaks at what is held now."""
@@ -196,9 +210,9 @@ class Offloaders:
             offloader.synchronize()
         with self._accounts.lock:
             forget()
+            self.snapshot_peaks()
             self._outlived += self._offloaders.values()
             self._offloaders = {}
-            self.snapshot_peaks()
             tiers = self.tiers()
             self._tiers, self._written, self._disk = {}, {}, None
         for tier in tiers:

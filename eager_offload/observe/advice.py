@@ -274,8 +274,8 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
         )
     if stats.keeps_freed_memory and _of_a_step(stats) >= _SHRINKS:  # on a CPU
         yield (
-            "Freed memory of the CPU stays with the process unless eo.release_freed_memory() is called once, before "
-            "the model is built: what the system says of the process hardly falls without it."
+            "Freed memory of the CPU stays with the process, as release_freed_memory=False has it, so that the process "
+            'hardly gets smaller: release_freed_memory="auto" or one call of eo.release_freed_memory() returns it.'
         )
 
 

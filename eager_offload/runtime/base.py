@@ -339,6 +339,11 @@ class Runtime(abc.ABC):
         """How much of ``device`` is used now; ``None`` where that is not known. Waits for nothing."""
         return None
 
+    def step_peak(self, device: torch.device) -> int | None:
+        """Returns the most bytes that were in use in the last step, as far as the device tells."""
+        memory = self.memory(device)
+        return None if memory is None else memory.peak
+
     def total_memory(self, device: torch.device) -> int | None:
         """Returns the bytes of memory that ``device`` has; ``None`` where that is not known. Takes milliseconds."""
         return None

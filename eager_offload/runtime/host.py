@@ -7,6 +7,8 @@ moves release the interpreter's lock.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,12 +22,13 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError, TransferError
+from eager_offload.malloc import trim
 from eager_offload.rates import TIMES, LinkRates, Rate
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
 from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool
@@ -79,8 +82,10 @@ class HostRuntime(Runtime):
         self._out.runs_dry = partial(_poll, self._polled, holding_copies=True)
         self._out.pauses = partial(_poll, self._polled)
         self._process = psutil.Process()
-        #: What it has resident, as it was last read.
+        #: Bytes that the process had resident when it was last asked.
         self._rss = 0
+        #: The most bytes that were seen to be resident in the step, and were in the process before it.
+        self._seen, self._most_before = 0, _most_resident()
         tell_after_fork(self)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> Stream:
@@ -101,11 +106,23 @@ class HostRuntime(Runtime):
     def release_idle(self) -> None:
         super().release_idle()
         self.pool.release_idle()
+        self._seen, self._most_before = 0, _most_resident()
+
+    def release_freed(self, setting: bool | str) -> None:
+        """Begins to return freed memory to the system; ``setting`` as in a config."""
+        with suppress(psutil.Error, OSError):
+            trim.begin(setting, self._resident)
 
     def memory(self, device: torch.device) -> DeviceMemory:
         with suppress(OSError):  # no free file descriptor to read it with
-            self._rss = self._process.memory_info().rss
+            self._rss = self._resident()
         return DeviceMemory(self._rss)
+
+    def step_peak(self, device: torch.device) -> int | None:
+        most = _most_resident()
+        with suppress(psutil.Error, OSError):
+            self._seen = max(self._seen, self._resident())
+        return (most if most > self._most_before else self._seen) or None
 
     def total_memory(self, device: torch.device) -> int:
         return host_capacity()
@@ -154,8 +171,19 @@ class HostRuntime(Runtime):
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
         thread = stream if not slot.lane else stream.lane(slot.lane)
-        submitted: HostEvent = thread.submit(partial(carry, call, end, slot, pending))
+        submitted: HostEvent = thread.submit(partial(self._carry, call, end, slot, pending))
         return submitted
+
+    def _carry(self, *given: Any) -> None:
+        carry(*given)
+        if isinstance(threading.current_thread(), OwnThread):  # not in pack or unpack
+            with suppress(psutil.Error, OSError):
+                self._seen = max(self._seen, now := self._resident())
+                trim.look(self._resident, now)
+
+    def _resident(self) -> int:
+        resident: int = self._process.memory_info().rss
+        return resident
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every alignment_offset; the bytes before it are slack.
@@ -164,6 +192,17 @@ class HostRuntime(Runtime):
 
     def after_fork(self) -> None:
         self._process = psutil.Process()
+        trim.after_fork()
+
+
+def _most_resident() -> int:
+    """Returns the most bytes that were ever resident; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0
+    import resource  # which Windows has not
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _poll(pollables: Living[Pollable], *, holding_copies: bool = False) -> bool:

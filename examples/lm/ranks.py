@@ -78,9 +78,7 @@ def started(description: str | None, more: argparse.ArgumentParser | None = None
     """
     options = parse(description, more)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type == "cpu":
-        eo.release_freed_memory()  # or memory that is freed stays with the process
-    else:
+    if device.type != "cpu":
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group(dist.get_default_backend_for_device(device))

@@ -75,13 +75,14 @@ def test_stats_have_what_was_predicted_beside_what_was_measured(half: eo.Plan, m
     offload.close()
 
     # A device whose allocator remembers it.
-    peaks, measured = iter([100, 700, 700, 700, 700, 900, 900, 900]), []
+    peaks, measured = iter([100, *[700] * 6, *[900] * 6]), list[eo.OffloadStats]()
     monkeypatch.setattr(stage.runtime, "memory", lambda device: DeviceMemory(50, next(peaks)))
     offload = stage.offload(plan=half)
     for _ in range(4):
         stage.step(offload, model, x, lambda: model(x))
-        measured.append(offload.stats().plan)
-    assert [one and one.peak_bytes for one in measured] == [700, 700, 900, 900]
+        measured.append(offload.stats())
+    assert [one.plan and one.plan.peak_bytes for one in measured] == [700, 700, 900, 900]
+    assert [one.step_memory_peak for one in measured] == [700, 700, 900, 900]
     offload.close()
 
 
