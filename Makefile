@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-full gpu fake-gpu fake-gpu-environment pallas soak mutants bench lint clean
+.PHONY: help demo docs test test-full gpu fake-gpu fake-gpu-environment soak mutants bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -52,10 +52,6 @@ fake-gpu: $(CUDA_STAMP) ## torch's CUDA build (5 GB, installed once) over a stan
 	$(CUDA_VENV)/bin/python -m tests.fake_cuda -m pytest -n $(JOBS) tests/fake_cuda/on_cuda $(ARGS)
 
 fake-gpu-environment: $(CUDA_STAMP)
-
-pallas: $(STAMP) ## the tests of kernels by JAX's Pallas, which it installs (350 MB)
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[pallas]'
-	$(BIN)/python -m pytest tests/kernels -k pallas $(ARGS)
 
 soak: $(STAMP) ## trains for MINUTES (10) with faults and exceptions; a table of every resource before and after
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),10) $(ARGS)

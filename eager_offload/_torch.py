@@ -80,9 +80,6 @@ PRIVATE_NAMES = {
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),
-    "ranks of a node that no launcher has counted share its memory as if all of the run were on it": (
-        "torch.distributed.distributed_c10d._get_default_store",
-    ),
     "compiled code is offloaded around its graphs": (
         "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
     ),
@@ -695,14 +692,6 @@ def finish_collective(tensor: Tensor) -> None:
     """
     if is_collective(tensor):
         cast(Any, tensor).trigger_wait()
-
-
-def default_store() -> Any:
-    """Returns the store of the default process group; ``None`` if there is none."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    found = getattr(importlib.import_module("torch.distributed.distributed_c10d"), "_get_default_store", None)
-    return None if found is None else found()
 
 
 def _require_storage_identity() -> None:

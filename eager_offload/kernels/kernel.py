@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import CapabilityError, KernelError, warn
-from eager_offload.kernels import cuda, pallas
+from eager_offload.kernels import cuda
 from eager_offload.kernels.compiled import Launch, compiled_by_inductor
 from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature
 
 #: What an implementation may be called.
-_BODIES = ("torch", "pallas", "cuda")
-_IMPLS = ("auto", "torch", "inductor", "pallas", "cuda")
+_BODIES = ("torch", "cuda")
+_IMPLS = ("auto", "torch", "inductor", "cuda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,6 @@ class Kernel:
             - ``"torch"``, which has to be there, is the reference: torch operators on tensors. ``torch.compile`` has to
               be able to trace it: a tensor that it reads is an input, or made by it. ``"inductor"`` is this one,
               compiled.
-            - ``"pallas"``: a body of a JAX Pallas kernel, on references.
             - ``"cuda"``: source in CUDA C++, with a ``__global__`` function ``name`` that takes the addresses of the
               tensors.
 
@@ -59,7 +58,7 @@ class Kernel:
         if "torch" not in self.impls or not set(self.impls) <= set(_BODIES):
             raise KernelError(
                 f"{self.name}: impls has {', '.join(map(repr, self.impls)) or 'nothing'}; what is accepted is 'torch', "
-                "which has to be there, 'pallas' and 'cuda'"
+                "which has to be there, and 'cuda'"
             )
         for name, body in self.impls.items():
             if name == "cuda" and not isinstance(body, str):
@@ -139,10 +138,8 @@ def _compiled(kernel: Kernel, impl: str, tensors: list[Tensor]) -> Launch:
         source = kernel.impls["cuda"]
         assert isinstance(source, str)
         return cuda.compiled(kernel.name, source, kernel.spec, tensors)
-    body = kernel.impls["pallas" if impl == "pallas" else "torch"]
+    body = kernel.impls["torch"]
     assert callable(body)
-    if impl == "pallas":
-        return pallas.compiled(kernel.name, body, kernel.signature, kernel.spec, tensors)
     return compiled_by_inductor(kernel.name, body, kernel.signature, tensors)
 
 
@@ -160,20 +157,17 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
 
             - ``"torch"``: the reference, operator by operator.
             - ``"inductor"``: the reference, compiled when it is first called: C++ on a CPU, Triton on a GPU.
-            - ``"pallas"``: the Pallas body, which an interpreter runs: on CPU tensors, where JAX is installed.
             - ``"cuda"``: the source in CUDA C++, which NVRTC compiles when it is first called: on CUDA tensors.
             - ``"auto"``: ``"inductor"``, and the reference with one warning where that cannot compile.
 
     Raises:
         KernelError: ``impl`` is none of these, or the kernel has no such implementation.
-        CapabilityError: JAX is not installed; or there is no CUDA (ROCm is none), or the ``spec`` has clusters.
+        CapabilityError: there is no CUDA (ROCm is none), or the ``spec`` has clusters.
     """
     if impl not in _IMPLS:
         raise KernelError(f"impl={impl!r} is not accepted: it is one of {', '.join(map(repr, _IMPLS))}")
-    if impl in ("pallas", "cuda") and impl not in kernel.impls:
-        raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
-    if impl == "pallas":
-        pallas.check_installed()
     if impl == "cuda":
+        if impl not in kernel.impls:
+            raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
         cuda.check_available(kernel.name, kernel.spec)
     return TorchKernel(kernel, impl)

@@ -22,7 +22,7 @@ _Three = tuple[int, int, int]
 class LaunchSpec:
     """How many programs of a kernel run, and in what groups.
 
-    ``impl="cuda"`` launches all of it; Pallas on a CPU takes the grid, torch operators nothing.
+    ``impl="cuda"`` launches all of it, torch operators nothing.
 
     Args:
         grid: blocks in each of three dimensions.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from typing import Any
 
@@ -39,25 +38,17 @@ def with_torch(x: Tensor, codes: Tensor, exponents: Tensor) -> None:
     codes.copy_(torch.round(torch.ldexp(x, 7 - above)).clamp(-127, 127).to(torch.int8))
 
 
-def with_pallas(x: Any, codes: Any, exponents: Any) -> None:
-    import jax.numpy as jnp
-
-    _, above = jnp.frexp(jnp.max(jnp.abs(x[...]), axis=1, keepdims=True))
-    exponents[...] = (above - 7).astype(jnp.int8)
-    codes[...] = jnp.clip(jnp.round(jnp.ldexp(x[...], 7 - above)), -127, 127).astype(jnp.int8)
-
-
 def int8_blocks(count: int) -> Kernel:
     """So many blocks of 64 numbers, with an exponent for each of them."""
     outputs = (TensorSpec((count, 64), torch.int8), TensorSpec((count, 1), torch.int8))
     signature = Signature((TensorSpec((count, 64), torch.float32),), outputs)
-    return Kernel("int8_blocks", signature, SPEC, {"torch": with_torch, "pallas": with_pallas})
+    return Kernel("int8_blocks", signature, SPEC, {"torch": with_torch})
 
 
 def kernel_of(body: Any, *inputs: Any, impl: str = "inductor", **fields: Any) -> Any:
-    """A kernel of eight numbers, unless other specs are given; ``body`` is that of Pallas, too."""
+    """A kernel of eight numbers, unless other specs are given."""
     signature = Signature(inputs or (EIGHT,), **{"outputs": inputs[:1] or (EIGHT,), **fields})
-    return as_torch_kernel(Kernel("named", signature, SPEC, {"torch": body, "pallas": body}), impl)
+    return as_torch_kernel(Kernel("named", signature, SPEC, {"torch": body}), impl)
 
 
 def kept_count() -> int:
@@ -74,14 +65,9 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert kept_count() == 0
 
 
-PALLAS = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="the pallas extra: make pallas")
-EACH = pytest.mark.parametrize("impl", ["inductor", pytest.param("pallas", marks=PALLAS)])
-
-
 @pytest.mark.long
-@EACH
-def test_what_is_compiled_has_the_bits_of_the_reference(impl: str) -> None:
-    blocks = BLOCKS if impl == "inductor" else BLOCKS[BLOCKS.abs().amax(1) > 1e-30]  # JAX takes denormals for zeros
+def test_what_is_compiled_has_the_bits_of_the_reference() -> None:
+    blocks, impl = BLOCKS, "inductor"
     kernel = int8_blocks(len(blocks))
     expected = as_torch_kernel(kernel, "torch")(blocks)
     assert expected[0].abs().max() == 127
@@ -99,16 +85,15 @@ def test_what_is_compiled_has_the_bits_of_the_reference(impl: str) -> None:
     assert kept_count() == 1
 
 
-@EACH
-def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles(impl: str) -> None:
+def test_what_is_read_and_written_is_so_once_although_the_first_call_compiles() -> None:
     def adds(x: Any, factor: Any, y: Any) -> None:
         y[...] = y[...] + x[...] * factor[...]
 
     def counts(x: Any, y: Any) -> None:
         y[...] = x[...] + 1
 
-    add = kernel_of(adds, EIGHT, Scalar(torch.float32), outputs=(), inout=(EIGHT,), impl=impl)
-    count, y = kernel_of(counts, aliases=((0, 0),), impl=impl), torch.zeros(8)
+    add = kernel_of(adds, EIGHT, Scalar(torch.float32), outputs=(), inout=(EIGHT,))
+    count, y = kernel_of(counts, aliases=((0, 0),)), torch.zeros(8)
     for number in range(1, 4):  # one compiled kernel for all numbers
         assert add(torch.ones(8), number, y) is y
         assert count(y) is y

@@ -223,7 +223,6 @@ def test_what_is_written_shares_no_memory_that_is_not_declared(signature: Signat
         (lambda: kernel(impls={"torch": scaled, "cuda": scaled}), "source in CUDA C"),
         (lambda: kernel(impls={"torch": 3}), "cannot be called"),
         (lambda: as_torch_kernel(kernel(), "c++"), "'c\\+\\+'"),
-        (lambda: as_torch_kernel(kernel(), "pallas"), "no 'pallas'"),
         (lambda: as_torch_kernel(kernel(), "cuda"), "no 'cuda'"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -12,15 +10,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from eager_offload._torch import default_store
 from eager_offload.tiers import limits
 from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import RollCall, local_ranks, ranks_here, set_local_ranks, this_node
+from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
 from tests.processes import printed_by
 from tests.tiers.machines import GIB, MIB, FakeMachine
-
-#: The name of this machine, which is in its own tables.
-HERE = socket.gethostname()
 
 
 @pytest.fixture
@@ -38,34 +32,15 @@ def machine(tmp_path: Path) -> FakeMachine:
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"RAY_LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "192.0.2.7"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-        ({"MVP_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
         ({"MPI_LOCALNRANKS": "6"}, 6),
-        ({"HOROVOD_LOCAL_SIZE": "5", "LOCAL_SIZE": "7"}, 5),
-        ({"LOCAL_SIZE": "8"}, 8),
-        ({"SLURM_NTASKS_PER_NODE": "16", "SLURM_STEP_ID": "0"}, 16),
-        ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "7"}, 1),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,7(x2)"}, 7),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,7(x2)", "SLURM_NODEID": "9"}, 7),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "8(x4)"}, 2),
-        ({"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEPID": "1"}, 8),
-        ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),
-        ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_ID": "2"}, 4),
         ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, 4),
         ({"MASTER_ADDR": "Localhost", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
         ({"MASTER_ADDR": "localhost"}, 1),
-        ({"MASTER_ADDR": HERE, "WORLD_SIZE": "4"}, 4),
-        ({"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, 4),
         ({"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "4"}, 4),  # an address of no machine, for documentation
         ({"WORLD_SIZE": "4"}, 4),
-        ({"PMI_SIZE": "6", "PMI_RANK": "2"}, 6),
         ({"WORLD_SIZE": "1"}, 1),
         ({"WORLD_SIZE": "many"}, 1),
-        ({"LOCAL_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "-3", "SLURM_NTASKS_PER_NODE": "many"}, 1),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x", "SLURM_TASKS_PER_NODE": "4,,2", "MPI_LOCALNRANKS": "9" * 99}, 1),
+        ({"LOCAL_WORLD_SIZE": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "-3", "MPI_LOCALNRANKS": "9" * 99}, 1),
     ],
 )
 def test_h26_the_launcher_says_how_many_processes_share_the_node(environ: dict[str, str], ranks: int) -> None:
@@ -94,47 +69,14 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_h26_ranks_that_say_in_the_store_of_their_group_that_they_are_elsewhere_share_nothing_here(
-    group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks speak one after the other, and each is asked twice; none waits for another one."""
-    environ = {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "6"}
-    assert local_ranks({"MASTER_ADDR": "localhost"}) == 6, "started by hand, they meet on this machine"
-    assert ranks_here(environ) == (6, False), "until others have said where they are, they may be here"
-    counts = []
-    for rank, node in ((0, "a"), (2, this_node()), (3, "a"), (4, "b"), (5, "b")):
-        with monkeypatch.context() as other:
-            other.setattr(dist, "get_rank", lambda rank=rank: rank)
-            roll_call = RollCall(node)
-            assert roll_call.ranks() == roll_call.ranks()
-        counts.append(local_ranks(environ))
-    assert counts == [5, 5, 4, 3, 2]
-    assert local_ranks({**environ, "RAY_LOCAL_WORLD_SIZE": "3"}) == 3
-
-
-def test_h26_a_forked_child_says_nothing_in_its_parents_store(group: None) -> None:
-    store = default_store()
-    assert local_ranks({}) == 6
-    spoken = store.add("eager_offload/ranks/all", 0)
-    child = os.fork()
-    if child == 0:
-        os._exit(local_ranks({}) if ranks_here({}).is_guess else 99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
-    assert (spoken, store.add("eager_offload/ranks/all", 0)) == (1, 1)
-
-
-def test_h26_a_store_that_has_gone_leaves_all_ranks_to_share(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object) -> int:
-        raise dist.DistNetworkError("the server is gone")
-
-    monkeypatch.setattr(dist.PrefixStore, "add", gone)
+def test_h26_a_group_that_no_launcher_has_counted_shares_the_node(group: None) -> None:
     assert ranks_here({}) == (6, True)
-    monkeypatch.undo()
-    assert ranks_here({}) == (6, True), "it is not asked again: it may take long to fail"
+    assert ranks_here({"MASTER_ADDR": "localhost"}) == (6, False), "started by hand, they meet on this machine"
+    assert ranks_here({"RAY_LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "192.0.2.7"}) == (3, False)
 
 
 WARNED = """
-import os, socket, sys, warnings
+import os, sys, warnings
 import torch, eager_offload as eo
 warnings.simplefilter("always")
 
@@ -148,7 +90,7 @@ def train(address, **fields):
         assert offload.stats(synchronize=True).bytes_out > 0
     return [(one.filename, str(one.message)) for one in caught if "processes of this run" in str(one.message)]
 
-assert train(socket.gethostname()) == []
+assert train("localhost") == []
 assert train("192.0.2.7", disk_budget="1GiB") == []
 (where, text), = train("192.0.2.7")
 assert where == "<string>", where

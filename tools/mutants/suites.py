@@ -39,7 +39,7 @@ _FIRST = {
     "eager/subclasses": "hazards/subclasses",
     "graphs": "",
     "in_vain": "what_is_told foreign_hooks hazards/overlapping",
-    "kernels": "kernels/signature kernels/staging_tree kernels/kernels kernels/pallas",
+    "kernels": "kernels/signature kernels/staging_tree kernels/kernels",
     "step_table": "like_steps hazards/tables matrix",
     "machine": "machine",
     "rates": "machine",

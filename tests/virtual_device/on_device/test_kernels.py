@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from eager_offload.kernels import (
-    CapabilityError,
     Kernel,
     KernelError,
     LaunchSpec,
     Signature,
     TensorSpec,
     as_torch_kernel,
-    pallas,
 )
 from tests.virtual_device import NAME
 
@@ -22,13 +20,10 @@ DOUBLE = Kernel(
     "double",
     Signature((SPEC,), (SPEC,)),
     LaunchSpec((1, 1, 1), (32, 1, 1)),
-    {"torch": lambda x, y: torch.mul(x, 2, out=y), "pallas": lambda x, y: None},
+    {"torch": lambda x, y: torch.mul(x, 2, out=y)},
 )
 
 
-def test_what_is_not_on_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_on_the_device_is_an_error() -> None:
     with pytest.raises(KernelError, match=f"on {NAME}:0, and got one .* on cpu"):
         as_torch_kernel(DOUBLE, "torch")(torch.ones(1024, device=NAME), out=torch.empty(1024))
-    monkeypatch.setattr(pallas, "check_installed", lambda: None)
-    with pytest.raises(CapabilityError, match=f"on CPU tensors, and these are on {NAME}:0: take impl='inductor'"):
-        as_torch_kernel(DOUBLE, "pallas")(torch.ones(1024, device=NAME))
