@@ -331,7 +331,7 @@ class Offload:
             yield
             context.take_off()
             with without_caller_modes():
-                self._hooks.leave(waits=True, is_outermost=False)
+                self._hooks.leave(waits=True)
         finally:
             context.give_up()
 
