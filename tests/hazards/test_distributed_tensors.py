@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.hazards.backends import Backend
+from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.probes import Transfers
 from tests.hazards.programs import REGIMES, Around, same_gradients
 from tests.programs import leaf
@@ -129,9 +129,7 @@ def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_s
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
-def test_h74_collectives_run_as_often_as_without(
-    policy: CheckpointPolicy, mesh: DeviceMesh, users_backend: Backend
-) -> None:
+def test_h74_collectives_run_as_often_as_without(policy: CheckpointPolicy, mesh: DeviceMesh, disk: DiskBackend) -> None:
     """Other ranks may compute outside of any context, and wait for this one."""
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
 
@@ -155,6 +153,6 @@ def test_h74_collectives_run_as_often_as_without(
             y.backward()
         return x.grad, *((str(func), count) for func, count in calls.items() if count)
 
-    for stats in same_gradients(program, users_backend):
+    for stats in same_gradients(program, disk):
         assert stats.offloaded_bytes >= 2 * ROWS * WIDTH * 4
         assert len(+calls) > 2

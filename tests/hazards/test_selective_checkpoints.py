@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_offload import no_offload
-from tests.hazards.backends import Backend, assert_settled, hooks_are_gone
+from tests.hazards.backends import Backend, DiskBackend, assert_settled, hooks_are_gone
 from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, same_gradients
 from tests.programs import Run, leaf
@@ -136,7 +136,7 @@ OFFLOADS = pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD,
 @torch.library.custom_op("eager_offload_hazards::drop", mutates_args=())
 def drop(x: Tensor) -> Tensor:
     """Draws random numbers and says nothing of it, as attention of other libraries does."""
-    return x * (torch.rand(x.size()) < 0.5)
+    return x * (torch.rand(x.size(), device=x.device) < 0.5)
 
 
 drop.register_autograd(
@@ -202,12 +202,21 @@ def _double(y: Tensor, x: Tensor) -> None:
 
 
 @OFFLOADS
-@pytest.mark.parametrize("backward", [_twice, _two_losses, _double])
+@pytest.mark.parametrize("backward", [_twice, _two_losses])
 def test_h74_a_second_backward_computes_again(
     backward: Callable[[Tensor, Tensor], None], policy: CheckpointPolicy, users_backend: Backend
 ) -> None:
     """torch has each backward compute again what these policies offload."""
+    _goes_backward(backward, policy, users_backend)
 
+
+@OFFLOADS
+def test_h74_double_backward_computes_again(policy: CheckpointPolicy, disk: DiskBackend) -> None:
+    """On a CPU alone: a device's nodes are numbered by another thread, and torch itself adds gradients in no fixed order."""
+    _goes_backward(_double, policy, disk)
+
+
+def _goes_backward(backward: Callable[[Tensor, Tensor], None], policy: CheckpointPolicy, backend: Backend) -> None:
     def program(around: Around) -> object:
         x, w = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
         offloaded = saving(aten.mm.default, aten.tanh.default, policy=policy)
@@ -216,7 +225,7 @@ def test_h74_a_second_backward_computes_again(
         backward(y, x)
         return x.grad, w.grad
 
-    for stats in same_gradients(program, users_backend):
+    for stats in same_gradients(program, backend):
         assert stats.offloaded_bytes >= 4 * BOUNDARY
 
 
