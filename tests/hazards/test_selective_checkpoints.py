@@ -212,7 +212,7 @@ def test_h74_a_second_backward_computes_again(
 
 @OFFLOADS
 def test_h74_double_backward_computes_again(policy: CheckpointPolicy, disk: DiskBackend) -> None:
-    """On a CPU alone: a device's nodes are numbered by another thread, and torch itself adds gradients in no fixed order."""
+    """On a CPU: another thread numbers the nodes of a device, where torch itself adds gradients in no fixed order."""
     _goes_backward(_double, policy, disk)
 
 
