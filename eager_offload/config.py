@@ -363,12 +363,13 @@ class OffloadConfig(_BesideFields):
         Raises:
             ConfigError: ``config`` is anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
         """
+        for value in (config, *(value for name, value in fields.items() if name not in FIELDS)):
+            if callable(getattr(value, "forward", None)):  # torch is not imported here
+                raise ConfigError(f"Offload({briefly(value)}) is not accepted: {TAKES_NO_MODEL}")
         if isinstance(config, OffloadConfig):
             return cls.from_fields(fields, config)
         if config is None or isinstance(config, Mapping):
             return cls.from_fields({**(config or {}), **fields}, cls.from_env())
-        if callable(config) and not isinstance(config, type):
-            raise ConfigError(f"Offload({briefly(config)}) is not accepted: {TAKES_NO_MODEL}")
         raise ConfigError(
             f"config={briefly(config)} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
         )

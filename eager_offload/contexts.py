@@ -91,6 +91,8 @@ class _Thread(threading.local):
     """Backwards that the thread has begun, except in ``outside``."""
     elsewhere = 0
     """Autograd nodes that the thread has made in ``outside``."""
+    is_outside = False
+    """Whether it is in ``outside``."""
 
     def __init__(self) -> None:
         #: The open contexts, in the order in which they were entered.
@@ -98,6 +100,16 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+
+class _Process:
+    """The counts of all threads."""
+
+    backwards = 0
+    """Backwards that were begun since an ``Offload`` was made, except in ``outside``."""
+
+
+process = _Process()
 
 
 class _Inherited:
@@ -434,6 +446,7 @@ def outside() -> Iterator[None]:
     """Takes the calling thread out of every context, and its saves from all hooks; restores both at the end."""
     contexts, hooks = thread.contexts, list[HookFunctions]()
     packed, backwards, nodes = thread.packed, thread.backwards, autograd_sequence()
+    was_outside, thread.is_outside = thread.is_outside, True
 
     def take_off(found: list[HookFunctions]) -> None:
         hooks[:], found[:] = found, []
@@ -448,6 +461,7 @@ def outside() -> Iterator[None]:
     finally:
         replace_hooks(put_back)
         thread.contexts, thread.packed, thread.backwards = contexts, packed, backwards
+        thread.is_outside = was_outside
         thread.elsewhere += autograd_sequence() - nodes
 
 

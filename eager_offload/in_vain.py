@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 
 from eager_offload import contexts
 from eager_offload.config import OffloadConfig
-from eager_offload.contexts import Forward, Seen
+from eager_offload.contexts import Forward
 from eager_offload.errors import users_frame, warn
 from eager_offload.matched_modules import MatchedModules
 from eager_offload.stats import Accounts, KeepReason
@@ -38,8 +37,8 @@ _FOREIGN = (
     "this context inside theirs, or leave one of the two out"
 )
 _INSTEAD = (
-    "although autograd has recorded operators since: write `with offload:` around the forward, or call "
-    "offload.compile(model), or leave it out"
+    "although backwards have run since: write `with offload:` around the forward, or call offload.compile(model); "
+    "an Offload that is not needed may be left out"
 )
 
 
@@ -49,13 +48,12 @@ class Making:
     def __init__(self) -> None:
         _, frame = users_frame()
         self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self._thread, self._process, self._nodes = threading.get_ident(), os.getpid(), Seen.so_far().nodes
+        self._process, self._backwards = os.getpid(), contexts.process.backwards
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether this process has trained since, or run a forward at least, on the same thread."""
-        is_here = (threading.get_ident(), os.getpid()) == (self._thread, self._process)
-        return is_here and Seen.so_far().nodes > self._nodes
+        """Whether this process has run a backward since."""
+        return os.getpid() == self._process and contexts.process.backwards > self._backwards
 
 
 #: Of every ``Offload`` of which nothing was used yet, alive or gone; the first of very many.

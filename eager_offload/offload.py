@@ -113,6 +113,7 @@ class Offload:
             with without_caller_modes():
                 self._offloaders.open_disk()
             self._in_vain.expect_use()
+            watch.put_on()
 
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
@@ -524,7 +525,6 @@ class Offload:
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
-        self._in_vain.warn_if_unused()
         with without_caller_modes():
             if synchronize:
                 for offloader in self._offloaders.all():
@@ -725,6 +725,13 @@ def _all_held() -> list[tuple[Held, OffloadConfig]]:
     return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
 
 
+def _note_step_peaks() -> None:
+    """Has each live object note how much memory the step took whose backward is over."""
+    for offload in _alive:
+        if not offload._is_reentered() and not offload._offloaders.is_capturing():
+            offload._offloaders.note_step_peak()
+
+
 def _prepare_all() -> None:
     """Prepares every object that was entered before the compiler was loaded: code is about to be compiled."""
     _first_compile.take_off()
@@ -737,5 +744,5 @@ def _prepare_all() -> None:
 #: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
-watch.held, watch.is_wanted = _all_held, _alive.__bool__
+watch.held, watch.is_wanted, watch.ended = _all_held, _alive.__bool__, _note_step_peaks
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -141,6 +141,8 @@ class _Watch:
         self.held: Callable[[], list[tuple[Held, OffloadConfig]]] = list
         #: Are asked for their state before a backward, and given it after one.
         self.watching: Living[Watching] = Living()
+        #: Is called after each backward.
+        self.ended: Callable[[], None] = lambda: None
         #: Whether any ``Offload`` is alive.
         self.is_wanted: Callable[[], bool] = lambda: False
         self._patch: Patch | None = on_backwards(self._around)
@@ -158,6 +160,7 @@ class _Watch:
     def _around(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(*arguments: Any, **named: Any) -> Any:
             contexts.thread.backwards += 1
+            contexts.process.backwards += not contexts.thread.is_outside
             watching = [(one, one.before_backward()) for one in self.watching] if self.watching else ()
             try:
                 result = replaced(*arguments, **named)
@@ -167,6 +170,7 @@ class _Watch:
             finally:
                 if self._patch is not None and not self.is_wanted():
                     self._patch.take_off()
+            self.ended()
             for one, before in watching:
                 one.after_backward(before)
             return result

@@ -113,7 +113,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
     Args:
         offload: whose context is entered.
         calls: is given the number of outermost calls by what became of them: ``"offloaded"``, ``"in eval mode"``,
-            ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"`` of the calling thread.
+            ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"``.
     """
     import torch
 
@@ -138,7 +138,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
             calls["offloaded"] += 1
             if offload.patterns and next(self.parameters(), None) is not None:
                 offload.skip_in_one_of(self)
-                if contexts.thread.backwards - before >= _LOOKED_AT and not calls["warned"]:
+                if contexts.process.backwards - before >= _LOOKED_AT and not calls["warned"]:
                     calls["warned"] += 1
                     for unmatched in offload.unmatched():
                         warn(f"{unmatched}; the exit status will be 2 unless one that is called later has it")
@@ -149,14 +149,14 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
 
         return call
 
-    patch, before = on_module_calls(around), contexts.thread.backwards
+    patch, before = on_module_calls(around), contexts.process.backwards
     watch.put_on()
     patch.put_on()
     try:
         yield
     finally:
         patch.take_off()
-        calls["backwards"] = contexts.thread.backwards - before
+        calls["backwards"] = contexts.process.backwards - before
 
 
 def _is_raised_by_runpy(error: BaseException) -> bool:

@@ -214,9 +214,9 @@ class OffloadStats:
     releases_freed_memory: bool = False
     """Whether CPU tensors moved in a process in which an ``Offload`` has freed memory go back to the system."""
     step_memory_peak: int | None = field(default=None, compare=False)
-    """Most bytes in use in the last step, measured, whatever uses them: on a CPU resident memory of the process, read
-    after each copy; on an accelerator the highest peak that its allocator remembers. ``None`` where nothing moved or
-    the device does not tell."""
+    """Most bytes in use in the last step, measured when its backward was over, whatever uses them: on a CPU resident
+    memory of the process, read after each copy; on an accelerator the highest peak that its allocator remembers.
+    ``None`` where nothing moved or the device does not tell."""
     copies_within_host: bool = False
     """Whether CPU tensors went to a tier in host memory, which is the device itself: that frees nothing."""
     failed_forwards: int = 0

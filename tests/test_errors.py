@@ -76,6 +76,10 @@ def test_a_model_is_not_taken_and_one_line_says_what_to_write() -> None:
         eo.Offload(model)
     with pytest.raises(TypeError, match=rf"^this Offload was called: {told}"):
         eo.Offload()(model)
+    with pytest.raises(eo.ConfigError, match=told):
+        eo.Offload(model=model)  # type: ignore[call-arg]
+    with pytest.raises(eo.ConfigError, match=r"^config=<Offload.* is not accepted"):
+        eo.Offload(eo.Offload())
     for given in ({"config": [model]}, {"min_bytes": model}, {"plan": model}):
         with pytest.raises(eo.ConfigError, match=r"^\w+=<\w+> is not accepted") as raised:
             eo.Offload(**given)

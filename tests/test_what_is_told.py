@@ -135,14 +135,21 @@ main()
 
 
 def test_an_offload_of_which_nothing_was_used_says_so_once() -> None:
-    for say in eo.Offload.stats, eo.Offload.close:
-        unused = eo.Offload()
-        say(unused)  # nothing has trained yet
-        forward().backward()
-        with pytest.warns(RuntimeWarning, match="nothing of this Offload was used, although autograd") as caught:
-            say(unused)
-        assert caught[0].filename == __file__
-        say(unused)
+    for train in forward, forward().backward:
+        unused, late = eo.Offload(), eo.Offload()
+        train()
+        unused.stats()  # it may be used later
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            unused.close()
+        if train is forward:
+            assert not caught, "an evaluation has no use for it"
+        else:
+            assert "nothing of this Offload was used, although backwards have run" in str(caught[0].message)
+            assert (len(caught), caught[0].filename) == (1, __file__)
+        with late:
+            forward().backward()
+        late.close()
     ended = python("-c", UNUSED)
     assert ended.returncode == 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("eager_offload")]

@@ -56,6 +56,8 @@ class Offloaders:
         self._disk: Tier | None = None
         #: Bytes that were counted as written by each open tier.
         self._written: dict[Tier, int] = {}
+        #: Whether the memory of the last step was noted at its end.
+        self._is_noted = False
         #: Whether ``release_freed`` was called.
         self._releases = False
 
@@ -161,6 +163,7 @@ class Offloaders:
 
     def release_idle(self) -> None:
         """A forward begins."""
+        self._is_noted = False
         for offloader in self.all():
             offloader.runtime.release_idle()
         for tier in self.tiers():
@@ -183,8 +186,15 @@ class Offloaders:
             written = tier.written_bytes
             counters.disk_bytes_written += written - self._written.get(tier, 0)
             self._written[tier] = written
+        if not self._is_noted:  # in the midst of a step
+            self.note_step_peak()
+            self._is_noted = False
+
+    def note_step_peak(self) -> None:
+        """Has the counters tell of a step, whose backward is over, how much memory it took."""
         for device, offloader in self._offloaders.items():
-            counters.step_memory_peak = offloader.runtime.step_peak(device)
+            self._accounts.counters.step_memory_peak = offloader.runtime.step_peak(device)
+        self._is_noted = True
 
     def restart_counters(self) -> None:
         """Starts counting anew, with the peaks at what is held now."""

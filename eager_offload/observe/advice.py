@@ -87,8 +87,13 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
     if after <= (1 - _FELL) * before:
         return MemoryVerdict(f"Memory fell: {peaks}.", fell=True)
     reason, cause = main_reason(stats, config, _EXPLAINS)
-    if not cause and 2 * (stats.max_inflight_bytes + stats.prefetch_bytes) < before:
-        reason, cause = main_reason(stats, config)
+    of_windows = stats.max_inflight_bytes + stats.prefetch_bytes
+    if not cause and 2 * of_windows < before:
+        if stats.forwarded_bytes > sum(stats.kept_bytes.values()):
+            early = size_text(stats.forwarded_bytes // max(stats.steps, 1))
+            cause = f"backward asked for {early} a step before they had left"
+        else:
+            reason, cause = main_reason(stats, config)
     if not cause:
         out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
         first = ": those of a first step are large" if stats.steps == 1 else ""
@@ -187,10 +192,10 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
         yield f"{waited.capitalize()}. {_planned_waits(stats)}"
     elif _busy(stats) >= _BUSY:
         yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config)}"
-    elif in_forward and window < a_step:
+    elif in_forward and window < a_step and _leaves_much(stats, window):
         raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {_larger(window)}."
         yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {raised}{otherwise}"
-    elif not in_forward and ahead < a_step:
+    elif not in_forward and ahead < a_step and _leaves_much(stats, ahead):
         raised = f"Where memory allows, raise prefetch_bytes from {size_text(ahead)} to {_larger(ahead)}."
         yield f"{waited.capitalize()}, mostly in backward for what was not back yet. {raised}{otherwise}"
     else:  # a step is shorter than the way there and back
@@ -198,6 +203,11 @@ def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             f"{waited.capitalize()}, and windows hold most of what a step offloads: backward asks for the newest bytes "
             "at once. Let what computes little stay, with a larger min_bytes, `with eo.no_offload():` or skip."
         )
+
+
+def _leaves_much(stats: OffloadStats, more: int) -> bool:
+    """Returns whether windows with ``more`` bytes would hold less than most of what a step saves."""
+    return stats.max_inflight_bytes + stats.prefetch_bytes + more <= (1 - _FELL) * stats.without_offload_bytes_peak
 
 
 def _larger(now: int) -> str:
@@ -289,7 +299,8 @@ def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | Non
         return " A larger device_budget leaves them where they are."
     if config.keep_last_bytes != "auto":
         return ' keep_last_bytes="auto" learns which those are.'
-    return f" Try keep_last_bytes={_larger(config.newest_bytes(stats.prefetch_bytes))}."
+    newest = config.newest_bytes(stats.prefetch_bytes)
+    return f" Try keep_last_bytes={_larger(newest)}." if _leaves_much(stats, newest) else ""
 
 
 # -- shares and sizes -----------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def _peaks(stats: OffloadStats) -> Iterator[str]:
     if any(peaks.values()):
         yield "peaks      " + ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in peaks.items())
     if stats.step_memory_peak:
-        yield f"measured   {size_text(stats.step_memory_peak)} in use at the peak of the last step, by whatever"
+        yield f"measured   {size_text(stats.step_memory_peak)} in use by the process at the peak of the last step"
     if stats.releases_freed_memory:
         yield "freed      memory goes back to the system (not with EAGER_OFFLOAD_RELEASE_FREED_MEMORY=0)"
 
