@@ -69,6 +69,13 @@ def test_h27_where_all_directories_are_memory_an_offload_cannot_be_made(
         eo.Offload(**switched_off)
 
 
+def test_an_offload_that_is_not_used_holds_no_file() -> None:
+    eo.Offload()
+    before = len(os.listdir("/proc/self/fd"))
+    unused = [eo.Offload() for _ in range(4)]
+    assert (len(unused), len(os.listdir("/proc/self/fd"))) == (4, before)
+
+
 def test_a_model_is_not_taken_and_one_line_says_what_to_write() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
     told = r"an Offload takes no model: write `with offload:` around the forward, or offload.compile\(model\)$"

@@ -67,13 +67,21 @@ class Offloaders:
         Raises:
             ConfigError: one that was named cannot, or none could be found.
         """
+        is_named = self._config.tier == "disk" or self._config.disk_paths is not None
         is_plain = self.given_runtime is None and self._config.tier == "auto" and not keeps_cpu_tensors(self._config)
-        if self._config.tier == "disk" or self._config.disk_paths is not None or is_plain:
-            try:
-                self._tiers_of(self.given_runtime or host_runtime())
-            except OSError as error:
-                if not lacks_descriptor(error):
-                    raise
+        if not is_named and not is_plain:
+            return
+        runtime = self.given_runtime or host_runtime()
+        try:
+            self._tiers_of(runtime)
+        except OSError as error:
+            if not lacks_descriptor(error):
+                raise
+            return
+        if not is_named:  # it can serve; one that is never used holds no file
+            for tier in self._tiers.pop(runtime):
+                tier.close()
+            self._disk = None
 
     def reserve(self, nbytes: int) -> None:
         """Has the host tier take ``nbytes`` for this process's accelerator, or for its CPU where it has none.
