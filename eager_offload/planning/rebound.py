@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -98,18 +98,21 @@ class Rebound:
                 for key, value in items:
                     one[key] = value
             _replace(one, items, self.of)
-        elif isinstance(one, nn.Module) or not is_library(type(one).__module__):
+        elif isinstance(one, nn.Module) or _is_users(type(one)):
             _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
 
     def _is_owner(self, one: object) -> bool:
         """Whether an attribute of an object is what was copied, or a list or the like with it."""
-        return not is_library(type(one).__module__) and any(map(self._has, [*_dict_of(one).values()]))
+        return _is_users(type(one)) and any(map(self._has, [*_dict_of(one).values()]))
 
-    def _has(self, one: Any) -> bool:
-        if isinstance(one, (*_CONTAINERS, tuple)) and len(one) <= _MOST:
-            parts = [part for item in _items(one) for part in item] if isinstance(one, (dict, *_WEAK)) else [*one]
-            return any(id(part) in self._memo or (type(part) is int and part in self._ids) for part in parts)
-        return id(one) in self._memo
+    def _has(self, one: Any, levels: int = 2) -> bool:
+        """Whether it has a copy, or is a list or the like with what has, so many levels down."""
+        if id(one) in self._memo or (type(one) is int and one in self._ids):
+            return True
+        if not levels or not isinstance(one, (*_CONTAINERS, tuple, frozenset)) or len(one) > _MOST:
+            return False
+        parts = [part for item in _items(one) for part in item] if isinstance(one, (dict, *_WEAK)) else [*one]
+        return any(self._has(part, levels - 1) for part in parts)
 
     def _function(self, one: FunctionType) -> FunctionType:
         cells, space = one.__closure__ or (), one.__globals__
@@ -152,6 +155,11 @@ def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
     for cell in cells:
         with suppress(ValueError):  # it is empty
             yield cell.cell_contents
+
+
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class have what a user has put there."""
+    return kind is SimpleNamespace or not is_library(kind.__module__)
 
 
 def _items(one: Any) -> list[tuple[Any, Any]]:
