@@ -132,7 +132,8 @@ def _variable(cell: CellType) -> str:
     """Names the variable that functions close over by ``cell``."""
     for closure in gc.get_referrers(cell):
         for function in gc.get_referrers(closure) if type(closure) is tuple else ():
-            if isinstance(function, FunctionType) and function.__closure__ is closure:
-                names = (name for name, one in zip(function.__code__.co_freevars, closure, strict=True) if one is cell)
+            cells = function.__closure__ if isinstance(function, FunctionType) else None
+            if cells is not None and cells is closure:
+                names = (name for name, one in zip(function.__code__.co_freevars, cells, strict=True) if one is cell)
                 return f"{next(names)!r} of function {function.__qualname__}"
     return ""

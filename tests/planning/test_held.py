@@ -266,11 +266,11 @@ def into_a_weak_dictionary(made: Tensor) -> None:
     [
         (into_module, "'LAST' of module .*test_held"),
         (into_a_list, "'FOUND' of module .*test_held"),
-        (into_a_dict, "'here' of a dict|'KNOWN' of module .*test_held"),
+        (into_a_dict, "'here' of 'KNOWN' of module .*test_held|'KNOWN' of module .*test_held"),
         (into_a_class, "'last' of type Holder"),
         (into_an_object, "('last' of )?a Holder"),
         (into_slots, "a Slotted"),
-        (into_a_weak_dictionary, "a value of a dict"),
+        (into_a_weak_dictionary, "a value of (a dict|'data' of .*)"),
         (CONTEXT.set, ""),
     ],
 )
