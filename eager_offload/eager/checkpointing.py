@@ -106,18 +106,21 @@ class _Offloaded:
 
     results: dict[_Call, tuple[Any, set[int]]] = field(default_factory=dict)
     """With handles in place of tensors; and what names the storages of these."""
+    written: set[_Call] = field(default_factory=set)
+    """Calls whose results were written to since."""
     may_change: bool = False
     """Whether the user allows what torch stores to change, and means what is there when backward asks."""
 
     def take(self, call: _Call) -> Any:
         """Returns the result of a call and forgets it; ``None`` if the operator has to run again."""
         try:
-            return tree_map(_value_of, self.results.pop(call, (None, None))[0])
+            entry, _ = self.results.pop(call, (None, None))
+            return None if call in self.written else tree_map(_value_of, entry)
         except SavedTensorModifiedError:
             return None
 
     def drop_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Forgets results whose memory a call of ``func`` writes to."""
+        """Has calls run again whose results have memory that a call of ``func`` writes to."""
         schema = schema_of(func) if self.results else None
         if schema is None or not schema.is_mutable:
             return
@@ -129,7 +132,7 @@ class _Offloaded:
         ]
         storages = {key for one in tensors_in(written) for key in _storages(one)}
         for call in [call for call, (_, own) in self.results.items() if not own.isdisjoint(storages)]:
-            del self.results[call]
+            self.written.add(call)
 
 
 class StoredHandle:
