@@ -17,7 +17,7 @@ of calling the operator, where nothing but time tells the difference:
    would draw its numbers), writes, updates statistics or communicates. See :func:`_has_effects`.
 2. A result is taken once. A second backward of the same graph computes it again.
 3. A result that was changed in place since it was stored is computed again: the handle finds out, and the bytes of its
-   time cannot be had.
+   time cannot be had. A change through ``.data`` leaves no version: the mode drops what is written to.
 
 A changed result of the other policies is torch's own error, or, with ``allow_cache_entry_mutation``, the result as it
 is by then; so it stays on the device there.
@@ -104,17 +104,35 @@ _Call: TypeAlias = tuple[object, int]
 class _Offloaded:
     """Results that the recomputation takes in place of calling their operators."""
 
-    results: dict[_Call, Any] = field(default_factory=dict)
-    """With handles in place of tensors."""
+    results: dict[_Call, tuple[Any, set[int]]] = field(default_factory=dict)
+    """With handles in place of tensors; and what names the storages of these."""
+    written: set[_Call] = field(default_factory=set)
+    """Calls whose results were written to since."""
     may_change: bool = False
     """Whether the user allows what torch stores to change, and means what is there when backward asks."""
 
     def take(self, call: _Call) -> Any:
         """Returns the result of a call and forgets it; ``None`` if the operator has to run again."""
         try:
-            return tree_map(_value_of, self.results.pop(call, None))
+            entry, _ = self.results.pop(call, (None, None))
+            return None if call in self.written else tree_map(_value_of, entry)
         except SavedTensorModifiedError:
             return None
+
+    def drop_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Has calls run again whose results have memory that a call of ``func`` writes to."""
+        schema = schema_of(func) if self.results else None
+        if schema is None or not schema.is_mutable:
+            return
+        given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+        written = [
+            given.get(argument.name)
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        storages = {key for one in tensors_in(written) for key in _storages(one)}
+        for call in [call for call, (_, own) in self.results.items() if not own.isdisjoint(storages)]:
+            self.written.add(call)
 
 
 class StoredHandle:
@@ -180,6 +198,7 @@ def _caching(base: Any) -> type:
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             call = _next_call(self.calls, func, args)
+            self.storage[_OFFLOADED].drop_written(func, args, kwargs or {})
             respects = getattr(self, "respect_saved_tensors_hooks", None)
             numbers = _random_numbers(args) if _is_opaque(func, types) else None
             try:
@@ -335,7 +354,8 @@ def _put_offloaded(
                 marks.prefer_offload(value)
             return StoredHandle(saver.pack(value), saver.unpack)
 
-    offloaded.results[call] = tree_map(handle, result)
+    storages = {key for one in values for key in _storages(one)}
+    offloaded.results[call] = tree_map(handle, result), storages
 
 
 def _parameters(args: Sequence[Any]) -> set[int]:

@@ -20,3 +20,8 @@ from __future__ import annotations
 
 #: What a plan aims at.
 POLICIES = ("least", "free", "max")
+#: Why what is of TorchScript is refused.
+OF_TORCHSCRIPT = (
+    "TorchScript, whose operators cannot be traced: plan with the module that it was made of, or train without a plan: "
+    "Offload(device_budget=...) learns from the first steps"
+)

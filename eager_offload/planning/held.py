@@ -25,6 +25,8 @@ from eager_offload.planning.numbers import CACHE
 
 #: Holders whose own holders are looked for, so many levels.
 _FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
+#: A dictionary of which nobody tells whose it is.
+_A_DICT = "a dict"
 
 
 class Made:
@@ -101,17 +103,37 @@ def _found(made: Made) -> list[str]:
     return [*names] or [*dict.fromkeys(f"a {type(one).__name__}" for one in last if type(one) is not FunctionType)]
 
 
-def _named(holder: Any, ids: set[int]) -> str:
-    """Names what holds objects with those ids, and where; of a dictionary, whose it is."""
+def _named(holder: Any, ids: set[int], levels: int = 2) -> str:
+    """Names what holds objects with those ids, and where; of a dictionary, whose it is, so many levels up."""
     if not isinstance(holder, dict):
         return f"a {type(holder).__name__}"
     keys = ", ".join(repr(key) for key, one in [*dict.items(holder)] if id(one) in ids and type(key) is str)
     keys = keys or "a value"
-    for owner in gc.get_referrers(holder):
+    owners = gc.get_referrers(holder)
+    for owner in owners:
         if isinstance(owner, type | ModuleType | CACHE):
             return (
                 f"{keys} of {owner.__module__ if isinstance(owner, CACHE) else type(owner).__name__} {owner.__name__}"
             )
         if type(owner).__dictoffset__ and object.__getattribute__(owner, "__dict__") is holder:
             return f"{keys} of a {type(owner).__name__}"
-    return f"{keys} of a dict"
+    for owner in owners if levels else ():
+        found = ""
+        if isinstance(owner, dict):
+            found = _named(owner, {id(holder)}, levels - 1)
+        elif isinstance(owner, CellType):
+            found = _variable(owner)
+        if found and not found.endswith(_A_DICT):
+            return f"{keys} of {found}"
+    return f"{keys} of {_A_DICT}"
+
+
+def _variable(cell: CellType) -> str:
+    """Names the variable that functions close over by ``cell``."""
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if type(closure) is tuple else ():
+            cells = function.__closure__ if isinstance(function, FunctionType) else None
+            if cells is not None and cells is closure:
+                names = (name for name, one in zip(function.__code__.co_freevars, cells, strict=True) if one is cell)
+                return f"{next(names)!r} of function {function.__qualname__}"
+    return ""

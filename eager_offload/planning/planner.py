@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import is_compiled
+from eager_offload._torch import is_compiled, tree_iter
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.machine import TABLE, Machine, here
 from eager_offload.matched_modules import patterns_of
-from eager_offload.planning import POLICIES
+from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
 from eager_offload.planning.files import Again, Point
 from eager_offload.planning.plan import Plan
@@ -301,12 +301,12 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
         raise ConfigError(f"recompute={recompute!r} is not accepted: with policy={policy!r} nothing is computed again")
     for part in (model, loss):
         for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            what = f"module {name!r}" if name else "the loss" if part is loss else "the model itself"
             if isinstance(module, torch.jit.ScriptModule):
-                what = f"module {name!r}" if name else "the loss" if part is loss else "the model itself"
-                raise PlanError(
-                    f"{what} is a module of TorchScript, whose operators cannot be traced: plan with the module that "
-                    "it was made of, or train without a plan: Offload(device_budget=...) learns from the first steps"
-                )
+                raise PlanError(f"{what} is a module of {OF_TORCHSCRIPT}")
+            for key, value in vars(module).items():
+                if key != "_modules" and any(isinstance(one, torch.jit.ScriptModule) for one in tree_iter(value)):
+                    raise PlanError(f"{key!r} of {what} has a module of {OF_TORCHSCRIPT}")
 
 
 def _check_accumulation(accumulation: object) -> None:

@@ -5,7 +5,8 @@
 fill the features of the user's model from the copy, where nobody looks for them. So each function that a copy has, and
 the loss, is copied with cells of its own, which two functions share where their originals do. What was copied has its
 copy there; containers are copied too, so that what a hook notes, the loss finds and the user does not. The same holds
-for the globals of a function, but only where they name what was copied.
+for the globals of a function, but only where they name what was copied. Keys of dictionaries are bound as values are,
+and the ``id`` of a module or a parameter is its copy's, since hooks look up by both which module has called them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import nn
 
 from eager_offload.planning.numbers import CACHE, apart, is_library
 
-_CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict)
+_WEAK = (WeakKeyDictionary, WeakValueDictionary)
+_CONTAINERS = (list, deque, set, WeakSet, dict, OrderedDict, defaultdict, Counter, *_WEAK)
 #: Elements of a container that is copied.
 _MOST = 100_000
 
@@ -34,6 +37,7 @@ class Rebound:
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
+        self._ids = {key: id(one) for key, one in memo.items() if isinstance(one, nn.Module | nn.Parameter)}
         self._copies = {id(one): one for key, one in memo.items() if key not in (id(memo), id(one))}
         #: Cells and globals, each with its copy.
         self._cells: dict[int, tuple[CellType, CellType]] = {}
@@ -47,6 +51,8 @@ class Rebound:
         if id(one) in self._memo:
             return self._memo[id(one)]
         kind = type(one)
+        if kind in (int, str):
+            return self._ids.get(one, one)
         if isinstance(one, tuple | frozenset):
             parts = [self.of(part) for part in one]
             if all(part is other for part, other in zip(parts, one, strict=True)):
@@ -61,7 +67,7 @@ class Rebound:
         if kind is partial or (kind in _CONTAINERS and len(one) <= _MOST) or self._is_owner(one):
             made: Any = one
             with suppress(Exception):  # an object that cannot be copied stays the user's
-                made = copy.copy(one)
+                made = one.copy() if kind is WeakSet else copy.copy(one)  # which has a weak set share what is in it
                 self._know(one, made)
                 self._bind(made)
             return made
@@ -80,23 +86,33 @@ class Rebound:
             one.__setstate__((self.of(one.func), self.of(one.args), {**self.of(one.keywords)}, vars(one)))  # type: ignore[attr-defined]  # in no stub
         elif isinstance(one, list | deque):
             _replace(one, enumerate([*one]), self.of)
-        elif isinstance(one, set) and any(self.of(part) is not part for part in one):
+        elif isinstance(one, set | WeakSet) and any(self.of(part) is not part for part in one):
             parts = [self.of(part) for part in one]
             one.clear()
             one.update(parts)
-        if isinstance(one, dict):
-            _replace(one, [*dict.items(one)], self.of)
-        elif isinstance(one, nn.Module) or not is_library(type(one).__module__):
+        if isinstance(one, dict | WeakKeyDictionary | WeakValueDictionary):
+            items = _items(one)
+            if any(self.of(key) is not key for key, _ in items):
+                items = [(self.of(key), value) for key, value in items]  # all again, in their order
+                one.clear()
+                for key, value in items:
+                    one[key] = value
+            _replace(one, items, self.of)
+        elif isinstance(one, nn.Module) or _is_users(type(one)):
             _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
 
     def _is_owner(self, one: object) -> bool:
         """Whether an attribute of an object is what was copied, or a list or the like with it."""
-        return not is_library(type(one).__module__) and any(map(self._has, [*_dict_of(one).values()]))
+        return _is_users(type(one)) and any(map(self._has, [*_dict_of(one).values()]))
 
-    def _has(self, one: Any) -> bool:
-        if isinstance(one, (*_CONTAINERS, tuple)) and len(one) <= _MOST:
-            return any(id(part) in self._memo for part in [*(one.values() if isinstance(one, dict) else one)])
-        return id(one) in self._memo
+    def _has(self, one: Any, levels: int = 2) -> bool:
+        """Whether it has a copy, or is a list or the like with what has, so many levels down."""
+        if id(one) in self._memo or (type(one) is int and one in self._ids):
+            return True
+        if not levels or not isinstance(one, (*_CONTAINERS, tuple, frozenset)) or len(one) > _MOST:
+            return False
+        parts = [part for item in _items(one) for part in item] if isinstance(one, (dict, *_WEAK)) else [*one]
+        return any(self._has(part, levels - 1) for part in parts)
 
     def _function(self, one: FunctionType) -> FunctionType:
         cells, space = one.__closure__ or (), one.__globals__
@@ -139,6 +155,15 @@ def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
     for cell in cells:
         with suppress(ValueError):  # it is empty
             yield cell.cell_contents
+
+
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class have what a user has put there."""
+    return kind is SimpleNamespace or not is_library(kind.__module__)
+
+
+def _items(one: Any) -> list[tuple[Any, Any]]:
+    return [*(dict.items(one) if isinstance(one, dict) else one.items())]
 
 
 def _replace(container: Any, items: Any, of: Any) -> None:

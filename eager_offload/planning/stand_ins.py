@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -51,6 +52,7 @@ from eager_offload._torch import (
 )
 from eager_offload.contexts import Patches
 from eager_offload.errors import PlanError
+from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.rebound import Rebound
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
 
@@ -221,6 +223,10 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
         raise
     except Exception as error:
         memo.clear()  # a frame of the error holds it where nothing can clear that
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        if any(isinstance(frame.f_locals.get("x"), torch.jit.ScriptModule) for frame in frames):  # of copy.deepcopy
+            what = name or "an object that is an attribute of the model"
+            raise PlanError(f"{what} has a module of {OF_TORCHSCRIPT}") from error
         if not name:
             raise PlanError(
                 f"the model cannot be copied, which tracing it takes ({type(error).__name__}: {error}). Give the "

@@ -27,6 +27,7 @@ from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
 from eager_offload.matched_modules import MatchedModules, Pattern
+from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.held import Made, nothing_held
 from eager_offload.planning.numbers import by_itself, caches_apart, numbers_of_its_own
@@ -111,11 +112,12 @@ def _trace(
         except Exception as error:
             if (said := _lacks(error)) is not None:
                 raise PlanError(f"{recorder.where} {said}") from error
+            if "TorchScript interpreter" in str(error):
+                raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
             if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
                 raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
             error.add_note(
-                f"eager_offload.plan met this error in {recorder.where}, while it traced a step. If real steps have "
-                'none, plan from them: eo.plan(..., device="here", steps=2)'
+                f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the model"
             )
             raise  # the model's own
         program = recorder.program()

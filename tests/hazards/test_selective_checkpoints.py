@@ -248,3 +248,36 @@ def test_h74_one_operator_is_saved_and_offloaded_by_turns(users_backend: Backend
 
     for stats in same_gradients(program, users_backend):
         assert stats.offloaded_bytes >= 18 * BOUNDARY
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "method": lambda y: y.data.mul_(0.5),
+    "view": lambda y: y.data[: ROWS // 2].mul_(0.5),
+    "out": lambda y: torch.mul(y.data, 0.5, out=y.data),
+    "list": lambda y: torch._foreach_mul_([y.data], 0.5),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@OFFLOADS
+def test_h74_a_result_that_is_written_through_its_data(
+    policy: CheckpointPolicy, write: str, users_backend: Backend
+) -> None:
+    """No version tells of it, so it alone is computed again."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        WRITES[write](y)
+        for _ in range(6):
+            y = y.sin() @ w
+        return y.exp()
+
+    def program(around: Around) -> object:
+        x, w = leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH, seed=2)
+        with around:
+            z = selectively(saving(aten.mm.default, aten.sin.default, policy=policy), lambda x: forward(x, w), x * 2)
+        z.sum().backward()
+        return x.grad, w.grad
+
+    for stats in same_gradients(program, users_backend):
+        assert stats.offloaded_bytes >= 12 * BOUNDARY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,15 @@ def test_h76_a_module_of_torchscript_is_refused_by_name(make: Callable[[nn.Modul
     with pytest.raises(eo.PlanError, match="the loss is a module of TorchScript"):
         planned(lambda: (nn.Linear(64, 64), x), loss=model.body)
     assert planned(lambda: (Scripted(lambda module: module), x), policy="max").moved_bytes > 0, "functions are traced"
+    hidden, body = Scripted(lambda module: module), model.body
+    hidden.handlers = [{"a": body}]  # type: ignore[assignment]
+    with pytest.raises(eo.PlanError, match="'handlers' of the model itself has a module of TorchScript"):
+        planned(lambda: (hidden, x))
+    hidden.handlers = SimpleNamespace(body=body)  # type: ignore[assignment]
+    with pytest.raises(eo.PlanError, match="an object that is an attribute of the model has a module of TorchScript"):
+        planned(lambda: (hidden, x))
+    with pytest.raises(eo.PlanError, match="the model itself calls code of TorchScript"):
+        planned(lambda: (nn.Linear(64, 64), x), loss=lambda made: body(made).mean())
     for pattern in ("body", "*", "body.0"):
         with pytest.raises(eo.ConfigError, match="a module of TorchScript"):
             eo.Offload(skip=[pattern]).skip_in(model)

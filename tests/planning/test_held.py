@@ -266,11 +266,11 @@ def into_a_weak_dictionary(made: Tensor) -> None:
     [
         (into_module, "'LAST' of module .*test_held"),
         (into_a_list, "'FOUND' of module .*test_held"),
-        (into_a_dict, "'here' of a dict|'KNOWN' of module .*test_held"),
+        (into_a_dict, "'here' of 'KNOWN' of module .*test_held|'KNOWN' of module .*test_held"),
         (into_a_class, "'last' of type Holder"),
         (into_an_object, "('last' of )?a Holder"),
         (into_slots, "a Slotted"),
-        (into_a_weak_dictionary, "a value of a dict"),
+        (into_a_weak_dictionary, "a value of (a dict|'data' of .*)"),
         (CONTEXT.set, ""),
     ],
 )
@@ -314,3 +314,15 @@ def test_h63_a_loss_that_is_no_module_may_have_tensors(how: str) -> None:
     weighted = Weighted()
     loss = weighted.loss if how == "method" else functools.partial(Weighted.loss, weighted)
     assert planned(body(), batch(), loss).moved_bytes > 0
+
+
+def test_h76_what_holds_a_tensor_of_the_trace_is_named_by_its_variable() -> None:
+    model, noted = nn.Linear(64, 256), dict[str, Tensor]()
+
+    class Notes:
+        def __call__(self, module: nn.Module, given: Any, made: Tensor) -> None:
+            noted["a"] = made
+
+    model.register_forward_hook(Notes())
+    with pytest.raises(eo.PlanError, match=r"held by 'a' of 'noted' of function .*__call__"):
+        planned(model, torch.randn(64, 64), loss=lambda made: made.mean())
