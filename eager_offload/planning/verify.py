@@ -265,7 +265,7 @@ class _Save:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._dtype = shape_of(tensor), tensor.dtype
-        strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
         self._strides = [stride for size, stride in zip(self.shape, strides, strict=False) if size != 1]
         made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
         self.made_by = made_by.removesuffix("Backward")
@@ -338,8 +338,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)
     if storage is None or tensor.layout is not torch.strided:
         return []
-    if tensor.is_nested:
-        return [part for one in detached(tensor).unbind() for part in _parts(one)]
     end = tensor.storage_offset() + 1
     end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return [detached(tensor)] if end * tensor.itemsize <= storage.nbytes() else []  # FSDP empties parameters
