@@ -324,6 +324,13 @@ class Patch:
 #: operator has packed its inputs: a larger number at a later pack shows that the operator has run.
 autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
+
+def made_as(tensor: Tensor) -> int | None:
+    """Returns the sequence number of the autograd node that made ``tensor``, or ``None``."""
+    node: Any = tensor.grad_fn
+    return node._sequence_nr() if hasattr(node, "_sequence_nr") else None
+
+
 #: Returns the autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 

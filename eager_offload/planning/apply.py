@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload._torch import tree_iter
+from eager_offload._torch import current_backward, tree_iter, without_torch_function
 from eager_offload.errors import ConfigError, tell, warn
 from eager_offload.matched_modules import INNER_MODULES, modules_by_name
 from eager_offload.module_calls import ModuleCall
-from eager_offload.planning.verify import Check, may_check
+from eager_offload.planning.verify import Check, may_check, shape_of
 
 #: Which calls are checked: the first of each kind, all, none.
 Verify: TypeAlias = Literal["auto"] | bool
 
-#: So many calls of a kind are computed again and compared, of so many that begin, and of so many kinds of a module.
-_COMPARED, _BEGUN, _KINDS = 2, 64, 64
+#: Calls are compared in so many steps of a kind, so many at a time, and of so many kinds of a module.
+_STEPS, _AT_A_TIME, _KINDS = 2, 64, 64
 
 _lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class Checks:
     calls: int = 0
     """Calls of modules that were computed again and compared."""
     inexact: int = 0
-    """Values that differed in their last bits and in nothing else."""
+    """Values that had other bits, and nearly the same sums."""
 
 
 @contextmanager
@@ -94,6 +94,31 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
 
 
+class _Kind:
+    """Tells of the calls of one kind which ones are compared."""
+
+    def __init__(self) -> None:
+        #: How many steps have compared a call; a call that begins after one was compared is of the next step.
+        self._steps = 0
+        self._is_compared = False
+        #: The backward in which the last call began, as the calls in a module do that is computed again.
+        self._backward = -1
+        #: Those of calls that may still be computed again.
+        self.checks = WeakSet[Check]()
+
+    def takes_another(self) -> bool:
+        """Notes that a call begins, and returns whether the first steps still go on."""
+        backward, last = current_backward(), self._backward
+        self._backward = backward
+        if self._is_compared and (backward < 0 or backward != last):
+            self._steps, self._is_compared = self._steps + 1, False
+        return self._steps < _STEPS and len(self.checks) < _AT_A_TIME
+
+    def compared(self) -> None:
+        """Notes that a call was."""
+        self._is_compared = True
+
+
 class _Again:
     """Has the calls of one module computed again in backward, and checks the first ones of each kind."""
 
@@ -103,8 +128,7 @@ class _Again:
         #: The name of the module in the plan that is in force, and the plans that are.
         self.name = ""
         self.users: list[Checks] = []
-        #: By kind of call, how many have begun, and how many were compared.
-        self._kinds: dict[object, list[int]] = {}
+        self._kinds: dict[object, _Kind] = {}
 
     def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         count, keys = len(arguments), tuple(named)
@@ -134,31 +158,34 @@ class _Again:
         verify = {checks.verify for checks in users}
         if module is None or not (verify - {False} and torch.is_grad_enabled()):
             return None
-        kind = (module.training, *map(_kind, given))
-        counts = self._kinds.get(kind)
-        if counts is None:
-            if len(self._kinds) >= _KINDS and True not in verify:
-                return None
-            counts = self._kinds.setdefault(kind, [0, 0])
-        begun, compared = counts
-        if (True not in verify and (begun >= _BEGUN or compared >= _COMPARED)) or not may_check():
-            return None
-        counts[0] += 1
-        return Check(self.name, module, True in verify, partial(self._passed, users, counts))
-
-    def _passed(self, users: tuple[Checks, ...], counts: list[int], inexact: int) -> None:
-        """A call was compared, of which so many values differ in their last bits alone."""
+        with without_torch_function():
+            is_each, key = True in verify, (module.training, *map(_kind, given))
         with self._lock:
-            counts[1] += 1
+            kind = self._kinds.get(key)
+            if kind is None:
+                if len(self._kinds) >= _KINDS and not is_each:
+                    return None
+                kind = self._kinds[key] = _Kind()
+            if not (kind.takes_another() or is_each) or not may_check():
+                return None
+            check = Check(self.name, is_each, partial(self._passed, users, kind))
+            kind.checks.add(check)
+        return check
+
+    def _passed(self, users: tuple[Checks, ...], kind: _Kind, inexact: int) -> None:
+        """A call was compared, of which so many values have other bits, and nearly the same sums."""
+        with self._lock:
+            kind.compared()
             is_first = inexact and not any(checks.inexact for checks in users)
             for checks in users:
                 checks.calls += 1
                 checks.inexact += inexact
         if is_first:
             warn(
-                f"module {self.name!r} saves values that differ in their last bits when it is computed again in "
-                "backward: its kernels are not deterministic, or others are chosen in the first steps. Gradients are "
-                "as exact as such kernels are. It is said once, and plan.apply(model, verify=True) makes it an error"
+                f"module {self.name!r} saves values with other bits and nearly the same sums when it is computed again "
+                "in backward. Its kernels are not deterministic, or others are chosen in the first steps: gradients "
+                "are as exact as such kernels are. Or a state of its own changes a little with each call: gradients "
+                "are wrong by about as little. It is said once; plan.apply(model, verify=True) makes it an error"
             )
 
 
@@ -173,7 +200,7 @@ def _checkpoint(run: Callable[..., Any], *given: Any) -> Any:
 def _kind(value: Any) -> object:
     """Returns what a value has in common with those that a call of the same kind is given."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
+        return shape_of(value), value.dtype, value.device
     if type(value) in _COPIED:
         return tuple(_kind(one) if isinstance(one, Tensor) else type(one) for one in tree_iter(value))
     return type(value)

@@ -40,7 +40,7 @@ class Plan(PlanFigures, PlanSettings):
         A module that does another thing the second time would have wrong gradients. So in its first two steps of a kind
         (of shapes and types, in training or not) fingerprints of what it saves are compared, which waits for the device
         once a module. Another value is an ``OffloadError`` out of ``backward()``, before a gradient is computed of it.
-        The ``with`` counts: ``calls`` that were compared, and ``inexact`` values, whose last bits alone differ.
+        The ``with`` counts: ``calls`` that were compared, and ``inexact`` values: other bits, nearly the same sums.
 
         The checkpoints are not reentrant and keep the state of random numbers. Parameters, hooks and ``state_dict`` of
         the model stay as they are, and its copies have no checkpoints. May be entered in several threads, and more

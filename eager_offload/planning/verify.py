@@ -8,8 +8,14 @@ magnitudes; their weighted sums, measured by the root of the sum of squares, dif
 
 [Note: when a value is final]
 An operator may fill a tensor that it has packed, as ``rrelu`` does its noise, and autograd's sequence number tells when
-it has returned. So what requires no grad is read at the first later pack, or at the end. The statistics of a batch norm
-in training are written so too: torch updates them once more, backward does not use them, and they are not compared.
+it has returned. So what requires no grad is read at the first later pack, or at the end.
+
+[Note: compared by shape alone] What one operator saves tells which one it is, see ``_Operator``; a dispatch mode would
+tell too, but torch has other kernels run where one is active.
+
+- The running statistics of a batch norm, or the copies that an instance norm makes of them: each call in training
+  updates them, and backward does not use them.
+- The scratch memory of recurrent layers and of ``ctc_loss``: their kernels leave parts of it unwritten.
 
 [Note: a recompute is not run to its end]
 torch stops it in the pack of the last value. What it has packed by then is what backward is given, and is compared as
@@ -22,11 +28,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from eager_offload._torch import (
@@ -39,14 +46,13 @@ from eager_offload._torch import (
     is_fake,
     is_tracing,
     is_wrapper,
-    storage_key,
+    made_as,
     storage_of,
     top_hooks,
     without_caller_modes,
     without_torch_function,
 )
 from eager_offload.errors import OffloadError
-from eager_offload.planning.calls import STATISTICS
 
 #: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
 _SUMS, _WEIGHTED = 1e-3, 2e-2
@@ -54,6 +60,8 @@ _SUMS, _WEIGHTED = 1e-3, 2e-2
 _ON_CPU, _ON_DEVICE = 1 << 17, 1 << 22
 #: Odd 64-bit numbers: see ``_keys``.
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+#: Operators of which what requires no grad is scratch memory, or an input that shows in their other results.
+_WITH_SCRATCH = ("CtcLoss", "CudnnCtcLoss", "CudnnRnn", "MiopenRnn", "MkldnnRnnLayer")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -67,15 +75,13 @@ class Check:
 
     Args:
         name: of the module.
-        module: whose call it is.
         is_strict: whether values that differ in their last bits are an error.
         passed: is called after each recompute that agrees, with how many values differ in their last bits.
     """
 
-    def __init__(self, name: str, module: nn.Module, is_strict: bool, passed: Callable[[int], None]) -> None:
+    def __init__(self, name: str, is_strict: bool, passed: Callable[[int], None]) -> None:
         self._name, self._is_strict, self._passed = name, is_strict, passed
-        self._statistics = frozenset(_statistics_of(module))
-        self._first = _Saves(self._statistics)
+        self._first = _Saves()
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Returns what ``call`` returns, and notes what it saves."""
@@ -91,7 +97,7 @@ class Check:
         if not may_check():
             call()
             return
-        saves = _Saves(self._statistics)
+        saves = _Saves()
         try:
             with saves.noted():
                 call()
@@ -135,20 +141,15 @@ class Check:
 
 
 class _Saves:
-    """The values that one run saves.
+    """The values that one run saves."""
 
-    Args:
-        statistics: the storages that are not compared.
-    """
-
-    def __init__(self, statistics: frozenset[int]) -> None:
-        self._statistics = statistics
+    def __init__(self) -> None:
         self.all: list[_Save] = []
         self.is_over = False
         #: Whether the hook below has stopped the run.
         self.is_cut = False
-        #: Values that their operators may still write to: since when, and their parts.
-        self._open: list[tuple[_Save, tuple[int, int, object], list[Tensor]]] = []
+        #: Operators that may still write to what they have saved, by thread and sequence number.
+        self._open: dict[tuple[int, int], _Operator] = {}
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
@@ -177,24 +178,27 @@ class _Saves:
 
     def _pack(self, tensor: Tensor) -> None:
         now = (get_ident(), autograd_sequence())
-        self._settle(now)
-        with without_torch_function():
-            save, parts = _Save(tensor), _parts(tensor, self._statistics)
+        with without_caller_modes(), without_torch_function():
+            self._settle(now)
+            save, parts = _Save(tensor), _parts(tensor)
+            operator = self._open.setdefault(now, _Operator())
+            operator.saves(tensor, save, now[1])
+            if parts and not tensor.requires_grad:
+                operator.open.append((save, parts, _stream(parts[0])))
+            else:
+                save.rows = self._rows(parts)
         self.all.append(save)
-        if parts and not tensor.requires_grad:
-            self._open.append((save, (*now, _stream(parts[0])), parts))
-        else:
-            save.rows = self._rows(parts)
 
     def _settle(self, now: tuple[int, int] | None) -> None:
         """Reads the values of operators that have returned."""
-        still = []
-        for save, (thread, sequence, stream), parts in self._open:
-            if now is not None and (thread != now[0] or sequence == now[1]):
-                still.append((save, (thread, sequence, stream), parts))
-            elif _stream(parts[0]) == stream:  # nothing orders another one behind the operator
-                save.rows = self._rows(parts)
-        self._open = still
+        for key, operator in list(self._open.items()):
+            if now is not None and (key[0] != now[0] or key == now):
+                continue
+            del self._open[key]
+            for save, parts, stream in operator.open:
+                # Nothing orders another stream behind the operator.
+                if _stream(parts[0]) == stream and not operator.is_by_shape_alone(save):
+                    save.rows = self._rows(parts)
 
     def _rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Returns the fingerprint of each part; of none where one cannot be read."""
@@ -229,20 +233,47 @@ class _Saves:
         return known
 
 
+@dataclass
+class _Operator:
+    """What an operator has saved so far."""
+
+    open: list[tuple[_Save, list[Tensor], object]] = field(default_factory=list)
+    """Values that require no grad: their parts, and the stream that it runs on."""
+    has_scratch: bool = False
+    channels: set[int | None] = field(default_factory=set)
+    """Sizes of the second dimensions of values."""
+
+    def saves(self, tensor: Tensor, save: _Save, sequence: int) -> None:
+        """Notes a value that is saved at that sequence number."""
+        self.has_scratch |= save.made_by in _WITH_SCRATCH and made_as(tensor) == sequence - 1  # by this one
+        if len(save.shape) > 1:
+            self.channels.add(save.shape[1])
+
+    def is_by_shape_alone(self, save: _Save) -> bool:
+        """Returns whether what one of ``open`` holds is not compared.
+
+        A batch norm in training saves four vectors with a number a channel: statistics so far, and of the batch.
+        """
+        if self.has_scratch or len(save.shape) != 1:
+            return self.has_scratch
+        vectors = [one.shape[0] for one, _, _ in self.open if len(one.shape) == 1]
+        return any(vectors.count(count) >= 4 for count in self.channels)
+
+
 class _Save:
     """A value that a run has saved."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
+        self.shape, self._dtype = shape_of(tensor), tensor.dtype
         strides = tensor.stride() if tensor.layout is torch.strided else ()
-        self._strides = [stride for size, stride in zip(self._shape, strides, strict=False) if size > 1]
-        self._made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
+        self._strides = [stride for size, stride in zip(self.shape, strides, strict=False) if size != 1]
+        made_by = "" if tensor.is_leaf else type(tensor.grad_fn).__name__.rstrip("0123456789")
+        self.made_by = made_by.removesuffix("Backward")
         #: The fingerprints of its parts; none where they cannot be read.
         self.rows: list[Tensor] = []
 
     def __str__(self) -> str:
-        made_by = self._made_by.removesuffix("Backward")
-        return f"{self._dtype} of shape {self._shape}" + (f" made by {made_by}" if made_by else "")
+        return f"{self._dtype} of shape {self.shape}" + (f" made by {self.made_by}" if self.made_by else "")
 
     def differs(self, first: _Save, numbers: dict[int, list[float]]) -> str | None:
         """Returns what it has where ``first`` has another thing: an empty text if only bits differ; or ``None``.
@@ -250,7 +281,7 @@ class _Save:
         Args:
             numbers: the fingerprints, by the identity of their rows.
         """
-        if (self._shape, self._dtype) != (first._shape, first._dtype):
+        if (self.shape, self._dtype) != (first.shape, first._dtype):
             return f"become {self}"
         if (is_other := self._strides != first._strides) and 0 in (*self._strides, *first._strides):
             return ""  # each number counts once, however often it is repeated
@@ -287,29 +318,25 @@ def _stream(tensor: Tensor) -> object:
     return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
 
 
-def _statistics_of(module: nn.Module) -> Iterator[int]:
-    """Yields the storages that the normalizations in ``module`` keep the statistics of training in."""
-    for one in module.modules():
-        for buffer in (getattr(one, name, None) for name in STATISTICS if one.training):
-            if isinstance(buffer, Tensor) and (storage := storage_of(buffer)) is not None:
-                yield storage_key(storage)
+def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
+    """Returns the sizes of ``tensor``; ``None`` for one that its parts do not have in common."""
+    if tensor.is_nested and tensor.layout is torch.strided:  # it has no shape
+        return (tensor.size(0), *[None] * (tensor.dim() - 1))
+    sizes: list[object] = list(tensor.shape)
+    return tuple([size if isinstance(size, int) else None for size in sizes])
 
 
-def _parts(tensor: Tensor, but: frozenset[int]) -> list[Tensor]:
-    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now.
-
-    Args:
-        but: storages of which none are returned.
-    """
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors that have the numbers of ``tensor``; none where they cannot be read now."""
     if is_wrapper(tensor):
         if is_collective(tensor):
             return []
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in inner for part in _parts(getattr(tensor, name), but)]
+        return [part for name in inner for part in _parts(getattr(tensor, name))]
     if not has_own_memory(type(tensor)) or is_fake(type(tensor)) or tensor.device.type == "meta":
         return []
     storage = None if tensor.is_quantized or not tensor.numel() else storage_of(tensor)
-    if storage is None or storage_key(storage) in but or tensor.layout is not torch.strided:
+    if storage is None or tensor.layout is not torch.strided:
         return []
     end = tensor.storage_offset() + 1
     end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

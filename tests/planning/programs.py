@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,37 @@ class Other(nn.Module):
         if self.how == "another end":
             x = x * x.exp().cos()
         return x.sum()
+
+
+class Linears(nn.Module):
+    """Two linear layers, and in between what a subclass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x).sin().exp()).sin())
+
+    def between(self, h: Tensor) -> Tensor:
+        return h.cos()
+
+
+class Net(nn.Module):
+    """``make`` makes its blocks; ``given``, what each of them is given in a forward."""
+
+    def __init__(self, make: Callable[[], nn.Module], given: Callable[[], Any] | None = None, count: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.given = nn.Linear(32, 32), nn.Linear(32, 32), given
+        self.blocks = nn.ModuleList(make() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {} if self.given is None else {"given": self.given()}
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, **given)
+        return self.last(x).square().sum()
 
 
 class Shared(nn.Module):
@@ -154,3 +186,28 @@ def simulated(
     assert stats.plan_misses == {}
     assert stats.bytes_out > 0
     return found, stats
+
+
+@cache
+def plan_of_blocks() -> eo.Plan:
+    """Returns one in which both blocks of a ``Net`` are computed again."""
+    far, x = slow(out=1e6, back=1e6), torch.empty(64, 32)
+    fields: dict[str, Any] = {"device": far, "config": CONFIG, "optimizer": None}
+    least = eo.plan(Net(Linears), x, **fields).least_budget
+    plan = eo.plan(Net(Linears), x, device_budget=least - 1, recompute=True, **fields)
+    assert plan.again == ("blocks.0", "blocks.1")
+    return plan
+
+
+def batch() -> Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, around: AbstractContextManager[Any], x: Tensor | None = None) -> list[Tensor]:
+    """Returns the losses and the gradients of two steps."""
+    found = list[Tensor]()
+    with around:
+        for _ in range(2):
+            torch.manual_seed(2)
+            found += [one.clone() for one in gradients(model, lambda: model(batch() if x is None else x.sin()))]
+    return found

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import warnings
 import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,27 +17,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
 from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, gradients, slow
+from tests.planning.programs import Linears, Net, batch, gradients, plan_of_blocks, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Linears(nn.Module):
-    """Two linear layers, and in between what a subclass does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.between(self.up(x).sin().exp()).sin())
-
-    def between(self, h: Tensor) -> Tensor:
-        return h.cos()
 
 
 class Stateful(Linears):
@@ -58,46 +42,9 @@ class Stateful(Linears):
         return h * self.number
 
 
-class Net(nn.Module):
-    """``make`` makes its blocks; ``given``, what each of them is given in a forward."""
-
-    def __init__(self, make: Callable[[], nn.Module], given: Callable[[], Any] | None = None, count: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last, self.given = nn.Linear(32, 32), nn.Linear(32, 32), given
-        self.blocks = nn.ModuleList(make() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = {} if self.given is None else {"given": self.given()}
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, **given)
-        return self.last(x).square().sum()
-
-
 @pytest.fixture(scope="module")
 def plan() -> eo.Plan:
-    """One in which both blocks of a ``Net`` are computed again."""
-    far, x = slow(out=1e6, back=1e6), torch.empty(64, 32)
-    fields: dict[str, Any] = {"device": far, "config": CONFIG, "optimizer": None}
-    least = eo.plan(Net(Linears), x, **fields).least_budget
-    plan = eo.plan(Net(Linears), x, device_budget=least - 1, recompute=True, **fields)
-    assert plan.again == ("blocks.0", "blocks.1")
-    return plan
-
-
-def batch() -> Tensor:
-    return torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-
-
-def train(model: nn.Module, around: AbstractContextManager[Any], x: Tensor | None = None) -> list[Tensor]:
-    """Returns the losses and the gradients of two steps."""
-    found = list[Tensor]()
-    with around:
-        for _ in range(2):
-            torch.manual_seed(2)
-            found += [one.clone() for one in gradients(model, lambda: model(batch() if x is None else x.sin()))]
-    return found
+    return plan_of_blocks()
 
 
 # -- what changes -----------------------------------------------------------------------------------------------------
@@ -231,113 +178,7 @@ def test_h75_a_module_that_changes_what_it_is_given_is_refused_or_given_a_copy(n
     assert trains_or_is_refused(plan, lambda: Net(lambda: Stateful(change), make)) == (name in CONTAINERS)
 
 
-# -- what stays as it is ----------------------------------------------------------------------------------------------
-
-
-class Dropped(Linears):
-    def between(self, h: Tensor) -> Tensor:
-        return nn.functional.dropout(h, 0.3) * nn.functional.rrelu(h, training=True)
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, dropout=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        found: Tensor = self.attention(h, h, h, need_weights=False)[0]
-        return x + found
-
-
-class Normalized(Linears):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(128)
-
-    def between(self, h: Tensor) -> Tensor:
-        out: Tensor = self.norm(h).relu()
-        return out
-
-
-class Nested(Linears):
-    def between(self, h: Tensor) -> Tensor:
-        out: Tensor = checkpoint(lambda h: h.sin().exp().cos(), h, use_reentrant=False)
-        return out * out.detach().tanh()
-
-
-def keeps(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    is_kept = op in (torch.ops.aten.addmm.default, torch.ops.aten.sum.default, torch.ops.aten.mul.Tensor)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-POLICY = partial(create_selective_checkpoint_contexts, keeps)
-
-
-class Selective(Linears):
-    def between(self, h: Tensor) -> Tensor:
-        out: Tensor = checkpoint(lambda h: h.sin() * h.exp(), h, use_reentrant=False, context_fn=POLICY)
-        return out.cos()
-
-
-class InSelective(Net):
-    """All of it is under a policy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=POLICY)
-        return out
-
-
-class Odd(Linears):
-    """Saves views, masks, indices, complex numbers, halves, infinities and nothing."""
-
-    def between(self, h: Tensor) -> Tensor:
-        mask = torch.where(h > 2, -torch.inf, 0.0)
-        top = h.topk(3, 1).values.sum(1, keepdim=True)
-        wave = torch.fft.rfft(h).abs()[:, :1].expand(-1, 128)
-        with torch.no_grad():
-            fixed = h.half().float()
-        return (h + mask).softmax(1) * top + wave * fixed + h[:, :0].exp().sum() + h.t()[::2].exp().sum()
-
-
-class Forces(Linears):
-    """Has a gradient in forward, with a graph of its own."""
-
-    def between(self, h: Tensor) -> Tensor:
-        (force,) = torch.autograd.grad(h.sin().square().sum(), h, create_graph=True)
-        return h + force
-
-
-ORDINARY = [Linears, Dropped, Attending, Normalized, Nested, Selective, Odd, Forces]
-
-
-@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("kind", ORDINARY)
-def test_modules_that_do_the_same_once_more_train_exactly_and_are_checked(
-    kind: type[nn.Module], cast: bool, plan: eo.Plan
-) -> None:
-    nets = [(Net if kind is not Selective else InSelective)(kind) for _ in range(2)]
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
-
-    def step(model: nn.Module, around: Any) -> list[Tensor]:
-        torch.manual_seed(2)
-
-        def loss() -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                found: Tensor = model(batch()).float()
-            return found
-
-        return gradients(model, loss, around)
-
-    with warnings.catch_warnings(), plan.apply(nets[1], verify=True) as checks:
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*copies within host memory")
-        for _ in range(3):
-            assert_identical(step(nets[0], None), step(nets[1], offload))
-    assert checks.calls >= 6, "each block in each step"
-    assert checks.inexact == 0
-    assert offload.stats(synchronize=True).bytes_out > 0
-    offload.close()
+# -- when, and what is told -------------------------------------------------------------------------------------------
 
 
 class Late(Linears):
@@ -368,27 +209,46 @@ def test_a_third_step_of_a_kind_is_checked_where_that_is_asked_for_alone(plan: e
         run("always", [])
 
 
+class Warm(Linears):
+    """Has another factor each time, once it ``changes``."""
+
+    count, changes = 0, False
+
+    def between(self, h: Tensor) -> Tensor:
+        self.count += self.changes
+        return h * (1 + self.count)
+
+
+@pytest.mark.parametrize(("twice", "again"), [(False, False), (True, False), (False, True)])
+def test_a_second_step_is_checked_however_often_the_first_was_compared(twice: bool, again: bool, plan: eo.Plan) -> None:
+    model = Net(Warm)
+    with plan.apply(model) as checks:
+        loss = model(batch()) + (model(batch() * 2) if twice else 0)
+        loss.backward(retain_graph=again)
+        if again:
+            loss.backward()
+        assert checks.calls == (4 if twice or again else 2)
+        model.blocks[1].changes = True
+        with pytest.raises(eo.OffloadError, match=r"blocks\.1"):
+            model(batch()).backward()
+
+
+def test_forwards_without_a_backward_leave_later_steps_checked(plan: eo.Plan) -> None:
+    model = Net(partial(Stateful, add))
+    with plan.apply(model):
+        for _ in range(70):
+            model(batch()[:2])
+        with pytest.raises(eo.OffloadError, match=r"blocks\.1"):
+            model(batch()[:2]).backward()
+
+
 def test_last_bits_that_differ_are_counted_and_told_once_and_an_error_where_all_is_checked(plan: eo.Plan) -> None:
     model = Net(partial(Late, 1, 1e-7))
-    with pytest.warns(RuntimeWarning, match="differ in their last bits") as told:
+    with pytest.warns(RuntimeWarning, match="other bits and nearly the same sums") as told:
         train(model, plan.apply(model))
     assert len(told) == 1
     with plan.apply(model), pytest.raises(eo.OffloadError, match="other bits"), plan.apply(model, True):
         gradients(model, lambda: model(batch()))
-
-
-def test_graphs_are_run_backward_in_any_order_and_more_than_once(plan: eo.Plan) -> None:
-    def run(model: nn.Module) -> list[Tensor]:
-        torch.manual_seed(2)
-        losses = [model(batch()), model(batch() * 2), model(batch() * 3)]
-        for loss in (losses[1], losses[0], losses[1], losses[2]):
-            loss.backward(retain_graph=True)
-        return [one.grad for one in model.parameters() if one.grad is not None]
-
-    expected = run(Net(Dropped))
-    with plan.apply(model := Net(Dropped), True) as checks:
-        assert_identical(run(model), expected)
-    assert checks.calls == 8
 
 
 class Failing(Linears):
