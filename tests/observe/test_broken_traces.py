@@ -38,8 +38,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_training(
     tmp_path: Path, name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     offload = eo.Offload()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(eo.ConfigError, match=f"path=.*{why}.*trace takes the path of a file"):
         offload.trace(tmp_path / name)
     with pytest.raises(eo.ConfigError, match="path=7 is not accepted"):
