@@ -246,7 +246,7 @@ if "offload" in sys.argv:
         assert one.releases_freed_memory
         assert not one.keeps_freed_memory
         assert "not with EAGER_OFFLOAD_RELEASE_FREED_MEMORY=0" in str(one)
-        assert "in use at the peak of the last step" in str(one)
+        assert "in use by the process at the peak of the last step" in str(one)
 print(sizes["VmHWM"], hashlib.sha256(w.grad.numpy().tobytes()).hexdigest())
 """
 
