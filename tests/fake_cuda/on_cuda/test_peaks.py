@@ -17,6 +17,8 @@ ON_AN_H100 = {
 }
 #: Of the peak of a way of ours: which source goes before which block is asked for depends on the host's threads.
 TOLERANCE = 1 / 512
+#: Of a budget that is used at least: a source that goes late in the first known step raises the fraction of the others.
+USED = 0.9
 
 
 def test_peaks_are_those_of_an_h100_to_the_byte() -> None:
@@ -24,8 +26,14 @@ def test_peaks_are_those_of_an_h100_to_the_byte() -> None:
     assert {way: later[way] for way in ON_AN_H100} == ON_AN_H100
 
 
+def is_budgeted(way: str) -> bool:
+    return way.endswith("GiB") and "windows" not in way
+
+
 def same(way: str, expected: list[int], found: list[int]) -> bool:
     """Returns whether peaks are equal, of ours up to what a source adds that goes as soon as the host has seen it."""
+    if is_budgeted(way):  # its later steps are held to the budget below
+        expected, found = expected[:1], found[:1]
     return found == pytest.approx(expected, rel=TOLERANCE if way.startswith("ours") else 0, abs=0)
 
 
@@ -44,5 +52,6 @@ def test_peaks_are_those_recorded(name: str) -> None:
     none, ours = (max(found[way]) for way in ("none", "ours"))
     assert ours < none / 2
     for way, (_, later) in found.items():
-        if way.endswith("GiB") and "windows" not in way:
-            assert later <= float(way.partition(", ")[2].removesuffix("GiB")) * 2**30
+        if is_budgeted(way):
+            budget = float(way.partition(", ")[2].removesuffix("GiB")) * 2**30
+            assert budget * USED <= later <= budget
