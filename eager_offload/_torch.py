@@ -396,16 +396,6 @@ def made_by_function(tensor: Tensor) -> bool:
     return is_of_function(tensor.grad_fn)
 
 
-def cast_from(tensor: Tensor) -> torch.dtype | None:
-    """Returns the dtype from which ``tensor`` was cast without a later change, as far as autograd knows."""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or version_of(tensor):
-        return None
-    source, number = node.next_functions[0]
-    outputs: Any = getattr(source, "_input_metadata", ())  # the inputs of a backward node are its forward's outputs
-    return outputs[number].dtype if number < len(outputs) else None
-
-
 # -- hooks for saved tensors ------------------------------------------------------------------------------------------
 
 #: A pack and an unpack hook.
@@ -581,6 +571,13 @@ def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
 
 
 # -- tensors and storages ---------------------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a device, or the CPU, had no memory for a tensor: torch has an error of its own for the former
+    only."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
 
 #: Returns whether a value is a tensor of a wrapper subclass, which names its inner tensors.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from eager_offload import contexts
-from eager_offload._torch import Patch, module_called_in, on_backwards
+from eager_offload._torch import Patch, is_out_of_memory, module_called_in, on_backwards
 from eager_offload.config import OffloadConfig, size_literal, size_text
-from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason
 from eager_offload.step_memory import reason_text
 from eager_offload.tiers.finalizers import Living

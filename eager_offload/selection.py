@@ -6,7 +6,7 @@ functions serve eager code, which calls them with real tensors, and a compiler p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,17 +28,6 @@ _VIEW_NAMES = ("T", "Transpose", "View", "Expand", "Permute", "Squeeze", "Unsque
 #: for each view, of which one is the alias with its type.
 _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES) | {"_ToTorchTensorBackward"}  # DTensor.to_local
 _MOST_VIEWS = 4
-#: The names, without their ends, of the nodes of operators that return the numbers of their input; and how many of them
-#: are followed.
-_HAND_ON = frozenset(
-    (
-        *_VIEW_NAMES,
-        *("AsStrided", "Diagonal", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Unfold"),
-        *("UnsafeSplit", "UnsafeSplitWithSizes", "_ToTorchTensor", "Clone", "ConstantPadNd", "ToCopy"),
-    )
-)
-_MOST_COPIES = 16
-
 #: The dtypes that autocast casts to.
 _AUTOCAST = (torch.bfloat16, torch.float16)
 
@@ -146,21 +135,8 @@ def is_parameter(tensor: Tensor) -> bool:
     if (name := node.name()) not in _VIEWS and name != "ToCopyBackward0":
         return False  # most tensors, without a loop
     is_cast = root.dtype in _AUTOCAST
-    return _leads_to_leaf(node, lambda name: name in _VIEWS or (is_cast and name == "ToCopyBackward0"), _MOST_VIEWS)
-
-
-def is_copy_of_leaf(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` is a view, a copy, a cast or a padding of a leaf that requires grad."""
-    node = tensor.grad_fn
-    return node is not None and _leads_to_leaf(
-        node, lambda name: name.rstrip("012").removesuffix("Backward") in _HAND_ON, _MOST_COPIES
-    )
-
-
-def _leads_to_leaf(node: Any, follows: Callable[[str], bool], most: int) -> bool:
-    """Returns whether at most ``most`` autograd nodes whose names ``follows`` accepts lead from ``node`` to a leaf."""
-    for _ in range(most):
-        if not follows(node.name()):
+    for _ in range(_MOST_VIEWS):
+        if (name := node.name()) not in _VIEWS and not (is_cast and name == "ToCopyBackward0"):
             return False
         node = node.next_functions[0][0]
         if node is None:

@@ -82,8 +82,8 @@ class Fate(StrEnum):
 # To ask the class for its member takes longer than to compare.
 _KEEP, _SHARE, _MOVE, _STAY = Fate
 
-#: Of a save what a step is compared by: the fields of a ``Row`` up to ``codec``, in that order.
-_Facts: TypeAlias = tuple[int, int, bool, int, str]
+#: Of a save what a step is compared by: the fields of a ``Row`` up to ``owner``, in that order.
+_Facts: TypeAlias = tuple[int, int, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,6 @@ class Row:
     requires_grad: bool
     owner: int
     """The save that has brought its storage in, its own number for that one; -1 where that was of an earlier step."""
-    codec: str
-    """The name of the codec in force."""
     fate: Fate
     reason: KeepReason | None = None
     """Why it is kept."""
@@ -108,7 +106,7 @@ class Row:
     @property
     def facts(self) -> _Facts:
         """What a step is compared by."""
-        return (self.nbytes, self.storage_nbytes, self.requires_grad, self.owner, self.codec)
+        return (self.nbytes, self.storage_nbytes, self.requires_grad, self.owner)
 
 
 @dataclass(frozen=True)
@@ -220,9 +218,9 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _row_of(values: Sequence[Any]) -> Row:
     """The row that a file has."""
-    nbytes, storage_nbytes, requires_grad, owner, codec, fate, reason, last_save = values
+    nbytes, storage_nbytes, requires_grad, owner, fate, reason, last_save = values
     kept = None if reason is None else KeepReason(reason)
-    return Row(nbytes, storage_nbytes, requires_grad, owner, codec, Fate(fate), kept, last_save)
+    return Row(nbytes, storage_nbytes, requires_grad, owner, Fate(fate), kept, last_save)
 
 
 def _is_possible(number: int, row: object, rows: Sequence[Row]) -> bool:
@@ -232,7 +230,7 @@ def _is_possible(number: int, row: object, rows: Sequence[Row]) -> bool:
     numbers = (row.nbytes, row.storage_nbytes, row.owner, row.last_save)
     if not all(type(one) is int and -1 <= one < _MOST_NUMBER for one in numbers) or row.nbytes < 0:
         return False
-    if [type(one) for one in (row.requires_grad, row.codec, row.fate)] != [bool, str, Fate]:
+    if [type(row.requires_grad), type(row.fate)] != [bool, Fate]:
         return False
     if (row.fate is _KEEP) != (type(row.reason) is KeepReason) or row.storage_nbytes < 0:
         return False
@@ -370,12 +368,10 @@ class KnownTable:
         """Returns by what save ``number`` differs, in the words of ``stats().plan_misses``."""
         if number == len(self.facts):
             return "more"
-        nbytes, storage_nbytes, requires_grad, owner, _ = self.facts[number]
+        nbytes, storage_nbytes, _, owner = self.facts[number]
         if (nbytes, storage_nbytes) != facts[:2]:
             return "size"
-        if owner != facts[3]:
-            return "share"
-        return "requires_grad" if requires_grad != facts[2] else "codec"
+        return "share" if owner != facts[3] else "requires_grad"
 
 
 class StepScript:
@@ -474,7 +470,7 @@ def mismatch(where: str, one: str, other: str, before: str, after: str) -> Sched
 
 def _said(facts: _Facts, other: _Facts | None = None) -> str:
     """Returns a save in words, with what it differs by from ``other``."""
-    nbytes, storage_nbytes, requires_grad, owner, codec = facts
+    nbytes, storage_nbytes, requires_grad, owner = facts
     said = f"a tensor of {nbytes:,} bytes{', requires grad' if requires_grad else ''}"
     if other is None or other[0] != nbytes:
         return said
@@ -482,7 +478,7 @@ def _said(facts: _Facts, other: _Facts | None = None) -> str:
         said += f", of a storage of {storage_nbytes:,} bytes"
     if other[3] != owner:
         said += f", of the storage of save {owner}" if owner >= 0 else ", of the storage of an earlier step"
-    return said if other[4] == codec else f"{said}, with the codec {codec}"
+    return said
 
 
 class StepTables:
@@ -684,14 +680,13 @@ class Step:
         storage_nbytes: int,
         requires_grad: bool,
         owner: int | None,
-        codec: str,
         seconds: float,
         ahead: int,
     ) -> Row | None:
         """Logs the next save; returns its row if it brings its storage in and the step is like a table.
 
         Args:
-            nbytes, storage_nbytes, requires_grad, codec: as in ``Row``.
+            nbytes, storage_nbytes, requires_grad: as in ``Row``.
             owner: likewise; ``None`` for its own number.
             seconds: the time.
             ahead: bytes that are on their way out.
@@ -699,7 +694,7 @@ class Step:
         log = self.log
         number = len(log.facts)
         is_first = owner is None or owner == number
-        facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner, codec)
+        facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner)
         if number == 0:
             self._use(self._tables.look_up(facts))
             log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None

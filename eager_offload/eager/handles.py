@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, unseen_version, version_of, weak_storage
-from eager_offload.eager.coding import Coding
 from eager_offload.eager.originals import original_of
 from eager_offload.engine.transfer import BytesRecord, Transfer
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
-from eager_offload.kernels.codecs import Workspaces
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.schedule import ResidentQueue, Use
 from eager_offload.selection import Footprint, root_of
@@ -42,8 +40,6 @@ class Keeper(Protocol):
     """The saved tensors of one device, as their handles know them."""
 
     transfers: Transfers
-    #: Codecs compute in it.
-    scratch: Workspaces
 
     def unpack(self, view: SavedView) -> Tensor:
         """Returns the saved tensor again, for the stream that is current now."""
@@ -90,8 +86,6 @@ class Reload:
 
     target: Tensor
     transfer: Transfer
-    #: Whether they are packed there.
-    is_packed: bool = False
 
 
 class Returned(NamedTuple):
@@ -143,7 +137,6 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             saved.saves.on_arrival(saved, transfer)
         self.arrive()
         if saved is not None:
-            saved.packed = None
             saved.release_source()
 
 
@@ -154,13 +147,11 @@ class SavedStorage:
         "__weakref__",
         "aliases",
         "alignment_offset",
-        "coding",
         "first",
         "footprint",
         "given",
         "number",
         "origin",
-        "packed",
         "record",
         "reload",
         "returned",
@@ -181,7 +172,6 @@ class SavedStorage:
         tensor: Tensor,
         storage: torch.UntypedStorage,
         footprint: Footprint,
-        coding: Coding | None,
         saves: Keeper,
         stream: Stream,
         step: Step,
@@ -192,10 +182,6 @@ class SavedStorage:
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint
-        #: How its bytes travel; ``None``: as they are.
-        self.coding = coding
-        #: What it was packed to, from when its source has gone until that has arrived: see the note in packing.py.
-        self.packed: Tensor | None = None
         #: The address of the footprint's first byte, modulo the alignment that reloads keep.
         self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
         self.saves = saves
@@ -223,26 +209,9 @@ class SavedStorage:
         self.given: tuple[Tensor, ...] = ()
 
     @property
-    def rounds(self) -> bool:
-        """Whether what is given out once its source has gone are other numbers: see [Note: rounding] in coding.py."""
-        return self.coding is not None and self.coding.rounds
-
-    def be_exact(self) -> None:
-        """A later save shares it that is to be exact, or rounded otherwise, and its copy has not started."""
-        if self.coding is not None:
-            self.coding = self.coding.exact
-
-    @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
         return Layout(self.footprint.nbytes, self.alignment_offset)
-
-    def look(self, coding: Coding) -> None:
-        """Its bytes are final: what a look at the first of them says is packed in vain travels as it is."""
-        storage, first_byte = self.aliases[0].untyped_storage(), self.footprint.start
-        fits = storage.nbytes() >= first_byte + self.footprint.nbytes  # else it was resized since it was saved
-        is_worth_it = fits and coding.may_hold(self.coded(coding, storage, first_byte))
-        self.coding = coding._replace(looks=False) if is_worth_it else None
 
     def release_source(self) -> None:
         """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
@@ -250,13 +219,13 @@ class SavedStorage:
             if alias.is_conj() or alias.is_neg():
                 alias.data = _empty_like(alias)
             else:  # a call less
-                alias.data = _nothing(alias.dtype, alias.device)
+                alias.data = without_bytes(alias.dtype, alias.device)
         self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""
         alias = self.aliases[0]
-        nothing, storage = _nothing(torch.uint8, alias.device).data, alias.untyped_storage()
+        nothing, storage = without_bytes(torch.uint8, alias.device).data, alias.untyped_storage()
         return set_over(nothing, storage, self.footprint.start, (self.footprint.nbytes,), (1,))
 
     def returned_bytes(self) -> Tensor | None:
@@ -267,16 +236,7 @@ class SavedStorage:
         first_byte, nbytes = self.returned.first_byte, self.footprint.nbytes
         if storage.nbytes() < first_byte + nbytes:
             return None
-        return set_over(_nothing(torch.uint8, storage.device).data, storage, first_byte, (nbytes,), (1,))
-
-    def coded(self, coding: Coding, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        """What ``coding`` packs, or unpacks to, over ``storage``, in which the footprint begins at ``first_byte``.
-
-        Over the storage itself: an alias with the conjugate or negative bit would be copied with the bit applied.
-        """
-        size, stride, dtype = coding.meta
-        plain = _nothing(dtype, storage.device).data
-        return set_over(plain, storage, first_byte // dtype.itemsize, size, stride)
+        return set_over(without_bytes(torch.uint8, storage.device).data, storage, first_byte, (nbytes,), (1,))
 
 
 class SavedView:
@@ -343,7 +303,7 @@ class SavedView:
         """
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
-        view = _nothing(self.dtype, storage.device).data if self.conj or self.neg else alias.data
+        view = without_bytes(self.dtype, storage.device).data if self.conj or self.neg else alias.data
         put = set_over if dispatch_modes() else Tensor.set_  # a call less for each reload
         put(view, storage, offset, self.size, self.stride)
         if self.conj:
@@ -366,14 +326,14 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
 
 def _empty_like(alias: Tensor) -> Tensor:
     """What ``alias.data`` can be without bytes: on a device that torch does not know its lazy bits have to be alike."""
-    nothing = _nothing(alias.dtype, alias.device)
+    nothing = without_bytes(alias.dtype, alias.device)
     if alias.is_conj():
         nothing = nothing.conj()
     return neg_view(nothing) if alias.is_neg() else nothing
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def without_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without bytes. Its ``.data`` is a new one, in half the time of ``torch.empty``."""
     with torch.inference_mode(False):  # an inference tensor has no version counter to share
         return torch.empty(0, dtype=dtype, device=device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from torch import Tensor
+
 from eager_offload import marks
 from eager_offload._torch import version_of
+from eager_offload.eager.gather import gather
 from eager_offload.eager.handles import SavedStorage, StorageRecord
-from eager_offload.eager.packing import Packed, let_go, packed
 from eager_offload.engine.transfer import Transfer
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.marks import Mark
@@ -43,38 +45,30 @@ class Offloading:
             if saved is None:  # it died a moment ago
                 transfers.resident_bytes -= queue.discard(record)
                 continue
-            if saved.coding is not None and saved.coding.looks:
-                with transfers.runtime.enter(saved.stream):
-                    saved.look(saved.coding)
-            nbytes = saved.footprint.nbytes if saved.coding is None else saved.coding.nbytes
+            nbytes = saved.footprint.moved
             if not transfers.has_room(nbytes):
                 transfers.poll()
                 if not transfers.has_room(nbytes):
                     return Lack(0)
-            reason, slot, packing = self._reason_to_stay(saved), None, None
+            reason, slot, gathered = self._reason_to_stay(saved), None, None
             if reason is None:
                 try:
                     slot = transfers.slot_for(nbytes, found)
                 except MustGrow:
                     return Lack(nbytes)
                 reason = KeepReason.BUDGET if slot is None else None
-            if slot is not None and saved.coding is not None:
-                packing = packed(transfers, saved, saved.coding)
-                if packing is None:
-                    reason = KeepReason.FAILED
-                elif packing.is_refused:
-                    transfers.accounts.counters.refuse(saved.coding.codec.name)
-                    saved.coding = None
-                    continue
+            if slot is not None and saved.footprint.gathered:
+                gathered = gather(transfers, saved)
+                reason = KeepReason.FAILED if gathered is None else None
             queue.discard(record)
             record.queue = None
             saved.started = queue, sequence, version_of(saved.aliases[0])
             if slot is None or reason is not None:
                 self.stay(saved, reason or KeepReason.BUDGET)
-            elif packing is None:
+            elif gathered is None:
                 self._start_as_it_is(saved, slot)
             else:
-                self._start_packed(saved, slot, packing)
+                self._start_gathered(saved, slot, gathered)
         return None
 
     def stay(self, saved: SavedStorage, reason: KeepReason) -> None:
@@ -100,12 +94,10 @@ class Offloading:
         saved.slot = slot  # before: once the copy is over, the bytes are nowhere else
         transfers.offload(source, slot, saved.stream, transfer, key=saved.record.key)
 
-    def _start_packed(self, saved: SavedStorage, slot: Slot, packing: Packed) -> None:
-        transfers, coding, keepalive = self.transfers, saved.coding, saved.aliases[0].untyped_storage()
-        assert coding is not None
-        transfer = Transfer(slot, saved.footprint.nbytes, transfers.accounts.counters, saved.record)
-        transfer.codec, transfer.holds = coding.codec.name, packing.holds
+    def _start_gathered(self, saved: SavedStorage, slot: Slot, gathered: Tensor) -> None:
+        area, transfers, source = saved.footprint, self.transfers, saved.aliases[0].untyped_storage()
+        transfer = Transfer(slot, area.nbytes + area.moved, transfers.accounts.counters, saved.record)
+        transfers.hold(area.moved, transfer)
         saved.slot = slot  # likewise
-        transfers.offload(packing.packed, slot, saved.stream, transfer, keepalive=keepalive, key=saved.record.key)
-        if packing.holds is None:
-            let_go(transfers, saved, transfer, packing.packed)
+        # The stream may still have to gather when the handle, and with it the source, goes.
+        transfers.offload(gathered, slot, saved.stream, transfer, keepalive=source, key=saved.record.key)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import storage_of, weak_storage
+from eager_offload.eager.gather import scatter
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.offloading import Offloading
-from eager_offload.eager.packing import unpacked, unpacked_at_once
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import Transfers
 from eager_offload.runtime.base import Event, Layout, Stream
@@ -26,8 +26,8 @@ class Reloading:
     def hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
         """What was reloaded belongs to autograd from here on, unless more of it is expected to be asked for."""
         saved, place = view.storage, reload.target
-        if reload.is_packed:
-            place = unpacked(self._transfers, saved, place, stream)
+        if saved.footprint.gathered:
+            place = scatter(self._transfers, view, place, stream)
         storage, first_byte = place.untyped_storage(), int(place.storage_offset())
         tensor, expected = view.over(storage, first_byte), saved.record in self.order.promised
         if saved.reload is reload:
@@ -56,7 +56,7 @@ class Reloading:
 
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
-        if saved.reload is None and saved.coding is None and not saved.saved_anew:
+        if saved.reload is None and not saved.footprint.gathered and not saved.saved_anew:
             self._hold(saved, saved.source_bytes(), transfer.event, is_source=True)
 
     def _hold(self, saved: SavedStorage, target: Tensor, event: Event, *, is_source: bool = False) -> None:
@@ -88,23 +88,22 @@ class Reloading:
         saved = view.storage
         original = None if view.original is None else view.original()
         is_away = saved.record.state is AWAY
-        if not is_away and saved.packed is None:
+        if not is_away:
             return view.alias.detach() if original is None else original
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
             is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
-            if is_away and is_new and saved.footprint.whole:
+            if is_new and saved.footprint.whole:
                 saved.step.was_alive(saved.first)
-            if not saved.rounds:
-                return view.over(storage, first_byte) if original is None else original
+            return view.over(storage, first_byte) if original is None else original
         if original is not None and storage_of(original) is not storage:
             return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those
         if saved.returned is not None and stream == saved.stream:
             storage, first_byte = saved.returned.storage(), saved.returned.first_byte
             if storage is not None and storage.nbytes() >= first_byte + nbytes:  # else its owner has resized it
                 return view.over(storage, first_byte)
-        return None if saved.packed is None else unpacked_at_once(view, saved, stream)
+        return None
 
     def follow(self, plan: Prefetch, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
@@ -118,7 +117,7 @@ class Reloading:
             if saved.origin() is not None:
                 continue
             if saved.returned is not None and saved.returned.storage() is not None:
-                target = saved.returned_bytes() if saved.coding is None else None
+                target = None if saved.footprint.gathered else saved.returned_bytes()
                 if target is not None:  # a node has it, with which it would go
                     self._hold(saved, target, saved.returned.event)
                 continue
@@ -145,8 +144,6 @@ class Reloading:
         """Starts a reload into a new target that belongs to ``stream``."""
         assert saved.slot is not None
         assert saved.record.state is AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
-        coding, key = saved.coding, saved.record.key
-        # What was packed is unpacked later, into other memory.
-        layout = Layout(saved.footprint.nbytes, saved.alignment_offset) if coding is None else Layout(coding.nbytes)
-        target, transfer = self._transfers.reload(saved.slot, layout, stream, what, key=key)
-        return Reload(target, transfer, coding is not None)
+        # What was gathered is scattered later, into other memory.
+        layout = Layout(saved.footprint.moved) if saved.footprint.gathered else saved.layout
+        return Reload(*self._transfers.reload(saved.slot, layout, stream, what, key=saved.record.key))

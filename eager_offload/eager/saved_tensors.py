@@ -20,7 +20,6 @@ from eager_offload.eager.saving import Saving
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT
 from eager_offload.errors import OffloadError
-from eager_offload.kernels.codecs import CODECS
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.stats import KeepReason
@@ -68,11 +67,8 @@ class SavedTensors(Saving):
 
     def begin_further_step(self, queue: ResidentQueue) -> None:
         """Begins another step in the same context; ``queue`` is the calling thread's."""
-        failures = [] if self.offloader.is_capturing() else CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
-        for reason in self._accounts.demoted("uncompiled_codec", failures):
-            self.offloader.warn(reason)
         self.begin_forward(queue)
 
     # -- forward ----------------------------------------------------------------------------------------------------

@@ -17,19 +17,14 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import module_reference, storage_key, version_of, weak_storage
-from eager_offload.codecs.names import IDENTITY
 from eager_offload.config import MIB, OffloadConfig
-from eager_offload.eager.coding import coding_of
 from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.keeping import Keeping
 from eager_offload.eager.offloading import Offloading
 from eager_offload.eager.reloading import Reloading
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
-from eager_offload.kernels.codecs import Workspaces
-from eager_offload.marks import Mark, codec_here
-from eager_offload.runtime.base import Layout
-from eager_offload.runtime.host import HostRuntime
+from eager_offload.marks import Mark
 from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, ResidentQueue
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
@@ -61,7 +56,6 @@ class Saving(abc.ABC):
     ) -> None:
         self.transfers, self.device = transfers, transfers.device
         self._runtime, self._accounts, self._windows = transfers.runtime, transfers.accounts, transfers.windows
-        self.rules, self.min_bytes = config.codec_rules, config.size("min_bytes")
         #: Of steps before they run.
         self.tables = StepTables(config.step_plans, self._accounts) if tables is None else tables
         self.script = script
@@ -74,11 +68,6 @@ class Saving(abc.ABC):
         self._names: dict[Hashable, StorageRecord] = {}
         self._steps: set[StepRecord] = set()
         self._weak = weakref.ref(self)
-        #: Codecs compute in it.
-        self.scratch = Workspaces(
-            lambda nbytes, stream: transfers.runtime.allocate(Layout(nbytes), transfers.device, stream),
-            holds=isinstance(transfers.runtime, HostRuntime),
-        )
 
     def begin_step(self, queue: ResidentQueue) -> Step:
         """Returns a step of the thread of ``queue``."""
@@ -161,8 +150,7 @@ class Saving(abc.ABC):
         # The storage is not known, or not with the bytes that it has now.
         number = len(step.log.facts)
         first = known.first if known is not None and known.step is step else number
-        stream, codec = runtime.current_stream(self.device), codec_here(self.rules)
-        facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first, codec
+        stream, facts = runtime.current_stream(self.device), (tensor.nbytes, area.nbytes, tensor.requires_grad, first)
         row = step.save(*facts, runtime.timestamp(), transfers.inflight_bytes)
         if known is not None:
             known.saved_anew = True
@@ -175,10 +163,7 @@ class Saving(abc.ABC):
             step.taken(number)
         if step.table is None and queue.awaited:
             queue.await_nothing()
-        coding = coding_of(tensor, area, codec, self.min_bytes) if codec != IDENTITY or area.gathered else None
-        if coding is not None and coding.may_be_refused and transfers.is_captured:
-            coding = None  # a graph can go by no value
-        saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, step, number)
+        saved = SavedStorage(next(self._keys), name, tensor, storage, area, self, stream, step, number)
         record, saved.first = saved.record, first
         record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
@@ -240,11 +225,7 @@ class Saving(abc.ABC):
         can do that. A storage that stays serves everyone.
         """
         if saved.record.state is KEPT:
-            return saved.packed is None
-        if saved.coding is not None and not saved.coding.serves(tensor, codec_here(self.rules), self.min_bytes):
-            if saved.record.state is not WAITING:
-                return False
-            saved.be_exact()
+            return True
         if saved.record.state is not WAITING:
             started = saved.started
             return (
@@ -268,8 +249,8 @@ class Saving(abc.ABC):
             if counters is record.counters:
                 record.shared_bytes += nbytes
         number = len(step.log.facts)
-        owner, codec = saved.first if saved.step is step else -1, codec_here(self.rules)
-        facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner, codec
+        owner = saved.first if saved.step is step else -1
+        facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner
         step.save(*facts, self._runtime.timestamp(), self.transfers.inflight_bytes)
         if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
@@ -280,16 +261,13 @@ class Saving(abc.ABC):
         kept = step.kept.get(storage_key(storage))
         if kept is None or kept.storage() is not storage:
             return False
-        facts = tensor.nbytes, step.log.facts[kept.number][1], tensor.requires_grad, kept.number, codec_here(self.rules)
+        facts = tensor.nbytes, step.log.facts[kept.number][1], tensor.requires_grad, kept.number
         step.save(*facts, self._runtime.timestamp(), self.transfers.inflight_bytes)
         return True
 
     def _view(self, saved: SavedStorage, tensor: Tensor, step: Step, number: int) -> SavedView:
-        coding, nbytes = saved.coding, saved.footprint.nbytes
-        if coding is not None and coding.rounds:  # what may be refused comes back as it is
-            nbytes = coding.nbytes
-        view = SavedView(saved, tensor, step.uses.add(number, saved.record, nbytes), step, number)
-        if saved.record.state is AWAY or saved.packed is not None:
+        view = SavedView(saved, tensor, step.uses.add(number, saved.record, saved.footprint.nbytes), step, number)
+        if saved.record.state is AWAY:
             view.forget_bytes()
         else:
             saved.aliases.append(view.alias)
@@ -330,8 +308,6 @@ class Saving(abc.ABC):
     def learn(self, record: StepRecord) -> None:
         """Takes in what a step has taught whose graph is gone."""
         self._steps.discard(record)
-        if not self.transfers.records:
-            self.scratch.clear()
         out = self.transfers.out_rate.value
         link = None if out is None else Link(out, self.transfers.in_rate.value or out)
         self.tables.learn(record.log, link, self._windows.inflight)

@@ -7,7 +7,6 @@ from enum import Enum, auto
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from eager_offload._torch import weak_storage
 from eager_offload.errors import OffloadError
@@ -190,17 +189,15 @@ class Transfer:
     __slots__ = (
         "__weakref__",
         "address",
-        "codec",
         "counters",
         "event",
         "held_after",
-        "holds",
         "is_held",
         "live",
+        "live_nbytes",
         "moved",
         "nbytes",
         "record",
-        "saved_nbytes",
         "slot",
         "source",
         "source_nbytes",
@@ -222,8 +219,9 @@ class Transfer:
         #: The bytes of the device that the library holds for it, and whether it still does.
         self.nbytes = nbytes
         self.is_held = True
-        #: Where they are counted, if they are in no storage that is.
+        #: Where those of them are counted that are in no storage which is, and how many.
         self.live: LiveBytes | None = None
+        self.live_nbytes = 0
         #: Whether it does when the copy is over, until ``DeviceOffloader.release``.
         self.held_after = False
         #: Where the link's bytes and seconds are counted, and how many were.
@@ -231,14 +229,8 @@ class Transfer:
         self.moved = slot.nbytes
         #: Whose bytes leave; `None` for those that come back.
         self.record = record
-        #: Bytes as they were saved.
-        self.saved_nbytes = nbytes
-        #: What has packed it, where something did, and a ``bool`` on the host that says, once the copy is over, whether
-        #: that codec can hold the values; ``None`` for one that holds any.
-        self.codec = ""
-        self.holds: Tensor | None = None
         #: What is copied out, and where it had its bytes, which it has to have there until the copy is over: see
-        #: [Note: memory that is replaced] in `transfers.py`. None of these for what was packed.
+        #: [Note: memory that is replaced] in `transfers.py`. None of these for what was gathered.
         self.source: Callable[[], torch.UntypedStorage | None] | None = None
         if source is not None:
             self.source, self.address, self.source_nbytes = weak_storage(source), source.data_ptr(), source.nbytes()

@@ -52,9 +52,6 @@ _AHEAD_SECONDS = 1e-3
 #: or by the copies that it always has, that the device's peak may rise above that.
 _AHEAD_PART = 1 / 32
 
-#: What has travelled is of no use: its source stays, as after a failed write.
-REFUSED = OffloadError("a codec cannot hold the values of a saved tensor")
-
 
 class _HeldBack(NamedTuple):
     """What a copy out will be made of, when its stream may have it."""
@@ -378,7 +375,7 @@ class Transfers:
         counters = self.accounts.counters
         live = counters.live
         if transfer is not None:
-            transfer.live = live
+            transfer.live, transfer.live_nbytes = live, nbytes
             live.on_device += nbytes
         if self.resident_bytes > counters.resident_bytes_peak or live.on_device > counters.device_bytes_peak:
             counters.note_resident(self.resident_bytes)
@@ -389,15 +386,7 @@ class Transfers:
             transfer.is_held = False
             self.resident_bytes -= transfer.nbytes
             if transfer.live is not None:
-                transfer.live.on_device -= transfer.nbytes
-
-    def shrink(self, transfer: Transfer, nbytes: int) -> None:
-        """For a transfer that is on its way the library holds ``nbytes`` other bytes of the device from here on."""
-        if transfer.is_held:
-            self.resident_bytes -= transfer.nbytes - nbytes
-            transfer.live = self.accounts.counters.live
-            transfer.live.on_device += nbytes
-        transfer.nbytes = nbytes
+                transfer.live.on_device -= transfer.live_nbytes
 
     def take_up(self, transfer: Transfer) -> bool:
         """A stream waits for a reload, or its event is over: what the transfer still holds it need not hold any more.
@@ -495,13 +484,7 @@ class Transfers:
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
         counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
-        if failure is None and transfer.holds is not None and not transfer.holds:
-            counters.refuse(transfer.codec)
-            record.on_transferred(transfer, REFUSED)
-            return
         if failure is None:
-            if transfer.codec:
-                counters.packed(transfer.codec, transfer.saved_nbytes, transfer.moved)
             counters.out_seconds += self.out_rate.add(carried, self.runtime.copy_seconds(transfer.event))
             counters.bytes_out -= transfer.moved - carried
         else:

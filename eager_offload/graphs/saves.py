@@ -42,7 +42,6 @@ class _Saves:
     """The saved tensors of some calls of the function."""
 
     def __init__(self, offload: Offload, config: OffloadConfig, transfers: CapturedTransfers, saves: SavedTensors):
-        saves.rules = offload.config.codec_rules  # the modules of which know these
         self.transfers, self.saved_tensors = transfers, saves
         self.hooks = Hooks(config, transfers.accounts, _OneDevice(transfers))
         self.hooks.serve(saves)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import without_caller_modes
+from eager_offload._torch import is_out_of_memory, without_caller_modes
 from eager_offload.codecs import BitMask, Codec, TensorMeta
 from eager_offload.codecs.names import is_compiled
 from eager_offload.codecs.rounded import BLOCK, compiled_multiple
@@ -156,11 +156,6 @@ class CodecKernels:
         self._packed[size] = packed + nbytes
         if len(self._packed) > _COUNTED:
             self._packed.pop(next(iter(self._packed)), None)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the CPU, had no memory for a tensor; torch has an error of its own for the former only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _size_of(codec: Codec, x: Tensor) -> _Size | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,12 +49,9 @@ class Backend(abc.ABC):
         """What moves the bytes."""
 
     def offload(self, **fields: Any) -> Offload:
-        """An ``Offload`` that moves everything that can move, all at once, unless ``fields`` say otherwise.
-
-        ``TESTS_CODEC=lossless`` has it pack, too: then tests of how many bytes move find other numbers.
-        """
-        codec, windows = os.environ.get("TESTS_CODEC", "identity"), {"max_inflight_bytes": _ALL, "prefetch_bytes": _ALL}
-        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, "codec": codec, **windows}
+        """An ``Offload`` that moves everything that can move, all at once, unless ``fields`` say otherwise."""
+        windows = {"max_inflight_bytes": _ALL, "prefetch_bytes": _ALL}
+        base = {"tier": self.tier, "min_bytes": 0, "keep_last_bytes": 0, **windows}
         offload = self._make({**base, **fields})
         self.offloads.append(offload)
         return offload

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.base import Direction
@@ -20,7 +19,6 @@ from tests.programs.parts.blocks import Step
 from tests.programs.streams import Streams
 from tests.simulation.log import Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime
-from tests.threads import collect
 
 
 def result(around: Around, seed: int = 1, meanwhile: Callable[[], object] = lambda: None) -> object:
@@ -100,31 +98,8 @@ def test_h18_an_offload_waits_for_the_last_read_of_its_slot() -> None:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-def test_h14_what_is_packed_meanwhile_is_read_on_another_stream() -> None:
-    """A later forward pushes out what an earlier one has saved, and only the library orders that pack."""
-    weight, exact = leaf(32, 32, seed=2), leaf(32, 32).sin().detach()
-    with SimulatedBackend() as backend:
-        offload = backend.offload(codec="bf16", keep_last_bytes=exact.nbytes, step_plans=False)
-        streams, found = Streams(), []
-
-        def forward() -> Tensor:
-            with offload:
-                return (leaf(32, 32).sin() * weight).sum()
-
-        for step in range(3):
-            first = forward()
-            with streams.aside() if step else nullcontext():
-                second = forward()
-                found += torch.autograd.grad(first, weight)
-                del first, second
-                offload.stats(synchronize=True)
-            collect()
-        backend.assert_nothing_is_held()
-    assert [torch.equal(one, exact.bfloat16().float()) for one in found] == [True] * 3
-
-
-def test_h14_a_batch_of_another_stream_stays_until_it_is_packed() -> None:
-    """Its memory goes back to the stream that loaded it, which knows nothing of the pack."""
+def test_h14_a_batch_of_another_stream_stays_until_it_is_gathered() -> None:
+    """Its memory goes back to the stream that loaded it, which does not know that another one gathers."""
     weight = leaf(32, 32)
     with SimulatedBackend() as backend:
         offload = backend.offload()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import TorchDispatchMode
-from eager_offload.codecs import Gather
+from eager_offload.eager import gather
 from eager_offload.tiers.disk_slots import DiskSlot
 from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
 from tests.hazards.probes import Allocations, meanwhile
@@ -195,15 +195,15 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
         loss.backward()
         return x.grad
 
-    def pack(codec: Gather, x: Tensor, out: Tensor, seed: Tensor | None = None) -> None:
-        refused.append(x.nbytes)
+    def as_elements(_: Tensor, elements: Tensor) -> None:
+        refused.append(elements.nbytes)
         refuses()
 
     expected, offload, refused = program(nullcontext()), backend.offload(), list[int]()
     assert_identical(expected, program(Settled(offload)))
     gathered = offload.stats()
     offload.reset_stats()
-    monkeypatch.setattr(Gather, "pack", pack)
+    monkeypatch.setattr(gather, "_as_elements", as_elements)
     with pytest.warns(RuntimeWarning, match="no memory left to gather") as warned:
         assert_identical(expected, program(Settled(offload)))
     stats = assert_settled(offload)

@@ -245,8 +245,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"step_plans": False},
     {"keep_last_bytes": "auto", "device_budget": "1GiB"},
     {"keep_last_bytes": "auto", "policy": "free"},
-    {"codec": "lossless"},
-    {"codec": "bf16"},
 ]
 PROGRAMS = {**{one.__name__: one for one in SPECIAL}, **{name: corpus_program(name) for name in CORPUS}}
 

@@ -13,8 +13,8 @@ from tests.virtual_device import build
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/virtual_device/on_device"
-#: Tests on any backend; of those of codecs what runs without Inductor, which does not know the device.
-HAZARDS = ["tests/hazards", "tests/codecs/test_rounding.py", "tests/test_contract.py"]
+#: Tests on any backend.
+HAZARDS = ["tests/hazards", "tests/test_contract.py"]
 #: What runs together in one process: arguments for pytest. In the full suite each has its long form.
 QUICK = {
     # Of the device's budget one test in two regimes.
