@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from eager_offload.machine import Machine
     from eager_offload.malloc import release_freed_memory
-    from eager_offload.marks import codec, keep, no_offload, prefer_offload
+    from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
     from eager_offload.planning.files import Point
     from eager_offload.planning.plan import Plan
@@ -48,7 +48,6 @@ __all__ = [
     "SavedTensorModifiedError",
     "StepTable",
     "TransferError",
-    "codec",
     "keep",
     "no_offload",
     "plan",
@@ -68,7 +67,7 @@ _HOMES = {
     ),
     "machine": ("Machine",),
     "malloc": ("release_freed_memory",),
-    "marks": ("codec", "keep", "no_offload", "prefer_offload"),
+    "marks": ("keep", "no_offload", "prefer_offload"),
     "planning.files": ("Point",),
     "planning.plan": ("Plan",),
     "planning.planner": ("plan",),
@@ -78,8 +77,6 @@ _HOMES = {
 
 #: Removed public names, with the advice for each.
 _GONE = {
-    "CodecPolicy": 'name the modules in which may be rounded: Offload(codec={"*": "lossless", "*.mlp": "fp8"})',
-    "PrecisionError": "what is rounded follows from the modules that save, so nothing raises it: leave it out",
     "StepPlan": "what is known of a step is eager_offload.StepTable, which Offload.step_plan() returns",
     "simulation": "the simulated runtime is a part of the library's tests; a step is predicted by eager_offload.plan",
 }

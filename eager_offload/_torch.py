@@ -36,7 +36,6 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_i
 if TYPE_CHECKING:
     import torch._inductor.config as inductor_config
     import torch._inductor.ir as inductor_ir
-    from torch._decomp import get_decompositions
     from torch._dynamo.eval_frame import OptimizedModule
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
@@ -110,7 +109,6 @@ PRIVATE_NAMES = {
     "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
     "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
     "compiling fails": (
-        "torch._decomp.get_decompositions",
         "torch._inductor.config",
         "torch._inductor.compile_fx.compile_fx",
         "torch._inductor.custom_graph_pass.CustomGraphPass",
@@ -148,7 +146,7 @@ PRIVATE_NAMES = {
         "torch.nn.Module._call_impl",
     ),
     "prepared models cannot be scripted": ("torch.jit._recursive.ignored_attributes",),
-    "compiled functions that call prepared models do not offload, and skip and codec do not act there": (
+    "compiled functions that call prepared models do not offload, and skip does not act there": (
         "torch._dynamo.utils.unpatched_nn_module_call",
     ),
     "saves that torch's offload_wrapper hides are not warned of": (
@@ -203,11 +201,9 @@ PATCHED = {
     "until a backward is run when every Offload has gone: its errors have a note": (
         "torch.autograd._engine_run_backward",
     ),
-    "while python -m eager_offload run runs a script; while a model is prepared or has modules that skip or codec names"
+    "while python -m eager_offload run runs a script; while a model is prepared or has modules that skip names"
     ", once the compiler is loaded": ("torch.nn.Module.__call__",),
-    "while a model is prepared, has modules that skip or codec names, or a plan is applied": (
-        "torch.nn.Module.compile",
-    ),
+    "while a model is prepared, has modules that skip names, or a plan is applied": ("torch.nn.Module.compile",),
     "while a thread plans for a GPU that the machine does not have; for that thread alone": (
         "torch.autocast.__init__",
         "torch.autocast.__enter__",
@@ -389,11 +385,6 @@ def node_sequence(node: Any) -> int:
 def is_of_function(node: object) -> bool:
     """Returns whether an autograd node is that of a custom ``autograd.Function``."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def made_by_function(tensor: Tensor) -> bool:
-    """Returns whether a custom ``autograd.Function`` has made ``tensor``, as far as autograd knows."""
-    return is_of_function(tensor.grad_fn)
 
 
 # -- hooks for saved tensors ------------------------------------------------------------------------------------------

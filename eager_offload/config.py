@@ -9,14 +9,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
-from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import ConfigError
 from eager_offload.names import briefly, check_names, checks_names, unknown_name
 from eager_offload.pydantic_schema import schema_of
@@ -29,10 +27,8 @@ Size: TypeAlias = str | int  # in this order: a command line's text is kept, sin
 Auto: TypeAlias = Literal["auto"]
 if TYPE_CHECKING:
     PathLike: TypeAlias = str | os.PathLike[str]
-    CodecLike: TypeAlias = str | Mapping[str, str]
-else:  # Parsers of command lines read these annotations: they know PathLike without its parameter, a mapping as JSON.
+else:  # Parsers of command lines read these annotations, and know PathLike without its parameter.
     PathLike = str | os.PathLike
-    CodecLike = str
 
 _TIERS = ("auto", "host", "disk")
 #: The variable that switches every ``Offload`` on or off, whatever the code says; the prefix of a field's variable.
@@ -57,10 +53,6 @@ _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 #: The advice for a model given to an ``Offload``, as one gives it to DDP.
 TAKES_NO_MODEL = "an Offload takes no model: write `with offload:` around the forward, or offload.compile(model)"
-#: Removed settings, with the advice for each.
-GONE = {
-    "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
-}
 #: Replaces characters that end or change a literal in source code; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -153,7 +145,6 @@ class OffloadFields(TypedDict, total=False):
     device_budget: Size | None
     policy: str
     max_slowdown: float | None
-    codec: CodecLike
     skip: tuple[str, ...] | Sequence[str] | str
     release_freed_memory: bool | Auto
     enabled: bool
@@ -162,14 +153,12 @@ class OffloadFields(TypedDict, total=False):
 class _BesideFields:
     """The attributes of a config that are not fields."""
 
-    __slots__ = ("_written", "codec_rules")
+    __slots__ = ("_written",)
     #: The texts in which sizes were given: errors and warnings repeat them.
     _written: Mapping[str, str]
-    #: ``codec`` as rules. Each config has rules of its own, whose identity tells two ``Offload``s apart.
-    codec_rules: CodecRules
 
 
-@checks_names(GONE)
+@checks_names()
 @dataclass(frozen=True)
 class OffloadConfig(_BesideFields):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
@@ -249,15 +238,6 @@ class OffloadConfig(_BesideFields):
     """How much longer a step may take than without offload, such as 0.05 for 5 %: as few bytes stay as hold it to that,
     learnt or, in compiled code, estimated as for ``policy="free"``, which is 0. ``None``: no bound."""
 
-    codec: CodecLike = "identity"
-    """The codec that packs saved tensors before they travel. ``"identity"`` packs nothing. ``"lossless"`` packs tensors
-    that fit into fewer bytes, bit for bit: ``float32`` cast from ``bfloat16``, ``bool``, and on a CPU masks (in
-    compiled code ``bool`` alone). ``"bf16"``, ``"int8"`` and ``"fp8"`` do so too, and round to nearest the
-    floating-point tensors that require grad, are not parameters and have ``min_bytes`` or more. A mapping names codecs
-    by patterns of module names, such as ``{"*": "lossless", "*.mlp": "fp8"}``: of the patterns that match a module, or
-    one around it, the last one counts, and ``"*"`` matches saves outside of modules too. Patterns are resolved as those
-    of ``skip``. ``with eager_offload.codec("bf16"):`` overrides this setting. See the page on codecs."""
-
     skip: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of module names, such as ``["lm_head", "*.norm"]``, whose saved tensors stay; ``*`` stands for any text.
     A pattern that matches no module of the model is an error that lists near names. A plain loop gives the model once
@@ -295,8 +275,6 @@ class OffloadConfig(_BesideFields):
         if self.device_budget is not None:
             self._check_device_budget()
         self._check_slowdown()
-        self._store("codec", _codec(self.codec))
-        self._store("codec_rules", CodecRules({"*": self.codec}) if isinstance(self.codec, str) else copy(self.codec))
         for field in ("pin_memory", "step_plans", "release_freed_memory"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -348,7 +326,7 @@ class OffloadConfig(_BesideFields):
         Raises:
             ConfigError: a field does not exist, besides the errors of the constructor.
         """
-        check_names(fields, FIELDS, GONE)
+        check_names(fields, FIELDS)
         base = base or cls()
         return dataclasses.replace(base, **{**base._written, **fields})
 
@@ -378,8 +356,8 @@ class OffloadConfig(_BesideFields):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """Returns a config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas; a mapping of codecs is
-        JSON. An unset or empty variable leaves the default.
+        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas. An unset or empty variable
+        leaves the default.
 
         Raises:
             ConfigError: a variable with the prefix names no field, or a value is not accepted.
@@ -391,7 +369,7 @@ class OffloadConfig(_BesideFields):
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
                     known = [variable_of(one) for one in FIELDS]
-                    raise unknown_name(f"variable {name}={text!r}", name, known, instead=GONE.get(field))
+                    raise unknown_name(f"variable {name}={text!r}", name, known)
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 
@@ -410,7 +388,7 @@ class OffloadConfig(_BesideFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a list of texts."""
-        fields: dict[str, Any] = json.loads(json.dumps(vars(self), default=_json))
+        fields: dict[str, Any] = json.loads(json.dumps(vars(self), default=os.fspath))
         return fields
 
     def changed(self) -> dict[str, Any]:
@@ -425,12 +403,12 @@ class OffloadConfig(_BesideFields):
         """
         given = self.changed()
         # Fields are sorted by name. Patterns within a field keep their order, since the last one counts.
-        return json.dumps(dict(sorted(given.items())), default=_json).translate(_TO_LITERAL) if given else ""
+        return json.dumps(dict(sorted(given.items())), default=os.fspath).translate(_TO_LITERAL) if given else ""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
         hints = get_type_hints(cls)
-        annotations = {name: hints[name] for name in FIELDS} | {"codec": str | dict[str, str]}
+        annotations = {name: hints[name] for name in FIELDS}
         return schema_of(cls, annotations, _DEFAULTS.to_dict(), handler.generate_schema)
 
     @classmethod
@@ -575,35 +553,11 @@ def _paths(value: object) -> tuple[Path, ...] | None:
         ) from None
 
 
-def _codec(value: object) -> str | CodecRules:
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = _codec_from_text(value)
-    if isinstance(value, CodecRules):
-        return value
-    if isinstance(value, Mapping):
-        return CodecRules(value)
-    check_name(value, f"codec={value!r}", "codec takes", ", or a mapping from patterns of module names to these")
-    return cast(str, value)
-
-
-def _json(value: Any) -> object:
-    """Returns the JSON form of a value of a type that ``json`` does not know."""
-    return dict(value) if isinstance(value, CodecRules) else os.fspath(value)
-
-
 def _patterns(value: object) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
         raise _refuse("skip", value, "the names of modules, or patterns of them, as a list of texts")
     return tuple(listed)
-
-
-def _codec_from_text(text: str) -> object:
-    """Returns the mapping that ``text`` has in JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise _refuse("codec", text, "a name, or a mapping from patterns of module names to names in JSON") from None
 
 
 def field_from_text(field: str, text: str) -> object:

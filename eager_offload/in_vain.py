@@ -149,16 +149,14 @@ class InVain:
             self.warn_once("nothing", f"nothing moved, because {because or why(stats, self._config)}")
 
     def _warn_of_patterns(self, matched: MatchedModules) -> None:
-        """Warns, once for each field, of patterns of which no module has been called."""
-        found = matched.without_calls()
-        for field, instead in (("skip", "no_offload()"), ("codec", "codec(...)")):
-            if patterns := [one.text for one in found if one.field == field]:
-                self.warn_once(
-                    field,
-                    f"{field}={patterns} has had no effect so far: no module that it names has been called. It counts "
-                    "for what is saved where a module is called, as module(x), and not where module.forward(x) is, or "
-                    f"a method of its own: name a module around it, or write `with eager_offload.{instead}:` there",
-                )
+        """Warns of patterns of which no module has been called."""
+        if patterns := matched.without_calls():
+            self.warn_once(
+                "skip",
+                f"skip={patterns} has had no effect so far: no module that it names has been called. It counts for "
+                "what is saved where a module is called, as module(x), and not where module.forward(x) is, or a method "
+                "of its own: name a module around it, or write `with eager_offload.no_offload():` there",
+            )
 
 
 @atexit.register

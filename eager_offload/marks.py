@@ -1,4 +1,4 @@
-"""Regions in which nothing moves or a codec packs, and marks on single storages.
+"""Regions in which nothing moves, and marks on single storages.
 
 [Note: traced marks]
 A traced tensor has no bytes, but it has a storage, and the values of a graph that share memory share one. So a mark in
@@ -13,7 +13,6 @@ region begins, and one where it ends. Both decompose into nothing when the graph
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
@@ -28,7 +27,6 @@ from torch.fx.traceback import annotate
 from torch.library import register_fake
 
 from eager_offload._torch import is_wrapper, library, storage_key
-from eager_offload.codecs.names import CodecRules, check_name
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
 from eager_offload.tiers.finalizers import FinalizerRecord
@@ -53,38 +51,17 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
     mark: Mark
 
 
-class NamedModule:
-    """The patterns of ``codec=...`` that name a module, for the ``Offload`` whose setting that is.
-
-    Two ``Offload``s may have equal settings and different modules, so in eager code the identity of ``rules`` tells
-    them apart. Compiled graphs belong to settings and not to objects, so there the text of the rules does.
-    """
-
-    __slots__ = ("notes", "patterns", "rules", "text")
-
-    def __init__(self, rules: CodecRules, patterns: tuple[str, ...]) -> None:
-        #: Weak, because this object lives in the module, for longer than an ``Offload`` may live.
-        self.rules = weakref.ref(rules)
-        self.patterns = patterns
-        self.notes = {f"{MODULE_NOTE}{rules.text} {pattern}": True for pattern in patterns}
-        self.text = f"{rules.text} {', '.join(patterns)}"
-
-
 class _Inside(threading.local):
     """The regions that the calling thread is in."""
 
-    def __init__(self) -> None:
-        #: An empty text for each region of ``no_offload()``.
-        self.keeps: list[str] = []
-        #: The names of the codecs of regions, the innermost one last.
-        self.codecs: list[str] = []
-        #: The modules being called that patterns of ``codec=...`` name.
-        self.modules: list[NamedModule] = []
+    #: How many; those of generators need not nest.
+    keeps = 0
 
 
-#: Keys in the ``meta["custom"]`` of a node that was traced inside a region: of ``no_offload()``; of ``codec(...)``,
-#: with the codec as value; and, as a prefix of the setting and one of its patterns, of a module that the pattern names.
-REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_codec", "eager_offload_in "
+#: The key in the ``meta["custom"]`` of a node that was traced inside a region.
+REGION_NOTE = "eager_offload_keeps"
+#: A region as a user writes it.
+_WRITTEN = "eager_offload.no_offload()"
 
 inside = _Inside()
 # No lock: each is changed by single operations, which no other thread can interrupt.
@@ -94,48 +71,31 @@ _gone: deque[_Marked] = deque()
 
 
 class Region(ContextDecorator):
-    """A region of eager code, for the saves of the calling thread while it is open.
-
-    Args:
-        kind: the list of ``_Inside`` that it adds to: ``"keeps"``, ``"codecs"`` or ``"modules"``.
-        added: the entry that it adds.
-    """
-
-    def __init__(self, kind: str = "keeps", added: str | NamedModule = "") -> None:
-        self._kind, self._added = kind, added
-        #: As a user writes it.
-        self._written = "eager_offload.no_offload()" if kind == "keeps" else f'eager_offload.codec("{added}")'
+    """A region of eager code, for the saves of the calling thread while it is open."""
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
-            raise OffloadError(f"a region of compiled code has to be made there: write `with {self._written}:`")
-        getattr(inside, self._kind).append(self._added)
+            raise OffloadError(f"a region of compiled code has to be made there: write `with {_WRITTEN}:`")
+        inside.keeps += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _take_last(getattr(inside, self._kind), self._added):
+        if not inside.keeps:
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
+        inside.keeps -= 1
 
     def __call__(self, func: F) -> F:
         if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
             raise OffloadError(
-                f"{self._written} decorates functions that have run when they return, and "
-                f"{getattr(func, '__name__', func)} is none: write `with {self._written}:` inside of it"
+                f"{_WRITTEN} decorates functions that have run when they return, and "
+                f"{getattr(func, '__name__', func)} is none: write `with {_WRITTEN}:` inside of it"
             )
         return super().__call__(func)
 
     def _recreate_cm(self) -> Region:
         # Called for each call of a decorated function, which may be a traced one.
-        return no_offload() if self._kind == "keeps" else codec(str(self._added))
-
-
-def _take_last(entries: list[Any], entry: object) -> bool:
-    """Deletes the last ``entry`` of ``entries``; regions of generators need not nest. Returns whether there was one."""
-    if entry not in entries:
-        return False
-    del entries[len(entries) - 1 - entries[::-1].index(entry)]
-    return True
+        return no_offload()
 
 
 def no_offload() -> Region:
@@ -149,64 +109,8 @@ def no_offload() -> Region:
             x = block(x)
     """
     if torch.compiler.is_compiling():
-        return _traced_region({REGION_NOTE: True}, "")  # type: ignore[return-value]  # no decorator while it is traced
+        return _traced_region()  # type: ignore[return-value]  # no decorator while it is traced
     return Region()
-
-
-def codec(name: str) -> Region:
-    """Packs everything saved inside with the codec ``name``, whatever ``codec=...`` says; the innermost region counts.
-
-    A context manager and a decorator, as :func:`no_offload` is, for the thread that enters it and inside compiled code.
-    ``"bf16"``, ``"int8"`` and ``"fp8"`` round the floating-point tensors that are saved inside, require grad, are not
-    parameters and have ``min_bytes`` or more. A save of the same storage outside the region stays exact.
-
-        with eager_offload.codec("bf16"):
-            x = block(x)
-
-    Args:
-        name: ``"identity"``, ``"lossless"``, ``"bf16"``, ``"int8"`` or ``"fp8"``.
-
-    Raises:
-        ConfigError: ``name`` is another one.
-    """
-    check_name(name, f"eager_offload.codec({name!r})")
-    if torch.compiler.is_compiling():
-        return _traced_region({CODEC_NOTE: name}, name)  # type: ignore[return-value]  # as above
-    return Region("codecs", name)
-
-
-def in_module(named: NamedModule) -> Region:
-    """Returns a region around the call of a module that patterns of ``codec=...`` name."""
-    if torch.compiler.is_compiling():
-        return _traced_region(named.notes, named.text)  # type: ignore[return-value]  # as above
-    return Region("modules", named)
-
-
-def region_here() -> str:
-    """Returns the region of the calling thread as a user writes it; empty outside of all."""
-    if inside.keeps:
-        return "no_offload()"
-    if inside.codecs:
-        return f'codec("{inside.codecs[-1]}")'
-    return f"codec={{{inside.modules[-1].patterns[-1]!r}: ...}}" if inside.modules else ""
-
-
-def codec_here(rules: CodecRules) -> str:
-    """Returns the name of the codec for the saves of the calling thread; ``rules`` are those of the setting."""
-    if inside.codecs:
-        return inside.codecs[-1]
-    if not inside.modules:
-        return rules.elsewhere
-    return rules.name_in([pattern for one in inside.modules if one.rules() is rules for pattern in one.patterns])
-
-
-def codec_noted(notes: object, rules: CodecRules) -> str:
-    """Returns the name of the codec for a node of a graph with these ``notes`` in ``meta["custom"]``."""
-    if not isinstance(notes, dict):
-        return rules.elsewhere
-    before = f"{MODULE_NOTE}{rules.text} "
-    inside = [name.removeprefix(before) for name in notes if str(name).startswith(before)]
-    return str(notes[CODEC_NOTE]) if CODEC_NOTE in notes else rules.name_in(inside)
 
 
 def keep(tensor: T) -> T:
@@ -303,22 +207,22 @@ mark_operator = torch.ops.eager_offload.mark.default
 torch.fx.has_side_effect(mark_operator)
 
 
-_library.define("region(str border, str what) -> ()")
+_library.define("region(str border) -> ()")
 region_operator = torch.ops.eager_offload.region.default
 torch.fx.has_side_effect(region_operator)
 
 
 @contextmanager
-def _traced_region(notes: dict[str, Any], what: str) -> Iterator[None]:
-    region_operator("begins", what)
+def _traced_region() -> Iterator[None]:
+    region_operator("begins")
     try:
-        with annotate(notes):
+        with annotate({REGION_NOTE: True}):
             yield
     finally:
-        region_operator("ends", what)
+        region_operator("ends")
 
 
 # Tracers see the body of a composite operator in place of the operator.
-_library.impl("region", lambda border, what: None, "CompositeImplicitAutograd")
+_library.impl("region", lambda border: None, "CompositeImplicitAutograd")
 _library.impl("mark", lambda tensor, mark: None, "CompositeExplicitAutograd")
 register_fake("eager_offload::mark", lambda tensor, mark: _mark_storage(tensor, Mark(mark)), lib=_library)

@@ -1,4 +1,4 @@
-"""Modules that patterns of ``skip`` and ``codec`` name: their saves stay, or are packed by the codec named for them.
+"""Modules that patterns of ``skip`` name: their saves stay.
 
 A module is matched when it is called. Its saves are those made in its call, also in the calls of modules inside it.
 """
@@ -9,24 +9,14 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from eager_offload.codecs.names import CodecRules
-from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
-from eager_offload.marks import NamedModule, in_module, no_offload
+from eager_offload.marks import no_offload
 from eager_offload.module_calls import ModuleCall, show_to_compilers
-
-
-class Pattern(NamedTuple):
-    """A pattern of module names, and the field of the configuration that it stands in."""
-
-    field: str
-    text: str
-
 
 #: Classes of modules that wrap another one, and the attribute that holds it.
 _WRAPPERS = {
@@ -41,26 +31,18 @@ _WRAPPERS = {
 INNER_MODULES = frozenset(_WRAPPERS.values())
 
 
-def patterns_of(config: OffloadConfig) -> tuple[Pattern, ...]:
-    """Returns the patterns of ``config`` that need the names of a model's modules."""
-    skip, codec = config.skip, config.codec_rules.of_modules
-    return (*(Pattern("skip", one) for one in skip), *(Pattern("codec", one) for one in codec))
-
-
 class _Matched:
     """One module that patterns name. Refers to it and to its call weakly: it holds the call, and a compiled call it."""
 
-    def __init__(self, module: nn.Module, patterns: frozenset[Pattern]) -> None:
+    def __init__(self, module: nn.Module, patterns: frozenset[str]) -> None:
         self.module = weakref.ref(module)
         #: The patterns that name the module.
         self.patterns = patterns
         self.call: Callable[[], ModuleCall | None] = _no_call
 
-    def begin(self, rules: CodecRules) -> None:
+    def begin(self) -> None:
         if (module := self.module()) is not None and self.call() is None:
-            keeps = any(one.field == "skip" for one in self.patterns)
-            around = _in_no_offload if keeps else _InCodec(rules, self.patterns)
-            self.call = weakref.ref(ModuleCall.begin(module, around))
+            self.call = weakref.ref(ModuleCall.begin(module, _in_no_offload))
             show_to_compilers()
 
     def end(self) -> None:
@@ -70,7 +52,7 @@ class _Matched:
 
 
 class MatchedModules:
-    """The modules whose calls run in a region of ``no_offload`` or of a codec, for one ``Offload``.
+    """The modules whose calls run in a region of ``no_offload``, for one ``Offload``.
 
     [Note: copies of matched modules]
     A copy or a pickle of a module has nothing of the library. So the copy of an ``Offload`` learns its modules from the
@@ -97,14 +79,13 @@ class MatchedModules:
             copied._matched.append(_Matched(its, one.patterns))
         return copied
 
-    def add(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
+    def add(self, model: nn.Module, patterns: Sequence[str]) -> None:
         """Runs the calls of matching modules in a region from now on, beside those that do already.
 
         Args:
             model: the model, wrapped or not.
             patterns: patterns of names as ``model.named_modules()`` gives them, without the parts that wrappers add;
                 ``*`` stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
-            rules: the rules of ``codec``.
 
         Raises:
             ConfigError: a pattern matches no module; the text lists near names.
@@ -119,15 +100,15 @@ class MatchedModules:
             elif not naming <= one.patterns:  # a module of several models
                 one.end()
                 one.patterns |= naming
-            one.begin(rules)
+            one.begin()
 
-    def add_one_of_several(self, model: nn.Module, patterns: Sequence[Pattern], rules: CodecRules) -> None:
+    def add_one_of_several(self, model: nn.Module, patterns: Sequence[str]) -> None:
         """Does what ``add`` does, with those of ``patterns`` that match in ``model``."""
         names = dict.fromkeys(name for name in modules_by_name(model) if name)
         self._names = {**(self._names or {}), **names}
-        self.add(model, [one for one in patterns if _any_matches(one, names)], rules)
+        self.add(model, [one for one in patterns if _any_matches(one, names)])
 
-    def unmatched(self, patterns: Sequence[Pattern]) -> list[ConfigError]:
+    def unmatched(self, patterns: Sequence[str]) -> list[ConfigError]:
         """Returns an error for each of ``patterns`` that matches in none of several models; none before the first."""
         names = self._names
         if names is None:
@@ -135,15 +116,15 @@ class MatchedModules:
         missing = [one for one in patterns if not _any_matches(one, names)]
         return [_no_match(one, list(names), "any model that was called") for one in missing]
 
-    def begin(self, rules: CodecRules) -> bool:
+    def begin(self) -> bool:
         """Begins with the modules of a copy. Returns whether a model was added."""
         if self._is_copy:
             self._is_copy = False
             for one in self._matched:
-                one.begin(rules)
+                one.begin()
         return bool(self._matched) or self._names is not None
 
-    def without_calls(self) -> list[Pattern]:
+    def without_calls(self) -> list[str]:
         """Returns the patterns of which no module has been called yet."""
         matched = [one for one, _ in self._alive()]
         called = {pattern for one in matched if (call := one.call()) and call.has_run for pattern in one.patterns}
@@ -166,21 +147,6 @@ def _no_call() -> None:
 def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     with no_offload():
         return call(*arguments, **named)
-
-
-class _InCodec:
-    """Runs the calls of a module that patterns of ``codec`` name in a region of that codec."""
-
-    def __init__(self, rules: CodecRules, patterns: frozenset[Pattern]) -> None:
-        self._named = NamedModule(rules, tuple(sorted(one.text for one in patterns)))
-
-    def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        with in_module(self._named):
-            return call(*arguments, **named)
-
-    def is_over(self) -> bool:
-        """Returns whether the ``Offload`` has gone without having been closed."""
-        return self._named.rules() is None
 
 
 def _attribute_of_inner(module: nn.Module) -> str | None:
@@ -206,36 +172,35 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {plain: module for module, plain in inside.values()}
 
 
-def _matching(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[nn.Module, frozenset[Pattern]]]:
+def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
     """Returns the modules that patterns name, each with its patterns."""
     modules = modules_by_name(model)
     names = [name for name in modules if name]
-    found: dict[int, tuple[nn.Module, frozenset[Pattern]]] = {}
+    found: dict[int, tuple[nn.Module, frozenset[str]]] = {}
     for pattern in patterns:
-        matching = {name: modules[name] for name in names if fnmatchcase(name, pattern.text)}
+        matching = {name: modules[name] for name in names if fnmatchcase(name, pattern)}
         if not matching:
             raise _no_match(pattern, names)
         for name, module in matching.items():
             if isinstance(module, torch.jit.ScriptModule):
                 raise ConfigError(
-                    f"{pattern.field}={pattern.text!r} is not accepted: it matches {name!r}, a module of TorchScript, "
+                    f"skip={pattern!r} is not accepted: it matches {name!r}, a module of TorchScript, "
                     "whose calls Python does not see. Name the modules around it, or script it after training"
                 )
-            _, naming = found.get(id(module), (module, frozenset[Pattern]()))
+            _, naming = found.get(id(module), (module, frozenset[str]()))
             found[id(module)] = module, naming | {pattern}
     return list(found.values())
 
 
-def _any_matches(pattern: Pattern, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern.text) for name in names)
+def _any_matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _no_match(pattern: Pattern, names: Sequence[str], where: str = "this model") -> ConfigError:
-    field, text = pattern
-    literal = text.replace("*", "").strip(".")
-    near = [name for name in names if literal and literal in name] + difflib.get_close_matches(text, names, 5)
+def _no_match(pattern: str, names: Sequence[str], where: str = "this model") -> ConfigError:
+    literal = pattern.replace("*", "").strip(".")
+    near = [name for name in names if literal and literal in name] + difflib.get_close_matches(pattern, names, 5)
     listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
     return ConfigError(
-        f"{field}={text if field == 'skip' else {text: '...'}!r} is not accepted: it matches no module of {where}. "
+        f"skip={pattern!r} is not accepted: it matches no module of {where}. "
         f"{'Near' if near else 'Its'} names: {listed}"
     )

@@ -76,12 +76,6 @@ class ModuleCall:
             _compiling.take_off()
             replaced_calls_in_graphs.take_off()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has no users any more, or its ``Offload`` has gone without ``close``."""
-        is_over = getattr(self._around, "is_over", None)
-        return self._around is None or (is_over is not None and is_over())
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         module, is_written_down = self._module(), torch.compiler.is_exporting()
         if not torch.compiler.is_dynamo_compiling():  # a call that Dynamo traces has no frames to look at
@@ -115,7 +109,7 @@ def _living(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if not isinstance(call, ModuleCall):
         return call
     call._inner = _living(call._inner)
-    return call._inner if call.is_over else call
+    return call._inner if call._around is None else call
 
 
 def _beneath(compile: Callable[..., None]) -> Callable[..., None]:

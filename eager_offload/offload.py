@@ -18,14 +18,12 @@ import eager_offload.compile.ops  # defines operators, which graphs of other pro
 import eager_offload.eager.checkpointing  # noqa: F401  # has selective checkpointing save with us in a context
 from eager_offload import contexts
 from eager_offload._torch import (
-    accelerator_in_use,
     compiler_is_loaded,
     no_module,
     on_first_compile,
     without_caller_modes,
 )
 from eager_offload.budget import Controller
-from eager_offload.codecs.names import ROUNDING
 from eager_offload.compile.cache_key import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
@@ -34,11 +32,10 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
-from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
+from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell
 from eager_offload.in_vain import InVain
-from eager_offload.kernels.codecs import CODECS
 from eager_offload.marks import no_offload
-from eager_offload.matched_modules import MatchedModules, patterns_of
+from eager_offload.matched_modules import MatchedModules
 from eager_offload.module_calls import show_to_compilers
 from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
@@ -118,8 +115,7 @@ class Offload:
     def _begin(
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
     ) -> None:
-        #: The settings in force, after the switch of the environment. An object of its own: its codec rules name this
-        #: ``Offload`` alone.
+        #: The settings in force, after the switch of the environment.
         self.config = OffloadConfig.from_fields({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
@@ -132,12 +128,8 @@ class Offload:
         self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
         #: Whether ``_prepare_for_compiled_code`` has run.
         self._serves_compiled_code = False
-        #: The rounding codecs that the settings name.
-        self._rounding = frozenset(ROUNDING[one] for one in self.config.codec_rules.values() if one in ROUNDING)
         self._in_vain = InVain(self.config, self._accounts)
         self._matched = MatchedModules()
-        #: The patterns of the settings that need the names of a model's modules.
-        self.patterns = patterns_of(self.config)
         _alive.add(self)
 
     def _take(self, plan: StepTable | PlanSettings) -> None:
@@ -230,11 +222,10 @@ class Offload:
         if not self.config.enabled:
             return self
         self._in_vain.is_used()
-        if self.patterns and not self._matched.begin(self.config.codec_rules):
-            given = f"skip={list(self.config.skip)}" if self.config.skip else f"codec={self.config.codec}"
+        if self.config.skip and not self._matched.begin():
             raise ConfigError(
-                f"{given} needs the names of a model's modules: call offload.skip_in(model) once, before the first "
-                "`with offload:`"
+                f"skip={list(self.config.skip)} needs the names of a model's modules: call offload.skip_in(model) "
+                "once, before the first `with offload:`"
             )
         self.refuse_reentry()
         is_captured = self._hooks.thread.captured is not None
@@ -298,11 +289,6 @@ class Offload:
         counters.begin()
         self._offloaders.release_freed()
         self._offloaders.release_idle()
-        if self._rounding and accelerator_in_use():
-            accelerator: Any = torch.accelerator.current_accelerator()
-            CODECS.expect(self._rounding, torch.device(accelerator.type, torch.accelerator.current_device_index()))
-        for reason in self._accounts.demoted("uncompiled_codec", CODECS.compile_due()):
-            warn(reason)
 
     def _leave(self, context: Context, *, is_failed: bool) -> None:
         """Ends ``context``, and the forward if the calling thread is in no other context of this object."""
@@ -362,11 +348,11 @@ class Offload:
             )
 
     def skip_in(self, model: torch.nn.Module) -> None:
-        """Finds the modules of ``model`` that the patterns of ``skip`` and of ``codec`` name.
+        """Finds the modules of ``model`` that the patterns of ``skip`` name.
 
-        From now on, tensors saved in calls of ``skip`` modules stay, with the reason ``region``, and tensors saved in
-        calls of ``codec`` modules are packed by the codec named for them. :meth:`close` restores the modules. The
-        integrations and :meth:`compile` call this method themselves. A second call for the same model changes nothing.
+        From now on, tensors saved in calls of these modules stay, with the reason ``region``. :meth:`close` restores
+        the modules. The integrations and :meth:`compile` call this method themselves. A second call for the same model
+        changes nothing.
 
         A deep copy that is made after that of the model, in one ``copy.deepcopy`` (of a module that holds both, say),
         acts on the copied modules; ``copy.copy`` acts on the same ones. Any other copy, and every pickle, needs a call
@@ -378,8 +364,8 @@ class Offload:
         Raises:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
         """
-        if self.config.enabled and self.patterns:
-            self._matched.add(model, self.patterns, self.config.codec_rules)
+        if self.config.enabled and self.config.skip:
+            self._matched.add(model, self.config.skip)
 
     def expect_no_use(self) -> None:
         """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
@@ -387,12 +373,12 @@ class Offload:
 
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
-        if self.config.enabled and self.patterns:
-            self._matched.add_one_of_several(model, self.patterns, self.config.codec_rules)
+        if self.config.enabled and self.config.skip:
+            self._matched.add_one_of_several(model, self.config.skip)
 
     def unmatched(self) -> list[ConfigError]:
         """Returns an error for each pattern that has matched in none of the models of :meth:`skip_in_one_of`."""
-        return self._matched.unmatched(self.patterns)
+        return self._matched.unmatched(self.config.skip)
 
     def check_capture(self) -> None:
         """Raises if the calling thread cannot capture a step in a ``with`` of this object.

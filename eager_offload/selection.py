@@ -18,7 +18,7 @@ from eager_offload._torch import attributes_of, base_of, has_own_memory, hint, i
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
 
-#: A view that covers less than one part in this many of its storage travels alone. The three thirds of a fused
+#: Views that cover less than one part in this many of their storage travel alone. The three thirds of a fused
 #: projection are below it (they travel as one storage), a slice of a batch is above.
 _GATHER_BELOW = 4
 
@@ -176,14 +176,23 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     If a view covers a good part of its storage, the storage travels whole, once for all its views. A view that covers
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
-    if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
+    if tensor.is_contiguous() and not covers_little(tensor.nbytes, storage_nbytes):
         return whole(storage_nbytes)  # the common case, told by a cheap question
-    itemsize = tensor.itemsize
-    own = own_bytes(tensor)
-    if own * _GATHER_BELOW >= storage_nbytes:
+    itemsize, own = tensor.itemsize, own_bytes(tensor)
+    if not covers_little(own, storage_nbytes):
         return whole(storage_nbytes)
-    span = _span(tensor) * itemsize
-    return Footprint(False, int(tensor.storage_offset()) * itemsize, span, min(own, span), own < span)
+    return part_of_storage(int(tensor.storage_offset()) * itemsize, own, _span(tensor) * itemsize)
+
+
+def covers_little(own_bytes: int, storage_nbytes: int) -> bool:
+    """Returns whether views with so many bytes of distinct elements travel without the rest of their storage."""
+    return own_bytes * _GATHER_BELOW < storage_nbytes
+
+
+def part_of_storage(start: int, own_bytes: int, span: int) -> Footprint:
+    """Returns the bytes that travel of a view alone, which spans ``span`` bytes from ``start`` on: if its elements,
+    ``own_bytes``, leave holes in them, they are gathered."""
+    return Footprint(False, start, span, min(own_bytes, span), own_bytes < span)
 
 
 def _span(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -121,12 +121,6 @@ class OffloadStats:
     """Bytes of saves whose storage an earlier save has offloaded already."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that stay on the device, by reason."""
-    coded_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes on the device of tensors that a codec packed before they left, by codec."""
-    packed_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the same tensors as they travelled."""
-    refused: dict[str, int] = field(default_factory=dict)
-    """Storages with values that their codec cannot hold: they travel unpacked, or on an accelerator stay; by codec."""
     reloaded_bytes: int = 0
     """Offloaded bytes that were brought back."""
     forwarded_bytes: int = 0
@@ -178,8 +172,7 @@ class OffloadStats:
     demotions: dict[str, int] = field(default_factory=dict)
     """Fallbacks, and how often each was taken: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory for the gathered elements of a small view: they stay), ``over_budget`` (forwards whose
-    peak was above ``device_budget``, or that of a plan), ``uncompiled_codec`` (sizes of tensors for which a codec could
-    not be compiled: torch's own operators round them) and others."""
+    peak was above ``device_budget``, or that of a plan) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide saves from it. Not counted: hooks that
     hand their tensors on to those of the context, and hooks of a checkpoint."""
@@ -187,7 +180,7 @@ class OffloadStats:
     """Forwards that were looked up in a step table from their first save on."""
     plan_misses: dict[str, int] = field(default_factory=dict)
     """How many of them went on as unknown steps, by the difference from all tables: ``size``, ``share``,
-    ``requires_grad``, ``codec``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
+    ``requires_grad``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
     plan: PlanOutcome | None = None
     """The predictions of the plan of :func:`eager_offload.plan` that was given, beside the measurements."""
     device_budget: int = 0
@@ -320,9 +313,6 @@ class Counters:
         self.step_memory_peak: int | None = None
         self.releases_freed_memory = self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
-        self.coded_bytes: dict[str, int] = {}
-        self.packed_bytes: dict[str, int] = {}
-        self.refused: dict[str, int] = {}
         self.demotions: dict[str, int] = {}
         self.plan_misses: dict[str, int] = {}
         self.plan = plan
@@ -408,15 +398,6 @@ class Counters:
         self.stall_seconds += seconds
         self.window_stall_seconds += seconds if fills_window else 0.0
 
-    def packed(self, codec: str, nbytes: int, packed_nbytes: int) -> None:
-        """Counts bytes that have left, packed by ``codec``."""
-        self.coded_bytes[codec] = self.coded_bytes.get(codec, 0) + nbytes
-        self.packed_bytes[codec] = self.packed_bytes.get(codec, 0) + packed_nbytes
-
-    def refuse(self, codec: str) -> None:
-        """Counts a storage with values that ``codec`` cannot hold."""
-        self.refused[codec] = self.refused.get(codec, 0) + 1
-
     def snapshot(self, config: OffloadConfig | None = None) -> OffloadStats:
         """Returns the counts so far, with the configuration of the run for the advice."""
         values: dict[str, Any] = {
@@ -443,11 +424,6 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
-
-    def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:
-        """Counts, under the lock, a demotion of ``kind`` for each of ``reasons``. Returns those to warn of."""
-        with self.lock:
-            return [reason for reason in reasons if self.counters.demote(kind)]
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

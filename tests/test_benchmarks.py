@@ -23,7 +23,6 @@ TINY = "--layers 1 --width 64 --sequence 64 --min-bytes 4KiB --window 128KiB"
 SMALL = f"{TINY} --heads 2 --batch 2"
 #: What each is run with to be short; ``--quick`` besides. Not ``compile_time``, which compiles for minutes.
 RUNS = [
-    f"codecs {TINY} --layers 2 --window 1MiB --speed-bytes 65536",
     f"cpu_train {SMALL} --variants 'none;none, huge pages;offload;offload, huge pages'",
     f"cpu_train {SMALL} --ranks 2",
     "hooks --calls 64 --live 32 --repeats 2 --sizes 4KiB --alive 2000",

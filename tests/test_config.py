@@ -31,7 +31,6 @@ SIZES_OR_AUTO = [
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
 }
-CODECS = {"*": "lossless", "*.mlp": "fp8"}
 
 
 class Field(typing.NamedTuple):
@@ -61,7 +60,6 @@ TABLE = {
     "device_budget": Field(None, "auto", "auto", "auto"),
     "policy": Field("max", "free", "free", "free"),
     "max_slowdown": Field(None, 0.05, "0.05", "0.05"),
-    "codec": Field("identity", CODECS, json.dumps(CODECS), json.dumps(CODECS)),
     "skip": Field((), ["lm_head", "*.norm"], "lm_head, *.norm", "lm_head *.norm"),
     "release_freed_memory": Field("auto", False, "0", "False"),
     "enabled": Field(True, False, "0", "False"),
@@ -158,7 +156,6 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     *((name, 'more than 0 bytes, or "auto"', [0, "0B", "0GiB"]) for name in ("host_budget", "disk_budget")),
     ("device_budget", f"{_SIZE}, more than 0", [0, "0B"]),
     ("policy", '"max" or "free"', ["least", None, True, ["free"]]),
-    ("codec", '"identity", "lossless", "bf16", "int8", "fp8", or a mapping from', ["int4", None, True, ["lossless"]]),
     ("max_slowdown", "a number, 0 or more", [-0.1, "5 %", True, float("nan"), float("inf"), [0.1]]),
     *(
         (name, 'True, False or "auto"', ["always", 1, None])
@@ -397,7 +394,7 @@ def test_each_field_comes_back(
 
 def test_a_field_of_a_pydantic_model_is_a_config_or_a_mapping_and_its_errors_are_pydantics() -> None:
     pydantic, model = pytest.importorskip("pydantic"), pydantic_model()
-    given = {"min_bytes": "4MiB", "disk_path": ["/a"], "codec": CODECS}
+    given = {"min_bytes": "4MiB", "disk_path": ["/a"]}
     assert model(offload=given).offload == eo.OffloadConfig(**given)
     config = eo.OffloadConfig()
     assert model(offload=config).offload is config
@@ -418,14 +415,13 @@ def test_the_json_schema_of_a_model_names_the_fields_with_types_and_defaults() -
     assert found["additionalProperties"] is False
     assert found["properties"]["verify"]["type"] == "boolean"
     assert {one["type"] for one in found["properties"]["device_budget"]["anyOf"]} == {"integer", "string", "null"}
-    assert {one["type"] for one in found["properties"]["codec"]["anyOf"]} == {"string", "object"}
     assert model.model_json_schema(mode="serialization")["properties"]["offload"]["default"] == defaults
 
 
 #: Further lines of arguments than those of the table.
 LINES: list[tuple[list[str], dict[str, Any]]] = [
     *(
-        ([f"--offload.{name.replace('_', '-')}", *one.line.split(" " if name != "codec" else "\n")], {name: one.value})
+        ([f"--offload.{name.replace('_', '-')}", *one.line.split(" ")], {name: one.value})
         for name, one in TABLE.items()
         if name not in ("verify", "enabled")
     ),
@@ -460,6 +456,6 @@ def test_jsonargparse_takes_the_fields_from_a_command_line_and_a_file(tmp_path: 
     parser.add_argument("--file", action="config")
     given = {"disk_path": ["/a", "/b"], "skip": "lm_head", "min_bytes": "4MiB"}
     (tmp_path / "offload.yaml").write_text(yaml.safe_dump({"offload": given}))
-    line = [f"--file={tmp_path / 'offload.yaml'}", "--offload.device_budget=20GiB", "--offload.codec=fp8"]
+    line = [f"--file={tmp_path / 'offload.yaml'}", "--offload.device_budget=20GiB"]
     found = parser.instantiate(parser.parse_args(line)).offload
-    assert found == eo.OffloadConfig(**given, device_budget="20GiB", codec="fp8")
+    assert found == eo.OffloadConfig(**given, device_budget="20GiB")

@@ -23,7 +23,7 @@ from tests.test_import import PACKAGE, imports_of
 TESTS = Path(__file__).parent
 INTERNALS = TESTS / "internals.txt"
 #: Packages whose ``__all__`` is public, and modules of which every name is that does not begin with an underscore.
-PUBLIC = {f"eager_offload.{name}" for name in ("codecs", "graphs", "kernels")}
+PUBLIC = {f"eager_offload.{name}" for name in ("graphs", "kernels")}
 PUBLIC_MODULES = {
     *("eager_offload.__main__", "eager_offload.integrations", "eager_offload.planning"),
     *(f"eager_offload.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
@@ -47,8 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "rates": set(),
     "module_calls": {"_torch", "tiers"},
     "trace_file": {"errors"},
-    "codecs": {"errors"},
-    "config": {"codecs", "errors", "names", "pydantic_schema", "schedule"},
+    "config": {"errors", "names", "pydantic_schema", "schedule"},
     "machine": {"_torch", "config", "errors", "names", "rates", "runtime", "tiers"},
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors", "rates"},
@@ -58,23 +57,23 @@ ROOMS: dict[str, set[str]] = {
     "step_memory": {"config", "stats"},
     "out_of_memory": {"_torch", "config", "contexts", "kernels", "stats", "step_memory", "tiers"},
     "selection": {"_torch", "config", "stats"},
-    "marks": {"_torch", "codecs", "errors", "selection", "tiers"},
-    "matched_modules": {"codecs", "config", "errors", "marks", "module_calls"},
+    "marks": {"_torch", "errors", "selection", "tiers"},
+    "matched_modules": {"config", "errors", "marks", "module_calls"},
     "contexts": {"_torch", "config", "errors", "tiers"},
     "in_vain": {"config", "contexts", "errors", "matched_modules", "stats", "step_memory"},
     "step_table": {"budget", "config", "errors", "schedule", "stats", "tiers"},
     "plan_settings": {"config", "errors", "machine", "stats"},
-    "kernels": {"_torch", "codecs", "config", "errors"},
+    "kernels": {"_torch", "config", "errors"},
     "chooser": {"budget", "machine", "schedule", "stats", "tiers"},
     "engine": {
         *("_torch", "config", "errors", "live_bytes", "malloc", "runtime", "schedule", "selection", "stats", "tiers"),
     },
     "eager": {
-        *("_torch", "budget", "codecs", "config", "contexts", "engine", "errors", "kernels"),
+        *("_torch", "budget", "config", "contexts", "engine", "errors", "kernels"),
         *("marks", "runtime", "schedule", "selection", "stats", "step_table", "tiers"),
     },
     "compile": {
-        *("_torch", "codecs", "config", "contexts", "engine", "errors", "machine", "marks", "names"),
+        *("_torch", "config", "contexts", "engine", "errors", "machine", "marks", "names"),
         *(
             "matched_modules",
             "plan_settings",
@@ -92,19 +91,19 @@ ROOMS: dict[str, set[str]] = {
         *("step_memory", "tiers", "trace_file", "version"),
     },
     "offload": {
-        *("_torch", "budget", "codecs", "compile", "config", "contexts", "eager", "engine", "errors"),
+        *("_torch", "budget", "compile", "config", "contexts", "eager", "engine", "errors"),
         *("in_vain", "kernels", "marks", "matched_modules", "module_calls", "names", "observe", "out_of_memory"),
         *("plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },
     "graphs": {"_torch", "config", "eager", "engine", "errors", "offload", "runtime", "stats", "step_table", "tiers"},
     "planning": {
-        *("_torch", "codecs", "compile", "config", "contexts", "eager", "errors"),
+        *("_torch", "compile", "config", "contexts", "eager", "errors"),
         *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),
         *("rates", "schedule", "selection", "chooser", "stats", "step_table", "tiers"),
     },
     "eager_offload": {
-        *("codecs", "config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),
+        *("config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),
         "version",
     },
     "integrations": {

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eager_offload.codecs.base import compact
 from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes
 
 
@@ -126,6 +125,13 @@ def strided(draw: st.DrawFn) -> Strided:
         draw(st.sampled_from([0, 1, 7, 60, 400])),
         draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64])),
     )
+
+
+def compact(x: Tensor) -> Tensor:
+    """``x`` with every broadcast dimension narrowed to one element."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 else x
+    return x
 
 
 def bits(tensor: Tensor) -> Tensor:

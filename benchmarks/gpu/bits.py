@@ -22,18 +22,14 @@ OURS = {
     "max_inflight_bytes": "64MiB",
     "prefetch_bytes": "64MiB",
 }
-#: What is trained: blocks' run, our fields, and what it has to equal; a codec that rounds only has to train.
+#: What is trained: blocks' run, our fields, and what it has to equal.
 FORMS: dict[str, tuple[Run, dict[str, Any] | None, str | None]] = {
     "none": (plain, None, None),
     "none again": (plain, None, "none"),
     "ours": (plain, OURS, "none"),
     "ours, no step plans": (plain, {**OURS, "step_plans": False}, "none"),
-    "ours, lossless": (plain, {**OURS, "codec": "lossless"}, "none"),
     "checkpointing": (checkpointed, None, None),
     "ours + checkpointing": (checkpointed, OURS, "checkpointing"),
-    "ours, bf16": (plain, {**OURS, "codec": "bf16"}, None),
-    "ours, int8": (plain, {**OURS, "codec": "int8"}, None),
-    "ours, fp8": (plain, {**OURS, "codec": "fp8"}, None),
 }
 
 
@@ -42,7 +38,6 @@ class Trained:
     losses: list[float]
     parameters: list[Tensor]
     moved_bytes: int
-    packed_bytes: int
 
 
 def bits(job: Job) -> None:
@@ -58,14 +53,7 @@ def bits(job: Job) -> None:
             wrong.append(name)
             continue
         same = None if base is None else _same(trained, found[base])
-        job.add(
-            what="bits",
-            name=name,
-            same=same,
-            moved_bytes=trained.moved_bytes,
-            packed_bytes=trained.packed_bytes,
-            losses=trained.losses,
-        )
+        job.add(what="bits", name=name, same=same, moved_bytes=trained.moved_bytes, losses=trained.losses)
         if same is False or (fields is not None and not trained.moved_bytes):
             wrong.append(name)
         if base is not None or fields is not None:
@@ -98,7 +86,7 @@ def _train(job: Job, run: Run, fields: dict[str, Any] | None) -> Trained:
     stats = offload.stats(synchronize=True)
     offload.close()
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    return Trained(losses, parameters, stats.bytes_out, sum(stats.packed_bytes.values()))
+    return Trained(losses, parameters, stats.bytes_out)
 
 
 def _same(one: Trained, other: Trained) -> bool:

@@ -20,7 +20,6 @@ FIELDS = {
 #: More fields, and how many side streams.
 WAYS: dict[str, tuple[dict[str, str], int]] = {
     "one stream": ({}, 0),
-    "lossless": ({"codec": "lossless"}, 0),
     "two streams": ({}, 2),
 }
 

@@ -10,9 +10,8 @@ from torch.fx import GraphModule
 from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass
-from eager_offload.config import FIELDS, GONE, OffloadConfig, switched_on
+from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
-from eager_offload.matched_modules import patterns_of
 from eager_offload.names import unknown_name
 
 
@@ -44,18 +43,16 @@ def eager_offload(
         )
     given = dict(options or {})
     config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
-    if patterns_of(config):
-        name = "skip" if config.skip else f"codec={config.codec}"
+    if config.skip:
         raise ConfigError(
-            f'{name} is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
+            'skip is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
             "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
     unknown = sorted(patches.keys() - inductor_options())
     if unknown:
         others = ", and the options of Inductor that torch._inductor.list_options() lists"
-        what, instead = f'option {unknown[0]!r} of backend="eager_offload"', GONE.get(unknown[0])
-        raise unknown_name(what, unknown[0], sorted(FIELDS), others, instead)
+        raise unknown_name(f'option {unknown[0]!r} of backend="eager_offload"', unknown[0], sorted(FIELDS), others)
     if not switched_on(config.enabled):
         return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))
     text = config.to_text()

@@ -30,7 +30,6 @@ _OTHERS = (
         "selection.py",
         "tiers/memory.py",
     ),
-    *(f"codecs/{name}.py" for name in ("base", "exact", "names", "rounded")),
     *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),
 )
 

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from eager_offload import contexts
 from eager_offload._torch import own, owned_by, set_over
-from eager_offload.codecs import Gather
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.engine.transfer_log import GraphOffloaded
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import CapacityError, OffloadError
-from eager_offload.marks import region_here
+from eager_offload.marks import inside
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
@@ -43,23 +42,13 @@ _OUT_OF_ROOM = (
 )
 
 
-class CodedBytes(NamedTuple):
-    """What has packed the bytes that move, and how many there were; ``""`` and 0 where they are as they were saved."""
-
-    codec: str
-    nbytes: int
-
-
 class _Record(BytesRecord["HostBytes"]):
     """What is counted of the bytes of a host tensor."""
 
     fallback = "a copy of the saved tensor stays in memory"
-    __slots__ = ("coded",)
-    coded: CodedBytes
+    __slots__ = ()
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        if failure is None and self.coded.nbytes:
-            self.counters.packed(*self.coded, transfer.moved)
         super().on_transferred(transfer, failure)
         if (owner := self()) is not None:
             owner.failure = failure
@@ -89,19 +78,10 @@ class HostBytes:
     )
 
     def __init__(
-        self,
-        offloader: DeviceOffloader,
-        source: Tensor,
-        slot: Slot | None,
-        counters: Counters,
-        kept_bytes: int,
-        coded: CodedBytes,
+        self, offloader: DeviceOffloader, source: Tensor, slot: Slot | None, counters: Counters, kept_bytes: int
     ) -> None:
         self.record = _Record(self, offloader.on_death)
-        self.record.coded = coded
-        # What is gathered lay in a storage with more than what was saved.
-        saved = source.nbytes if coded.codec in ("", Gather.name) else coded.nbytes
-        self.record.save(counters, saved, KeepReason.BUDGET, source.nbytes)  # until it is on its way
+        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until it is on its way
         self.record.keep_beside(kept_bytes)
         offloader.records.add(self.record)
         self.offloader = offloader
@@ -134,7 +114,7 @@ class _Arriving:
 # -- forward ------------------------------------------------------------------------------------------------------
 
 
-def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: CodedBytes) -> Tensor:
+def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
     """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
 
     Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
@@ -144,7 +124,6 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
         source: strided, without a conjugate or negative bit.
         wait: whether ``source`` may be written over when this returns; else ``wait_for`` has to be called first.
         region: with the first offload of a graph: the bytes that the graph keeps, as ``reason=bytes,...``.
-        coded: what has made ``source`` of what was saved.
 
     Raises:
         CapacityError: nothing has room for the bytes.
@@ -161,7 +140,7 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
             if transfers.is_crashed:  # while a tier grew
                 slot = None
             memory = None if slot is None else _memory_of(slot)
-            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept, coded)
+            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
             if slot is None or memory is None:
                 host = _stay(stands_for, source)
             else:
@@ -186,11 +165,11 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both"
         )
-    if (written := region_here()) and counters.demote("region"):
+    if inside.keeps and counters.demote("region"):
         transfers.warn(
-            f"compiled code moves what it saves although it is called in a {written} region, which changes nothing of "
-            "it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, compile "
-            "the module that it names, or one around it), or call it outside of `with offload:`"
+            "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "
+            "of it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, "
+            "compile the module that it names, or one around it), or call it outside of `with offload:`"
         )
     return counters.kept_by_graph(region)
 

@@ -14,7 +14,6 @@ from torch.fx.node import Argument
 
 from eager_offload._torch import fake_mode_of, hint, lay_out_as_result
 from eager_offload.compile import ops
-from eager_offload.compile.coding import insert_pack, insert_unpack
 from eager_offload.compile.graphs import (
     CONVOLUTIONS,
     copied,
@@ -95,8 +94,8 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
         first = group.members[0]
         became[first].append(host)
         arrived = _input_for(backward, host, inputs[first.name])
-        # What is packed is unpacked where it is needed, or it would be there as a whole from the beginning on.
-        uses = () if group.codec is None else (first_use(inputs[one.name], order) for one in group.members)
+        # What was gathered is spread where it is needed, or its holes would take memory from the beginning on.
+        uses = () if not group.gathered else (first_use(inputs[one.name], order) for one in group.members)
         begin = min(filter(None, uses), key=order.__getitem__, default=top)
         with backward.inserting_before(begin):
             reload = insert_reload(backward, group, arrived, text, choice.windows.prefetch)
@@ -184,12 +183,12 @@ def insert_offload(graph: Graph, group: Group, text: str, window: int, region: s
     arguments: dict[str, Argument] = {"config": text, "window": window}
     if region is not None:
         arguments["region"] = region  # what stays is told once for each graph
-    if group.codec is not None:
-        arguments |= {"codec": group.codec.name, "coded_bytes": group.coded_bytes}
     with graph.inserting_before(base.next):
-        if group.codec is not None:
-            base = insert_pack(graph, base, group.codec)
-            value = base.meta["val"]
+        if group.gathered:
+            base = graph.call_function(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
+            with fake_mode_of(value):  # of a size that may be known only at run time
+                value = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+            base.meta["val"] = value
         host = graph.create_node("call_function", ops.offload, (base,), arguments, f"{group.base.name}_on_host")
     host.meta = _host_meta(value, group.members[0])
     host.meta[EXACT] = group.counted or group.members != (group.base,)
@@ -201,13 +200,14 @@ def insert_reload(graph: Graph, group: Group, host: Node, text: str, window: int
     value: Tensor = group.base.meta["val"]
     reload = graph.call_function(ops.reload, (host, value.device), {"config": text, "window": window})
     reload.meta = {"val": value}
-    if group.codec is None:
+    if not group.gathered:
         return reload
     like: Tensor = host.meta["val"]
     with fake_mode_of(value):
         reload.meta["val"] = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=value.device)
-    is_whole = group.members == (group.base,) and not group.counted and hint(value.storage_offset()) == 0
-    return insert_unpack(graph, reload, group.codec, value, in_memory=not is_whole)
+    spaced = graph.call_function(ops.spread, (reload, list(value.stride()), int(value.storage_offset())))
+    spaced.meta = {"val": value}
+    return spaced
 
 
 def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:

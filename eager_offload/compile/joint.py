@@ -88,7 +88,7 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     order, output = positions(graph), graph.output_node()
     nodes, begin = list(order), order[boundary]
     users = {node: [one for one in node.users if order[one] >= begin and one is not output] for node in nodes[:begin]}
-    saved = saved_of({node: some for node, some in users.items() if some}, order, config)
+    saved = saved_of({node: some for node, some in users.items() if some}, order)
     counted = counted_from_the_beginning(nodes[begin:])
     returned = returned_by(graph)
     return choose_among(

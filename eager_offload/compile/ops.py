@@ -1,4 +1,4 @@
-"""The three operations that compiled code moves bytes with, and one that codecs need.
+"""The three operations that compiled code moves bytes with, and one for elements that were gathered.
 
 ``offload`` returns a host tensor of the source's size and strides, which stands for its bytes; ``reload`` returns a
 tensor like that one on ``device``. With ``wait=False`` they only start the transfer: before the result of a reload is
@@ -17,9 +17,8 @@ transfer and with its source as ``keepalive``.
 ``config`` is :meth:`OffloadConfig.to_text`; the innermost :class:`Offload` of that configuration that is active on the
 calling thread does the work and counts it. ``after`` is a tensor that has to exist first, and nothing else: compilers
 keep an order only where data flows. ``region`` goes with the first offload of a graph: what the graph keeps, for the
-stats. A graph that moves nothing offloads an empty tensor to say so. ``codec`` is what has made ``source`` of so many
-``coded_bytes`` bytes. ``window`` is what the graph's transfers that way keep to, in bytes: for the pass that orders
-them, and for the stats.
+stats. A graph that moves nothing offloads an empty tensor to say so. ``window`` is what the graph's transfers that way
+keep to, in bytes: for the pass that orders them, and for the stats.
 
 ``spread`` puts elements that travelled without what lay between them back in their places. Kernels choose the order of
 a summation by strides and alignment. So a value that left gathered comes back with the strides that it had, and, modulo
@@ -51,8 +50,8 @@ _library = library("eager_offload", "DEF")
 #: hands tensors over are the business of lowering.py.)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _library.define(
-    'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, str codec="", '
-    "int coded_bytes=0, int window=0) -> Tensor",
+    'offload(Tensor source, *, str config="", bool wait=True, Tensor? after=None, str? region=None, int window=0) '
+    "-> Tensor",
     tags=_TAGS,
 )
 _library.define(
@@ -89,8 +88,6 @@ def _offload(
     wait: bool = True,
     after: Tensor | None = None,
     region: str | None = None,
-    codec: str = "",
-    coded_bytes: int = 0,
     window: int = 0,
 ) -> Tensor:
     _refuse_autograd(offload, source)
@@ -102,13 +99,7 @@ def _offload(
         return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
     offloader = contexts.serving(config).offloader_of(source.device)
     offloader.accounts.counters.max_inflight_bytes = window
-    return host_tensors.offload(
-        offloader,
-        host_tensors.resolved(source),
-        wait=wait,
-        region=region,
-        coded=host_tensors.CodedBytes(codec, coded_bytes),
-    )
+    return host_tensors.offload(offloader, host_tensors.resolved(source), wait=wait, region=region)
 
 
 def _reload(

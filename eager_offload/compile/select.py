@@ -7,15 +7,12 @@ what kind of node made it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from eager_offload._torch import hint, is_plain_fake, schema_of
-from eager_offload.codecs import Codec, Gather
-from eager_offload.codecs.names import IDENTITY, ROUNDING, shared_name
-from eager_offload.compile.coding import codec_for
 from eager_offload.compile.cost import returns_views
 from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
@@ -23,7 +20,6 @@ from eager_offload.compile.graphs import (
     counted_from_the_beginning,
     covers_its_storage,
     has_static_offset,
-    is_static,
     mutated_storages,
     nbytes_of,
     outputs_of,
@@ -35,17 +31,14 @@ from eager_offload.compile.graphs import (
     undeclared_aliases,
 )
 from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
-from eager_offload.compile.rounding import codec_of_readers, differentiated
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.schedule import Windows, largest_of
-from eager_offload.selection import keeps_cpu_tensors
+from eager_offload.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.stats import KeepReason
 
-#: Views that together cover less than one part in this many of their storage travel alone.
-_GATHER_BELOW = 4
 #: What a compiler may take for granted about the address of a result, in bytes.
 _ALIGNMENT = 16
 #: Declared to return views, which they do if they can.
@@ -62,21 +55,10 @@ class Group:
     """The saved values, in the order in which they were saved; ``base`` may be one of them."""
     nbytes: int
     """That travel."""
-    codec: Codec | None = None
-    """What packs ``base``. Gathered is a view with holes, alone: what lies in them does not travel."""
+    gathered: bool = False
+    """Whether what lies between the elements of ``base``, a view with holes and the only member, stays behind."""
     counted: bool = False
     """Whether backward counts elements from the beginning of the storage, which ``base`` is then all of."""
-
-    @property
-    def gathered(self) -> bool:
-        """Whether what lies between the elements of ``base`` stays behind."""
-        return isinstance(self.codec, Gather)
-
-    @property
-    def coded_bytes(self) -> int:
-        """What ``base`` takes on the device, where something packs it; 0 as well if that is known at run time only."""
-        value = self.base.meta["val"]
-        return 0 if self.codec is None or not is_static(value) else span_of(value)
 
 
 @dataclass(frozen=True)
@@ -112,10 +94,6 @@ class SavedValue:
     """Where in the backward it is used first."""
     in_region: bool
     """Whether what uses it belongs to operators of a region that keeps what it saves."""
-    codec: str = IDENTITY
-    """The name of the codec that is in force for all that reads it."""
-    requires_grad: bool = False
-    """Whether autograd differentiates it, and it is neither an input nor the numbers of one."""
 
 
 def choose(
@@ -156,10 +134,7 @@ def choose(
         for node in outputs[num_outputs:]
         if isinstance(node, Node)
     }
-    saved = saved_of(users, order, config)
-    if any(one.codec in ROUNDING for one in saved.values()):
-        differentiable = differentiated(forward, outputs_of(backward))
-        saved = {node: replace(one, requires_grad=node in differentiable) for node, one in saved.items()}
+    saved = saved_of(users, order)
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
@@ -174,22 +149,17 @@ def choose(
     )
 
 
-def saved_of(
-    users: Mapping[Node, Collection[Node]], order: Mapping[Node, int], config: OffloadConfig
-) -> dict[Node, SavedValue]:
-    """What is known of saved values, but for whether they require grad.
+def saved_of(users: Mapping[Node, Collection[Node]], order: Mapping[Node, int]) -> dict[Node, SavedValue]:
+    """What is known of saved values.
 
     Args:
         users: by value, all that uses it in backward.
         order: where those stand.
     """
-    rules = config.codec_rules
-
-    def known(users: Collection[Node]) -> SavedValue:
-        first = min((order[user] for user in users), default=len(order))
-        return SavedValue(first, any(map(is_in_region, users)), codec_of_readers(users, rules))
-
-    return {node: known(some) for node, some in users.items()}
+    return {
+        node: SavedValue(min((order[user] for user in some), default=len(order)), any(map(is_in_region, some)))
+        for node, some in users.items()
+    }
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
@@ -254,7 +224,6 @@ def choose_among(
         policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
         reason = _reason_to_stay(members, policy, has_regions or any(saved[node].in_region for node in members), config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
-        groups = [_coded(group, saved, config.size("min_bytes")) for group in groups]
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
         moving = {node for group in groups for node in group.members}
@@ -289,10 +258,9 @@ def _newest(groups: Iterable[Group], room: int) -> list[Group]:
     """The first of ``groups``, as far as they fit: backward asks for them first."""
     found: list[Group] = []
     for group in groups:
-        nbytes = group.nbytes if group.gathered else max(group.nbytes, group.coded_bytes)
-        if nbytes > room:
+        if group.nbytes > room:
             break
-        room -= nbytes
+        room -= group.nbytes
         found.append(group)
     return found
 
@@ -343,7 +311,8 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) 
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
     own = {node: hint(value.numel()) * value.itemsize for node, value in values.items()}
-    if not counted and sum(own.values()) * _GATHER_BELOW < storage_bytes and all(map(_travels_alone, values.values())):
+    is_little = covers_little(sum(own.values()), storage_bytes)
+    if not counted and is_little and all(map(_travels_alone, values.values())):
         return [_alone(node, own[node]) for node in values]
     groups = []
     for some in _by_dtype(values):
@@ -390,8 +359,8 @@ def _whole_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | Non
 
 
 def _alone(node: Node, own_bytes: int) -> Group:
-    span = span_of(node.meta["val"])
-    return Group(node, (node,), min(own_bytes, span), Gather() if own_bytes < span else None)
+    area = part_of_storage(0, own_bytes, span_of(node.meta["val"]))
+    return Group(node, (node,), area.moved, area.gathered)
 
 
 def _travels_alone(value: Tensor) -> bool:
@@ -404,18 +373,6 @@ def _travels_alone(value: Tensor) -> bool:
     return all(isinstance(stride, int) for stride in strides) and all(
         stride != 0 or hint(size) == 1 for size, stride in zip(value.size(), strides, strict=True)
     )
-
-
-def _coded(group: Group, saved: Mapping[Node, SavedValue], min_bytes: int) -> Group:
-    """``group`` with the codec that packs it, where there is one."""
-    of_members = [saved[node] for node in group.members]
-    sizes = [hint(node.meta["val"].numel()) for node in group.members]
-    base: Tensor = group.base.meta["val"]
-    # What else there is, and was not saved, would have a part in the scales.
-    is_all = max(sizes) == hint(base.numel()) and min(sizes) * base.itemsize >= min_bytes
-    may_be_rounded = is_all and all(one.requires_grad for one in of_members)
-    found = codec_for(base, shared_name(one.codec for one in of_members), may_be_rounded=may_be_rounded)
-    return group if found is None else replace(group, codec=found.codec, nbytes=found.nbytes)
 
 
 def _is_lazy(value: Tensor) -> bool:

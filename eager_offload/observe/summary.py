@@ -26,8 +26,6 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         lines.append(f"windows    {out} on the way out, {back} brought back early")
     if stats.demotions:
         lines.append(f"fallbacks  {counts_text(stats.demotions)}")
-    if stats.coded_bytes or stats.refused:
-        lines.append(f"coded      {_codecs_text(stats)}")
     if stats.disk_bytes_written:
         daily = stats.terabytes_a_day
         pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and stats.seconds >= WEAR_SECONDS else ""
@@ -109,16 +107,6 @@ def _step_times(stats: OffloadStats) -> str:
     if plan is None or plan.step_seconds is None or plan.without_offload_seconds is None:
         return ""
     return f"; a step took {plan.step_seconds:,.4g} s, and {plan.without_offload_seconds:,.4g} s without offload"
-
-
-def _codecs_text(stats: OffloadStats) -> str:
-    """Returns the bytes that each codec has packed, and how often it refused."""
-    found = []
-    for name, nbytes in sorted(stats.coded_bytes.items()):
-        packed = stats.packed_bytes[name]
-        found.append(f"{name} {size_text(nbytes)} as {size_text(packed)} ({packed / nbytes:.2f})")
-    found += (f"{name} refused {count:,}" for name, count in sorted(stats.refused.items()))
-    return ", ".join(found)
 
 
 def _peaks(stats: OffloadStats) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Before the first step: what fits, what is to move, and how long a step will take.
 
 trace.py      a model and its inputs -> Program: one step as numbers (program.py); recorder.py, blocks.py
-              and calls.py write it down, coded.py how a codec would have it travel; target.py has the device's kernels
+              and calls.py write it down; target.py has the device's kernels
               and autocast, and guessed.py the functions whose saves may be others there
 real_steps.py as trace.py, of steps that are run
 problem.py    Program, a machine, windows -> Problem

@@ -42,8 +42,6 @@ class Block:
     is_guess: bool = False
     #: Whether it was met when it was saved: it was not there, and no operator has made it.
     is_outside: bool = False
-    #: Whether it is a mask that dropout has drawn, and no operator has written to since.
-    is_drawn: bool = False
     #: What a user has said of it.
     mark: Mark | None = None
     #: Bytes that travel for each view of it that was saved.

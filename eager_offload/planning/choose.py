@@ -135,7 +135,7 @@ class Chooser:
 
 def _even_share(replay: Replay, fraction: float) -> Outcome:
     """Returns what comes of an even share, once steps have learnt what is late. See [Note: the rules]."""
-    nbytes = [one.held_bytes for one in replay.problem.program.storages]
+    nbytes = [one.moved_bytes for one in replay.problem.program.storages]
     late: Late = (False,) * len(nbytes)
     for _ in range(_STEPS):
         moves = even_share(nbytes, late, fraction)

@@ -18,7 +18,7 @@ from eager_offload.stats import KeepReason
 #: What ``to_dict`` has, in this order, and ``modules`` behind it.
 _SHOWN = (
     *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
-    *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes", "offloaded_bytes"),
+    *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes"),
     *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
 )
 
@@ -122,12 +122,6 @@ class PlanFigures(PlanFields):
         """That travel from the device in forward, and come back in backward."""
         storages = self.problem.program.storages
         return sum(storages[number].moved_bytes for number in self._returning)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """That leave the device; where a codec packs them, ``moved_bytes`` are fewer."""
-        storages = self.problem.program.storages
-        return sum(one.nbytes if one.is_whole else one.moved_bytes for one in (storages[at] for at in self._returning))
 
     @property
     def kept_bytes(self) -> int:
@@ -235,10 +229,9 @@ def _what_moves(plan: PlanFigures) -> str:
     if plan.is_small and not movable_bytes:
         least = plan.config.size("min_bytes")
         return f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(least)}"
-    packed = "" if plan.moved_bytes == plan.offloaded_bytes else f", packed as {size_text(plan.moved_bytes)},"
     return (
-        f"of {size_text(movable_bytes)} that may move, {size_text(plan.offloaded_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'}{packed} and {size_text(plan.kept_bytes)} stay"
+        f"of {size_text(movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
+        f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay"
         + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
         + (f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}" if plan.moved_bytes else "")
     )

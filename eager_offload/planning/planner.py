@@ -14,7 +14,6 @@ from eager_offload._torch import is_compiled, tree_iter
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.machine import TABLE, Machine, here
-from eager_offload.matched_modules import patterns_of
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
 from eager_offload.planning.files import Again, Point
@@ -97,7 +96,7 @@ def plan(
             models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, parameters, buffers
             and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes``, ``skip`` and ``codec`` are heeded (the plan chooses windows that are ``"auto"``), and
+            ``prefetch_bytes`` and ``skip`` are heeded (the plan chooses windows that are ``"auto"``), and
             ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
             of them from ``plan=...``.
 
@@ -170,11 +169,11 @@ def _make(
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
     def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
-        least, patterns, rules = settings.size("min_bytes"), patterns_of(settings), settings.codec_rules
+        least, patterns = settings.size("min_bytes"), settings.skip
         if asked.steps:
-            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns, rules=rules)
+            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns)
         else:
-            seen = partial(trace, min_bytes=least, patterns=patterns, rules=rules, target=machine.kernels)
+            seen = partial(trace, min_bytes=least, patterns=patterns, target=machine.kernels)
             program = seen(model, inputs, loss, again=again)
             seconds = tuple(program.seconds(machine))
         return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
@@ -262,7 +261,6 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         windows.prefetch,
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
-        machine.memory,
     )
     return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
 

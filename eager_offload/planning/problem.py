@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,14 +38,12 @@ class Problem:
     """What each call costs the host; 0 where the host is the device, and waits for each operator."""
     room: int | None = None
     """Bytes that may rest in the tier at one time; ``None``: any number."""
-    memory: float = math.inf
-    """Bytes a second that a codec reads and writes."""
     ordered: bool = False
     """Whether the order of transfers and waits is that of a compiled graph."""
 
     @cached_property
     def begins(self) -> list[float]:
-        """When each operator begins where compute never waits and no codec packs, and at last when the step ends."""
+        """When each operator begins where compute never waits, and at last when the step ends."""
         return list(accumulate(self.op_seconds, initial=0.0))
 
     @property

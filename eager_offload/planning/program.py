@@ -47,8 +47,6 @@ class ProgramSave(NamedTuple):
     """The number of the autograd node that saves it: what one operator saves has one."""
     is_alive: bool = False
     """Whether the program holds its storage, whole, when backward asks for it, so that to move it frees nothing."""
-    codec: str = "identity"
-    """The name of the codec that is in force where it is saved."""
 
 
 class ProgramAsk(NamedTuple):
@@ -57,22 +55,6 @@ class ProgramAsk(NamedTuple):
     save: int
     op: int
     """The operator that comes next."""
-
-
-class Packing(NamedTuple):
-    """How a storage travels that a codec packs."""
-
-    codec: str
-    """Its name."""
-    dtype: str
-    nbytes: int
-    """That travel."""
-    pack_bytes: int
-    """That are read and written to pack it."""
-    unpack_bytes: int
-    pack_scratch: int
-    """Bytes that packing takes beside both at most."""
-    unpack_scratch: int
 
 
 class Storage(NamedTuple):
@@ -96,18 +78,6 @@ class Storage(NamedTuple):
     """From this operator on backward does not hold it any more."""
     is_forced: bool = False
     """Whether it moves, whatever is decided: the user has said so."""
-    packing: Packing | None = None
-    """How it travels; ``None``: as it is."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it travels, so that it stays or leaves as a whole."""
-        return self.packing is not None or self.moved_bytes == self.nbytes
-
-    @property
-    def held_bytes(self) -> int:
-        """That autograd holds of what travels."""
-        return self.nbytes if self.is_whole else self.moved_bytes
 
 
 class Weight(NamedTuple):

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import tree_iter, tree_map, without_dispatch_modes
-from eager_offload.codecs.names import CodecRules
 from eager_offload.errors import ConfigError, PlanError
-from eager_offload.matched_modules import MatchedModules, Pattern
+from eager_offload.matched_modules import MatchedModules
 from eager_offload.planning.numbers import by_itself, numbers_put_back
 from eager_offload.planning.program import Program
-from eager_offload.planning.recorder import PLAIN, Recorder
+from eager_offload.planning.recorder import Recorder
 from eager_offload.planning.trace import run_step
 
 
@@ -47,8 +46,7 @@ def record(
     steps: int,
     *,
     min_bytes: int,
-    patterns: Sequence[Pattern] = (),
-    rules: CodecRules = PLAIN,
+    patterns: Sequence[str] = (),
 ) -> RealSteps:
     """Runs ``steps`` training steps without an optimizer, on a CPU; arguments and errors as for ``trace``."""
     inputs = tree_map(_leaf, inputs)
@@ -63,12 +61,12 @@ def record(
     found: list[RealSteps] = []
     for _ in range(steps):
         with by_itself(), numbers_put_back(), _put_back(parts, given) as outside:
-            recorder, matched = Recorder(min_bytes, rules, outside=outside), MatchedModules()
+            recorder, matched = Recorder(min_bytes, outside=outside), MatchedModules()
             for one in (*_own(parts), *given):
                 recorder.has(one)
             try:
                 if patterns:
-                    matched.add(model, patterns, rules)
+                    matched.add(model, patterns)
                 copy_context().run(run_step, recorder, model, inputs, loss)
             finally:
                 matched.end()

@@ -30,15 +30,13 @@ from eager_offload._torch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from eager_offload.codecs.names import IDENTITY, CodecRules
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.planning.calls import Calls, written_by
-from eager_offload.planning.coded import CodedSave, coded_save, packing_of
 from eager_offload.planning.guessed import guessed_name
-from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Storage, Weight
+from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
 from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
@@ -46,8 +44,6 @@ from eager_offload.stats import KeepReason
 MOST_KNOWN = 64 << 20
 #: Bytes of a constant from outside whose numbers are known, whatever its type, and of copies of it.
 MOST_READ = 64 << 10
-#: Everything travels as it is.
-PLAIN = CodecRules({"*": IDENTITY})
 
 
 class _Handle(NamedTuple):
@@ -62,7 +58,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     Args:
         min_bytes: a smaller saved tensor stays.
-        rules: which codecs may pack what moves.
         generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
             time.
         blocks: notes which storages live.
@@ -73,7 +68,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     def __init__(
         self,
         min_bytes: int,
-        rules: CodecRules = PLAIN,
         *,
         generator: torch.Generator | None = None,
         blocks: Blocks | None = None,
@@ -98,9 +92,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         #: Those that a function of backward is calling, as a reentrant checkpoint does.
         self._again: list[int] = []
         self._calls = Calls(self._blocks)
-        self._rules = rules
-        #: What says which codec packs, by the number of the save, where one may.
-        self._coded: dict[int, CodedSave] = {}
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
         #: Those that have saved something, by autograd's number, in order.
@@ -316,10 +307,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op, module = len(self._ops), self._module()
         for one in written_by(call):
             self._calls.write(op, one)
-            if (block := self._blocks.of(one)) is not None:
-                name = schema_of(call.target).name
-                scales = name in ("aten::div_", "aten::mul_") and not isinstance(call.arguments[1], Tensor)
-                block.is_drawn = name == "aten::bernoulli_" or (block.is_drawn and scales)
         for one in tensors_in(call.result):
             self._blocks.add(one, op, module)
         nbytes = traffic_of(call)
@@ -364,8 +351,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         whole = nbytes if storage is None or is_apart else storage.nbytes()
         self._nodes.setdefault(autograd_sequence(), len(self._nodes))
         node = self._nodes[autograd_sequence()]
-        codec = marks.codec_here(self._rules)
-        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node, codec=codec)
+        save = ProgramSave(nbytes, tensor.requires_grad, stays, -1, whole, op, node)
         if block is None or not (goes_along or reason is None):
             self._saves.append((save, block, None))
             with _as_it_is(tensor):
@@ -373,7 +359,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             return _Handle(number, lambda: kept)
         saved = self._blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
-        self._coded[number] = coded_save(tensor, codec, self._min_bytes, is_drawn=block.is_drawn)
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Handle(number, partial(self._like, saved, tensor.dtype, place))
 
@@ -404,20 +389,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
             for save, block, use in self._saves
         )
-        with without_dispatch_modes():
-            storages = tuple(self._pack_storage(number, one, saves) for number, one in enumerate(storages))
         modules = tuple(self._modules)
         ops, asks = tuple(self._ops), tuple(self._asks)
         guessed = tuple(sorted(self._guessed))
         noted = self._calls.repeatable(), guessed, self._weights
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, *noted)
-
-    def _pack_storage(self, number: int, storage: Storage, saves: Sequence[ProgramSave]) -> Storage:
-        if not storage.is_whole:
-            return storage
-        of_storage = [self._coded[at] for at, save in enumerate(saves) if save.storage == number]
-        found = packing_of(of_storage, storage.nbytes)
-        return storage if found is None else storage._replace(moved_bytes=found.nbytes, packing=found)
 
 
 def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:

@@ -13,9 +13,6 @@ over, which it asks at each save and each unpack. Without ``launch_seconds`` the
 In a compiled graph every transfer and wait has its place before it runs (``Problem.ordered``). The host is no part of
 it: compute waits where the window is full, and where forward ends for all that is on its way, and then sources go. So
 its peak depends on no time.
-
-Where a codec packs a storage, what was packed takes bytes beside it until the copy is over, and in its place from the
-start of the reload until it is asked for. Packing and unpacking are compute.
 """
 
 from __future__ import annotations
@@ -105,7 +102,7 @@ class Replay:
         outcome = step.run()
         late = [
             step.asked_at.get(number, math.inf) - step.saved_at.get(number, 0.0)
-            < (late_behind(problem.window) + one.held_bytes) / problem.out + one.held_bytes / problem.back
+            < (late_behind(problem.window) + one.moved_bytes) / problem.out + one.moved_bytes / problem.back
             for number, one in enumerate(problem.program.storages)
         ]
         return outcome, tuple(late)
@@ -132,8 +129,6 @@ class _Step:
         #: The operator that is enqueued next.
         self.at = 0
         self.change = [0] * (len(problem.op_seconds) + 1)
-        #: By operator, bytes that a codec takes for a moment.
-        self.scratch: dict[int, int] = {}
         #: Copies out that the host does not know to be over, the oldest first: when each is, and of which storage.
         self.leaving: deque[tuple[float, int]] = deque()
         self.leaving_bytes = self.moved_bytes = 0
@@ -144,8 +139,6 @@ class _Step:
         self.back: dict[int, float] = {}
         self.here = set(range(len(self.storages)))
         self.returned = set[int]()
-        #: Those of which what is brought back is packed still.
-        self.packed = set[int]()
         #: By storage, when it was saved and asked for first.
         self.saved_at: dict[int, float] = {}
         self.asked_at: dict[int, float] = {}
@@ -171,8 +164,6 @@ class _Step:
             known = self.known.get(number, end) if number in self.left else 0
             self.change[max(self.storages[number].dropped, known)] -= self.storages[number].nbytes
         living = list(map(add, accumulate(self.change[:-1]), of.made))
-        for op, nbytes in self.scratch.items():
-            living[min(op, end - 1)] += nbytes
         returned = tuple(sorted(self.returned))
         return Outcome(self.moves, self.compute, tuple(living), returned, self.moved_bytes)
 
@@ -211,9 +202,9 @@ class _Step:
             last = self.of.last[number]
             # A graph has what it computes at once; autograd, when the next operator is recorded.
             final_after = one.node - 1 if self.problem.ordered else one.node
-            is_awaited = self.queue.awaiting_bytes + storage.held_bytes <= AWAITED_WINDOWS * self.problem.window
+            is_awaited = self.queue.awaiting_bytes + storage.moved_bytes <= AWAITED_WINDOWS * self.problem.window
             awaited = last if last > first and is_awaited else None
-            self.queue.push(first, storage.held_bytes, final_after, urgent=True, last_save=awaited)
+            self.queue.push(first, storage.moved_bytes, final_after, urgent=True, last_save=awaited)
         self._start_due(one.node)
 
     def _end_forward(self) -> None:
@@ -229,15 +220,11 @@ class _Step:
 
     def _copy_out(self, number: int) -> None:
         storage, launch, leaving = self.storages[number], self.launch, self.leaving
-        nbytes, packing = storage.moved_bytes, storage.packing
+        nbytes = storage.moved_bytes
         if leaving and self.leaving_bytes + nbytes > self.problem.window:
             self._poll()
         while leaving and self.leaving_bytes + nbytes > self.problem.window:
             self._wait_for_the_oldest()
-        if packing is not None:
-            self._run(packing.pack_bytes / self.problem.memory)
-            self._takes(packing.pack_scratch)
-            self.change[self.at] += nbytes
         self.host += launch
         begin = max(self.out_free, self._reached())
         self.host += 3 * launch
@@ -270,8 +257,6 @@ class _Step:
         number = self.leaving.popleft()[1]
         self.known[number] = self.at
         self.leaving_bytes -= self.storages[number].moved_bytes
-        if self.storages[number].packing is not None:
-            self.change[self.at] -= self.storages[number].moved_bytes
         is_needed = number in self.using or self.of.last_ask.get(number, -1) < self.rank
         if number in self.here and not is_needed and self.stored[number] not in self.order.promised:
             self._let_go(number)
@@ -281,13 +266,7 @@ class _Step:
         storage = self.storages[number]
         self.here.remove(number)
         self.back.pop(number, None)
-        is_packed = number in self.packed
-        self.packed.discard(number)
-        self.change[max(storage.freed, self.at)] -= storage.moved_bytes if is_packed else storage.nbytes
-
-    def _takes(self, nbytes: int) -> None:
-        """Takes so many bytes for a moment."""
-        self.scratch[self.at] = max(self.scratch.get(self.at, 0), nbytes)
+        self.change[max(storage.freed, self.at)] -= storage.nbytes
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -319,19 +298,13 @@ class _Step:
         self.rank += 1
 
     def _wait_for(self, number: int) -> None:
-        """Has compute wait for a storage that is on its way back, and unpack it."""
+        """Has compute wait for a storage that is on its way back."""
         self.host += self.launch
         if self.back[number] > self.host or self.problem.ordered:
             self.host += self.launch
             self.clear_from = max(self.clear_from, self.back[number])
             if self.host_waits:
                 self.host = max(self.host, self.back[number])
-        storage = self.storages[number]
-        if number in self.packed and storage.packing is not None:
-            self.packed.remove(number)
-            self._run(storage.packing.unpack_bytes / self.problem.memory)
-            self._takes(storage.packing.unpack_scratch + storage.moved_bytes)
-            self.change[self.at] += storage.nbytes - storage.moved_bytes
 
     def _end_node(self) -> None:
         """Has the handles of a node go with it, and what the node was given unless that is asked for soon."""
@@ -357,6 +330,4 @@ class _Step:
         self.here.add(number)
         self.returned.add(number)
         self.moved_bytes += storage.moved_bytes
-        if storage.packing is not None:
-            self.packed.add(number)
-        self.change[self.at] += storage.nbytes if storage.packing is None else storage.moved_bytes
+        self.change[self.at] += storage.nbytes

@@ -23,16 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import FakeTensorMode, tree_iter
-from eager_offload.codecs.names import CodecRules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
-from eager_offload.matched_modules import MatchedModules, Pattern
+from eager_offload.matched_modules import MatchedModules
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.held import Made, nothing_held
 from eager_offload.planning.numbers import by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.program import Program
-from eager_offload.planning.recorder import PLAIN, Recorder, is_of_fakes
+from eager_offload.planning.recorder import Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
 
@@ -46,9 +45,8 @@ def trace(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     min_bytes: int,
-    patterns: Sequence[Pattern] = (),
+    patterns: Sequence[str] = (),
     again: Sequence[str] = (),
-    rules: CodecRules = PLAIN,
     target: str = CPU,
 ) -> Program:
     """One training step of ``model`` as numbers.
@@ -58,9 +56,8 @@ def trace(
         inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords.
         loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
         min_bytes: a smaller saved tensor stays.
-        patterns: name modules that keep what they save, or that ``rules`` name a codec for.
+        patterns: name modules that keep what they save.
         again: names of modules that are computed again, as :meth:`Plan.apply` has them.
-        rules: which codecs may pack what moves.
         target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
             of the process stands.
 
@@ -71,7 +68,7 @@ def trace(
     made = Made()
     with nothing_held(made):
         # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, rules, target, made)
+        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, target, made)
 
 
 def _trace(
@@ -79,9 +76,8 @@ def _trace(
     inputs: object,
     loss: Callable[[Any], Tensor] | None,
     min_bytes: int,
-    patterns: Sequence[Pattern],
+    patterns: Sequence[str],
     again: Sequence[str],
-    rules: CodecRules,
     target: str,
     made: Made,
 ) -> Program:
@@ -96,14 +92,14 @@ def _trace(
         FakeTensorMode(allow_non_fake_inputs=True),
         autocast_of(target) if is_guess else nullcontext(),
     ):
-        recorder, matched = Recorder(min_bytes, rules, generator=generator, blocks=made.blocks), MatchedModules()
+        recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
         stand_ins = StandIns(recorder, device)
         traced, inputs, made_loss = stand_ins.copy_of(model, inputs, loss)
         for part in (traced, made_loss):
             if isinstance(part, nn.Module):
                 made.modules += map(ref, part.modules())
         if patterns:
-            matched.add(traced, patterns, rules)
+            matched.add(traced, patterns)
         try:
             with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
                 run_step(recorder, traced, inputs, made_loss, again)

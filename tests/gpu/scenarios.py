@@ -17,9 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.codecs import BF16, BitMask, Codec, Gather, Narrow, TensorMeta
-from eager_offload.codecs.names import ROUNDING
-from eager_offload.codecs.rounded import compiled_multiple
 from eager_offload.errors import HostAllocationUnderCaptureError
 from eager_offload.graphs import (
     CaptureMode,
@@ -172,7 +169,7 @@ def pageable_memory_and_the_disk_behind_the_device_are_exact(machine: Machine) -
             same(machine, lambda around: [gradients(machine, around, seed) for seed in range(3)], **fields)
 
 
-# -- kernels and codecs -----------------------------------------------------------------------------------------------
+# -- kernels ----------------------------------------------------------------------------------------------------------
 
 TURNED = """
 template <int factor>
@@ -213,114 +210,6 @@ def a_kernel_in_cuda_runs_on_the_current_stream(machine: Machine) -> None:
         y = turned(x * 3, 1 << 33)
     machine.meet(machine.current, side)
     machine.holds(torch.equal(y, reference(x * 3, 1 << 33)))
-
-
-def packed_by(codec: Codec, x: Tensor) -> tuple[Tensor, bool]:
-    """``x`` packed, on its device, and whether the codec holds it."""
-    out = torch.zeros(codec.layout(TensorMeta.of(x)).nbytes, dtype=torch.uint8, device=x.device)
-    holds = codec.pack(x, out)
-    return out, holds is None or bool(holds)
-
-
-def unpacked_by(codec: Codec, packed: Tensor, like: Tensor) -> Tensor:
-    out = torch.zeros_like(like)
-    codec.unpack(packed, out)
-    return out
-
-
-def hard_numbers(count: int) -> Tensor:
-    """Of every magnitude, with denormals and zeros, and a block each with what is not finite."""
-    numbers = torch.randn(count, generator=torch.Generator().manual_seed(0))
-    numbers *= 2.0 ** torch.linspace(-140, 120, count).round()
-    numbers[::7] = 0.0
-    numbers[0], numbers[64], numbers[128] = float("nan"), float("inf"), -float("inf")
-    return numbers
-
-
-@scenario
-def packing_has_the_bits_that_it_has_on_a_cpu(machine: Machine) -> None:
-    numbers = hard_numbers(64 * machine.width)
-    mask = numbers > 0
-    cases: list[tuple[Codec, Tensor]] = [
-        *((codec, numbers) for codec in ROUNDING.values()),
-        *((codec, numbers.bfloat16()) for codec in ROUNDING.values() if not isinstance(codec, BF16)),
-        *((Narrow(), one) for one in (numbers, numbers.bfloat16().float())),
-        *((BitMask(), one) for one in (mask, torch.where(mask, 1.25, 0.0), numbers)),
-        (Gather(), numbers.view(-1, 64)[:, ::3]),
-    ]
-    for codec, x in cases:
-        (expected, holds), there = packed_by(codec, x), x.to(machine.device)
-        packed, holds_there = packed_by(codec, there)
-        machine.holds(holds_there == holds)
-        if holds:  # of a NaN that is rounded devices make different ones
-            machine.holds(isinstance(codec, BF16) or torch.equal(packed.cpu(), expected))
-            one, two = unpacked_by(codec, expected, x), unpacked_by(codec, packed, there).cpu()
-            machine.holds(torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
-
-
-@scenario
-def compiled_kernels_have_the_bits_of_the_reference(machine: Machine) -> None:
-    if machine.device.type == "virtual":
-        raise Skipped("Inductor knows no such device")
-    numbers = hard_numbers(64 * machine.width).nan_to_num(1.0)
-    for codec, x in itertools.product(ROUNDING.values(), (numbers, numbers[5:].bfloat16())):
-        spec, layout = TensorSpec(tuple(x.shape), x.dtype), codec.layout(TensorMeta.of(x))
-        if layout is None or len(x) % compiled_multiple(codec, machine.device):
-            continue
-        packed, launch = TensorSpec((layout.nbytes,), torch.uint8), LaunchSpec((1, 1, 1), (32, 1, 1))
-
-        def pack(x: Tensor, out: Tensor, codec: Codec = codec) -> None:
-            codec.pack(x, out)
-
-        packing = Kernel(f"pack_{codec.name}", Signature((spec,), (packed,)), launch, {"torch": pack})
-        unpacking = Kernel(f"unpack_{codec.name}", Signature((packed,), (spec,)), launch, {"torch": codec.unpack})
-        results = []
-        for impl in ("torch", "inductor"):
-            out = torch.zeros(layout.nbytes, dtype=torch.uint8, device=machine.device)  # no kernel writes the padding
-            as_torch_kernel(packing, impl)(x.to(machine.device), out=out)
-            results.append((out, as_torch_kernel(unpacking, impl)(out)))
-        ours, theirs = ([part.view(torch.uint8) for part in one] for one in results)  # the bits: NaN is in them
-        machine.holds(all(map(torch.equal, ours, theirs)))
-
-
-@scenario
-def what_leaves_packed_from_a_side_stream_is_what_was_packed(machine: Machine) -> None:
-    """Rounded, and a cast that ``lossless`` narrows: its verdict travels, and what it refuses stays."""
-    home, side = machine.current, machine.side_stream()
-
-    def program(around: Around, seed: int, shift: float) -> list[Tensor]:
-        machine.meet(home, side)
-        with side:
-            x, w = machine.leaf(seed), machine.leaf(seed + 100)
-            half = machine.leaf(seed + 200).detach().bfloat16().requires_grad_()
-            with around:
-                h, cast = x.sin(), half.float()
-                cast.data.add_(shift)  # changes no version: autograd still says that this is a cast
-                loss = (h * w).sum() + cast.square().sum()
-            del h, cast
-        found = torch.autograd.grad(loss, [w, half])
-        machine.meet(home, side)
-        copies = [one.clone() for one in found]
-        machine.meet(home, side)
-        return copies
-
-    for name, shift in itertools.product(("lossless", "bf16", "fp8"), (0.0, 1e-3)):
-        expected = [program(nullcontext(), seed, shift) for seed in range(3)]
-        if name in ROUNDING:  # the gradient of a weight is what backward was given of `h`
-            for one in expected:
-                one[0] = unpacked_by(ROUNDING[name], packed_by(ROUNDING[name], one[0])[0], one[0])
-        for slow in (machine.slow_links, machine.slow_compute):
-            offload = machine.offload(codec=name, step_plans=False)
-            with slow():
-                found = [program(Settled(offload), seed, shift) for seed in range(3)]
-            pick = slice(None) if name == "lossless" else slice(1)
-            machine.identical([one[pick] for one in expected], [one[pick] for one in found], name)
-            stats = assert_settled(offload)
-            if name == "lossless":
-                assert not stats.demotions
-                machine.holds(stats.refused.get("narrow", 0) == (3 if shift else 0))
-            else:
-                assert stats.packed_bytes[name] > 0
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------
@@ -509,24 +398,3 @@ def another_thread_trains_pins_and_asks_about_events_while_a_step_is_captured(ma
             assert len(found) == (2 if is_global else 4)
             machine.identical(*([0, 0] if is_global else found[2:]))
             assert_replays_are_steps(machine, step, replay)
-
-
-@scenario
-def a_step_that_rounds_replays_the_same_numbers(machine: Machine) -> None:
-    machine.require_graphs()
-    (x, factor), weights = batch(machine, 0), [machine.leaf(seed) for seed in range(1, 7)]
-
-    def step(given: Tensor) -> Tensor:
-        first, second, *rest = weights
-        loss, z = ((nn.functional.gelu(given @ first) + 0.0) @ second * factor).sum(), given
-        for weight in rest:  # so that what was saved before leaves
-            z = nn.functional.gelu(z @ weight)
-        return torch.autograd.grad(loss + z.sum(), [second, *weights])[0]
-
-    exact = step(x).cpu()
-    offload = machine.offload(codec="int8", max_inflight_bytes=1)
-    with capture_step(step, (x,), offload=offload, warmup=WARM_UP) as replay:
-        found = [replay(x).cpu() for _ in range(20)]
-    assert offload.stats(synchronize=True).packed_bytes["int8"] > 0
-    machine.holds(all(torch.equal(one, found[0]) for one in found))
-    machine.holds(0 < float((found[0] - exact).norm() / exact.norm()) < 0.03)

@@ -148,7 +148,7 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
     [
         {"device": "h100", "device_budget": 1},
         {"policy": "max", "config": {**CONFIG, "tier": "disk", "disk_path": "/tmp", "host_budget": "512KiB"}},
-        {"policy": "max", "config": {**CONFIG, "codec": "bf16", "skip": ["blocks.0"]}},
+        {"policy": "max", "config": {**CONFIG, "skip": ["blocks.0"]}},
         {"device": "here", "steps": 2},
     ],
     ids=str,

@@ -115,7 +115,6 @@ def test_h54_steps_of_another_model_train_exactly(how: str, half: eo.Plan, tmp_p
         ({"config": eo.OffloadConfig()}, "min_bytes='1MiB' does not go with plan"),
         ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),
         ({"device_budget": "1GiB"}, "does not go with device_budget"),
-        ({"codec": "bf16"}, "codec='bf16' does not go with plan=..., "),
         ({"plan": "plan.json"}, "plan takes what eager_offload.plan or Plan.load returns"),
     ],
 )

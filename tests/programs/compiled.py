@@ -348,11 +348,10 @@ def _in_any_order(run: Run) -> object:
 
 
 def _masked(x: Tensor, w: Tensor) -> Tensor:
-    """Whose masks travel as bits."""
     return deep(F.dropout(F.relu(x @ w), 0.3), w)
 
 
-@program("H02-H12-graphs-with-masks-differentiated-again", Flag.COMPILED, Flag.NO_INDUCTOR, codec="lossless")
+@program("H02-H12-graphs-with-masks-differentiated-again", Flag.COMPILED, Flag.NO_INDUCTOR)
 def _again(run: Run) -> object:
     (x, w), forward = _inputs([(_SIDE, _SIDE)] * 2), run.forward(_masked)
     # Inductor refuses a second backward of buffers that it may reuse, unless a program wants one.

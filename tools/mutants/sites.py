@@ -7,7 +7,7 @@
     version    a version is compared            it is always as expected
     fence      last uses that a slot carries    one is left out
     release    something is given back          it is not
-    check      codecs and kernels look at values, arguments and hardware: one condition is taken to be met
+    check      kernels look at arguments and hardware: one condition is taken to be met
 
 Call sites are changed, never what they call: a function with three callers has three sites.
 """
@@ -46,14 +46,7 @@ _RELEASES = {
     "take_up",
 }
 #: Where what refuses, raises or says whether something may be is a check.
-_CHECKED = (
-    "eager_offload/codecs/",
-    "eager_offload/eager/coding.py",
-    "eager_offload/eager/packing.py",
-    "eager_offload/kernels/",
-)
-#: What a codec calls its verdict.
-_VERDICT = "fits"
+_CHECKED = ("eager_offload/eager/gather.py", "eager_offload/kernels/")
 #: Queues in which records of what has died land.
 _QUEUES = {"_kept", "finalized", "leases", "returned", "slots"}
 #: What such a queue's ``append`` is called where all records share it.
@@ -204,8 +197,6 @@ class _Finder(ast.NodeVisitor):
             self._leave_out("fence", node, node.value)
         elif isinstance(target, ast.Name) and target.id == "keepalive" and isinstance(node.value, ast.IfExp):
             self._leave_out("keepalive", node, node.value.orelse)
-        elif isinstance(target, ast.Name) and target.id == _VERDICT and self._is_checked:
-            self._take_out("check", node, node.value, "True")
         self.generic_visit(node)
 
     def visit_Return(self, node: ast.Return) -> None:

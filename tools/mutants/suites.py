@@ -20,14 +20,11 @@ _FIRST = {
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
     "compile": "compile/order compile/select compile/insert compile/hazards_compiled compile/backend",
-    "codecs": "codecs/exact codecs/rounded codecs/names",
-    "codecs/names": "codecs/names codecs/rounding",
     "compile/host_tensors": "compile/transfers compile/operations",
     "contexts": "hazards/overlapping foreign_hooks what_is_told contract",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "engine/captured": "",
-    "eager/coding": "codecs/saved_tensors codecs/rounding",
-    "eager/packing": "codecs/saved_tensors codecs/rounding hazards/copies hazards/interrupts",
+    "eager/gather": "hazards/copies hazards/interrupts selection",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/keeping": "how_much_moves",
     "eager/saved_tensors": "hazards/versions hazards/copies hazards/in_between hazards/interrupts",
@@ -86,7 +83,7 @@ _DEVICE = (
 )
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
-    "codecs compile engine/captured eager/coding graphs kernels observe/doctor observe/timeline runtime/accelerator "
+    "compile engine/captured graphs kernels observe/doctor observe/timeline runtime/accelerator "
     "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
 )
 

@@ -174,7 +174,6 @@ def captured() -> eo.Offload:
 
 PROGRAMS: dict[str, Callable[[], eo.Offload]] = {
     "train": train,
-    "lossless": lambda: train(codec="lossless"),
     "beside another mode": beside_another_mode,
     "on side streams": on_side_streams,
     "retained": retained,
