@@ -60,7 +60,7 @@ mutants: $(STAMP) ## which test notices each wait, record, keepalive and release
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 bench: $(STAMP) ## every benchmark, half an hour on 2 quiet cores; benchmarks/results (ARGS="--quick --check")
-	@status=0; for name in hooks planning compile_time cpu_train cpu_defaults codecs; do \
+	@status=0; for name in hooks planning compile_time cpu_train cpu_defaults; do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || status=1; done; exit $$status
 
 lint: $(STAMP) ## ruff (lint and format) and mypy --strict

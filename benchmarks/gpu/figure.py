@@ -47,7 +47,7 @@ def _text(rows: list[Row]) -> str:
         base = None if several[0][1]["failure"] else several[0][1]
         parts.append(_block(setting, [_cells(name, row, base) for name, row in several]))
     for title, what, columns in (
-        ("Bits", "bits", ("same", "moved_bytes", "packed_bytes", "failure")),
+        ("Bits", "bits", ("same", "moved_bytes", "failure")),
         ("Sanitizer", "sanitizer", ("verdict", "copies_seen", "bytes_seen", "bytes_moved")),
         ("Capture", "capture", ("step_ms", "host_ms", "device_mib", "moved_mib", "same")),
         ("Frameworks", "framework", ("peak_gib", "step", "out_gib", "same")),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.compile import host_tensors
-from eager_offload.compile.host_tensors import CodedBytes, HostBytes, bytes_of, flat_bytes, resolved
+from eager_offload.compile.host_tensors import HostBytes, bytes_of, flat_bytes, resolved
 from eager_offload.engine.offloader import DeviceOffloader
 
 CHANGED = "a source was written over before the wait of its offload"
@@ -40,12 +40,10 @@ def sanitized() -> Iterator[list[str]]:
     sources: dict[int, _Source] = {}  # by the identity of what the host tensor stands for
     offload, finish = host_tensors.offload, host_tensors._wait_for_offload
 
-    def watched_offload(
-        offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None, coded: CodedBytes
-    ) -> Tensor:
+    def watched_offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
         watched = not wait and source.device.type == "cpu" and source.nbytes <= LARGEST
         before = flat_bytes(resolved(source)).clone() if watched else None
-        host = offload(offloader, source, wait=wait, region=region, coded=coded)
+        host = offload(offloader, source, wait=wait, region=region)
         stands_for = bytes_of(host)
         if before is not None and stands_for is not None and stands_for.slot is not None:
             sources[id(stands_for)] = _Source(source.data_ptr(), before)

@@ -58,7 +58,7 @@ def kept_count() -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a test compiles goes with it; the process keeps those of its codecs."""
+    """What a test compiles goes with it."""
     monkeypatch.setattr(compiled, "_kept", {})
     yield
     collect()

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import eager_offload as eo
 from eager_offload._torch import FakeTensorMode
-from eager_offload.matched_modules import Pattern
 from eager_offload.planning.program import Program
 from eager_offload.planning.trace import trace
 from eager_offload.selection import reason_to_stay
@@ -254,10 +253,10 @@ def test_regions_marks_and_skipped_modules_stay() -> None:
     model, x = Marked(), torch.randn(16, 32, requires_grad=True)
     reasons = [save.reason for save in trace(model, x, min_bytes=64).saves]
     assert reasons.count(KeepReason.REGION) == 1
-    skipped = trace(model, x, min_bytes=64, patterns=[Pattern("skip", "second")])
+    skipped = trace(model, x, min_bytes=64, patterns=["second"])
     assert [save.reason for save in skipped.saves].count(KeepReason.REGION) == 2
     with pytest.raises(eo.ConfigError, match="third"):
-        trace(model, x, min_bytes=64, patterns=[Pattern("skip", "third")])
+        trace(model, x, min_bytes=64, patterns=["third"])
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------
