@@ -16,7 +16,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from eager_offload._torch import module_reference, storage_key, version_of, weak_storage
+from eager_offload._torch import storage_key, version_of, weak_storage
 from eager_offload.codecs.names import IDENTITY
 from eager_offload.config import MIB, OffloadConfig
 from eager_offload.eager.coding import coding_of
@@ -180,7 +180,6 @@ class Saving(abc.ABC):
             coding = None  # a graph can go by no value
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, coding, self, stream, step, number)
         record, saved.first = saved.record, first
-        record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
         record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.moved, storage)
         record.queue = queue
