@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from eager_offload import _torch
 from eager_offload.errors import CaptureInvalidatedError, CaptureStateError, GraphError, UnjoinedStreamError
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.accelerator_events import EventPool
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
 
@@ -28,8 +28,7 @@ class AcceleratorCaptures:
         poll: lets go of what is over, such as a graph that has gone while it ran.
     """
 
-    def __init__(self, api: AcceleratorApi, events: EventPool, poll: Callable[[], None]) -> None:
-        self._api = api
+    def __init__(self, events: EventPool, poll: Callable[[], None]) -> None:
         self._events = events
         self._poll = poll
         self._lock = threading.Lock()
@@ -50,25 +49,24 @@ class AcceleratorCaptures:
         Raises:
             CaptureStateError: the calling thread captures, or another one in whose way this would be.
         """
-        api, device = self._api, stream.device
+        accelerator, device = torch.accelerator, stream.device
         with self._lock:
             self._check_may_begin(stream)
             # Every event that there is is over then, and need not be queried during the capture.
             events = self._events.of(device.index)
-            api.synchronize(device.index)
+            accelerator.synchronize(device.index)
             for event in events:
                 event.note_over()
             self._poll()  # not in the capture; and the memory that this gives back is for it
-            api.forget_workspaces()
-            api.empty_cache()
-            graph, memory = api.graph(keep), api.memory_pool() if memory is None else memory
-            selected = torch.device(device.type, api.current_device_index())
-            before = api.current_stream(device), api.current_stream(selected)
-            api.set_stream(stream)
+            _torch.forget_workspaces()
+            accelerator.empty_cache()  # a graph allocates its own
+            graph, memory = _torch.new_graph(keep), _torch.graph_memory_pool() if memory is None else memory
+            before = accelerator.current_stream(device.index), accelerator.current_stream()
+            accelerator.set_stream(stream)
             try:
-                api.begin_graph(graph, memory, mode.value)
+                _torch.begin_graph(graph, memory, mode.value)
             except BaseException as error:
-                api.release_failed_graph(graph, device.index, memory, ended=False)
+                _torch.release_failed_graph(graph, device.index, memory, ended=False)
                 self._select(before)
                 if isinstance(error, RuntimeError):
                     raise CaptureStateError(f"no capture can begin on {stream}: {error}") from error
@@ -109,8 +107,7 @@ class AcceleratorCaptures:
             self._finish(capture)
 
     def _check_may_begin(self, stream: torch.Stream) -> None:
-        api = self._api
-        if CAPTURES.own() is not None or api.is_capturing(None) or api.is_capturing(stream.device_index):
+        if CAPTURES.own() is not None or _torch.is_capturing(None) or _torch.is_capturing(stream.device_index):
             raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
         for other in CAPTURES.under_way:
             if other.mode is CaptureMode.GLOBAL or other.stream.device == stream.device:
@@ -127,16 +124,16 @@ class AcceleratorCaptures:
 
     def _end_graph(self, capture: Capture) -> None:
         """See [Note: workspaces]; before the graph gives its memory back, of which they may be."""
-        self._api.set_stream(capture.stream)
+        torch.accelerator.set_stream(capture.stream)
         try:
             capture.graph.capture_end()
         finally:
-            self._api.forget_workspaces()
+            _torch.forget_workspaces()
 
     def _drop(self, capture: Capture) -> None:
         """Nothing is captured into the memory of ``capture`` any more: to 2.12 torch refuses to share it from here on,
         since its allocator of pinned memory goes on to take it for that of a capture that is under way."""
-        self._api.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
+        _torch.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
         capture.memory = None
 
     def _finish(self, capture: Capture) -> None:
@@ -145,9 +142,9 @@ class AcceleratorCaptures:
 
     def _select(self, streams: tuple[torch.Stream, torch.Stream]) -> None:
         of_capture, selected = streams
-        self._api.set_stream(of_capture)
+        torch.accelerator.set_stream(of_capture)
         if selected.device != of_capture.device:
-            self._api.set_stream(selected)
+            torch.accelerator.set_stream(selected)
 
 
 def _named(error: RuntimeError) -> GraphError:

@@ -8,7 +8,6 @@ import torch
 
 from eager_offload._torch import sanitizer
 from eager_offload.errors import CaptureStateError, StaleEventError
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.captures import CAPTURES, Capture
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -140,8 +139,7 @@ class _Kind:
 class EventPool:
     """Torch's events are recorded again once the events that they stood for are gone. Thread-safe, without a lock."""
 
-    def __init__(self, api: AcceleratorApi) -> None:
-        self._api = api
+    def __init__(self) -> None:
         self._plain: dict[int, _Kind] = {}
         self._timed: dict[int, _Kind] = {}
 
@@ -160,7 +158,7 @@ class EventPool:
             kind.in_use.discard(gone)
             event = gone.event
         except IndexError:
-            event = self._api.event(stream.device, enable_timing=timed)
+            event = torch.Event(device=stream.device, enable_timing=timed)
         capture = CAPTURES.of(stream) if CAPTURES.under_way else None
         recorded = AcceleratorEvent(event, stream) if capture is None else CapturedEvent(event, stream, capture)
         record = _EventRecord(recorded, kind.free.append)
