@@ -59,7 +59,7 @@ class SavedTensors(Saving):
     def begin_forward(self, queue: ResidentQueue) -> None:
         """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""
         offloader = self.offloader
-        if not self.keeping.adapts or offloader.is_crashed or offloader.is_capturing():
+        if not self.keeping.adapts or offloader.is_crashed or offloader.runtime.is_capturing(offloader.device):
             return
         with offloader.lock, offloader.locked():
             message = self.keeping.begin(queue)
@@ -68,7 +68,7 @@ class SavedTensors(Saving):
 
     def begin_further_step(self, queue: ResidentQueue) -> None:
         """Begins another step in the same context; ``queue`` is the calling thread's."""
-        failures = [] if self.offloader.is_capturing() else CODECS.compile_due()
+        failures = [] if self.offloader.runtime.is_capturing(self.offloader.device) else CODECS.compile_due()
         with self.offloader.lock:
             self._accounts.counters.begin()
         for reason in self._accounts.demoted("uncompiled_codec", failures):
