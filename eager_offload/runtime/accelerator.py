@@ -18,10 +18,9 @@ from torch import Tensor
 from eager_offload._torch import graph_kind, is_capturing
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.rates import LinkRates
-from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
-from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
+from eager_offload.runtime.captures import CAPTURES, AcceleratorCaptures, Capture, CaptureMode, MemoryPool
 from eager_offload.runtime.link_probe import measured_link
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
@@ -85,7 +84,7 @@ class AcceleratorRuntime(Runtime):
         self._pinned = PinnedMemory()
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool()
-        self._captures = AcceleratorCaptures(self._events, self.poll)
+        self._captures = AcceleratorCaptures(self._events.waiting, self.poll)
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
@@ -278,7 +277,12 @@ class AcceleratorRuntime(Runtime):
         slot, tensor = cast(tuple[Slot, Tensor], (src, dst) if inward else (dst, src))
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
         assert tensor.device == stream.device, "a copy runs on a transfer stream of the tensor's device"
-        timed = timed or self._is_due_to_be_timed(stream)
+        # The first ones are timed, and then some, so that the speed of the link is known; of a capture, to which no
+        # moment belongs, none is.
+        if not timed and (not CAPTURES.under_way or CAPTURES.own() is None):
+            copies = self._copies.get(stream, 0)
+            self._copies[stream] = copies + 1
+            timed = copies < _TIMED or copies % _TIMED == 0
         in_memory = getattr(slot, "tensor", None)
         if isinstance(in_memory, Tensor):
             target, source = (tensor, in_memory) if inward else (in_memory, tensor)
@@ -309,15 +313,6 @@ class AcceleratorRuntime(Runtime):
         over = self._events.record(stream, timed=timed)
         over.began = began
         return over
-
-    def _is_due_to_be_timed(self, stream: torch.Stream) -> bool:
-        """Counts a copy; the first ones are timed, and then some, so that the speed of the link is known. None is of a
-        capture, to which no moment belongs."""
-        if CAPTURES.under_way and CAPTURES.own() is not None:
-            return False
-        copies = self._copies.get(stream, 0)
-        self._copies[stream] = copies + 1
-        return copies < _TIMED or copies % _TIMED == 0
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -166,8 +168,12 @@ class EventPool:
         kind.in_use.add(record)
         return recorded
 
-    def of(self, index: int) -> list[AcceleratorEvent]:
-        """Those of a device that are in use now."""
+    @contextmanager
+    def waiting(self, index: int) -> Iterator[None]:
+        """Is around a wait for a whole device: events of before, and no others, are known to be over afterwards."""
         kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
         found = [record() for kind in kinds for record in list(kind.in_use)]
-        return [event for event in found if event is not None]
+        yield
+        for event in found:
+            if event is not None:
+                event.note_over()
