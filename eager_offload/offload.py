@@ -41,7 +41,7 @@ from eager_offload.matched_modules import MatchedModules, patterns_of
 from eager_offload.module_calls import show_to_compilers
 from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
-from eager_offload.observe.summary import describe
+from eager_offload.observe.report import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import PlanSettings, fraction_of, settings_of

@@ -95,12 +95,8 @@ class Compute:
             if stack:
                 self._end(stack[0].part, thread)
 
-    def module(self) -> str:
-        """Returns the path of the module that the calling thread is in; empty outside of all."""
-        return self.at().module
-
     def at(self) -> Saver:
-        """Returns the module and the operation that the calling thread is in."""
+        """Returns the module and the operation that the calling thread is in; empty outside of all."""
         stack = self._stacks[threading.get_ident()]
         return Saver(stack[-1].draft.module, stack[-1].draft.operation) if stack else Saver()
 
