@@ -1,8 +1,9 @@
 """``with offload.trace(path):`` records the work of one ``Offload``, makes a ``Trace`` of it, and writes its file.
 
 pack, unpack      in place of the hooks' own: who saves, who asks
-copies, waits     from the log of the engine                       -> timeline.py
-compute           by global module hooks, and by unpacks           -> compute.py
+copies, waits     from the log of the engine
+compute           by global module hooks, and by unpacks
+all of it         as moments that become times                     -> timeline.py
 
 [Note: handles that report]
 While a trace runs, autograd is given a ``RecordedHandle`` around each handle. It learns the operation when backward
@@ -35,8 +36,7 @@ from eager_offload.engine.transfer import CountedBytes, State
 from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.errors import ConfigError, OffloadError, captured, tell, warn
 from eager_offload.observe.advice import advise
-from eager_offload.observe.compute import Compute
-from eager_offload.observe.timeline import Noted, Saver, Timeline
+from eager_offload.observe.timeline import Compute, Noted, Saver, Timeline
 from eager_offload.selection import logical_bytes
 from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
 from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
