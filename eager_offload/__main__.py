@@ -35,22 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_asked = not given or given[0] in ("-h", "--help")
     if not is_asked:
         print(f"eager_offload: {given[0]!r} is not a command", file=sys.stderr)
-    print(_usage(), file=sys.stdout if is_asked else sys.stderr)
+    usage = [
+        f"usage: python -m eager_offload [--version] ({' | '.join(COMMANDS)}) [ARGUMENTS]...",
+        "",
+        *(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()),
+        "",
+        "`python -m eager_offload COMMAND --help` lists what a command takes. Launchers take it too:",
+        "`torchrun -m eager_offload run train.py`.",
+    ]
+    print("\n".join(usage), file=sys.stdout if is_asked else sys.stderr)
     return 0 if is_asked else 2
-
-
-def _usage() -> str:
-    listed = [f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"usage: python -m eager_offload [--version] ({' | '.join(COMMANDS)}) [ARGUMENTS]...",
-            "",
-            *listed,
-            "",
-            "`python -m eager_offload COMMAND --help` lists what a command takes. Launchers take it too:",
-            "`torchrun -m eager_offload run train.py`.",
-        ]
-    )
 
 
 def _doctor(arguments: Sequence[str]) -> int:

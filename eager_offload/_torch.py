@@ -399,36 +399,6 @@ def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch | None:
     return Patch(torch.autograd, name, around) if hasattr(torch.autograd, name) else None
 
 
-#: The code of frames in which a module is called.
-_CALL = getattr(torch.nn.Module._call_impl, "__code__", None)
-#: How many frames up to look for a module: mostly its forward calls the operator itself.
-_MOST_FRAMES = 24
-
-
-def module_called_in(frame: FrameType) -> torch.nn.Module | None:
-    """Returns the module whose forward ``frame`` calls; ``None`` for any other frame.
-
-    The locals of other frames are not read: that would keep them, the user's tensors, until the frame ends.
-    """
-    return frame.f_locals["self"] if frame.f_code is _CALL else None
-
-
-def no_module() -> None:
-    """Stands for a weak reference to a module that is not known."""
-
-
-def module_reference() -> Callable[[], torch.nn.Module | None]:
-    """Returns a weak reference to the innermost module whose forward the calling thread runs, if its frame is near."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        if frame.f_code is _CALL:
-            return weakref.ref(frame.f_locals["self"])
-        frame = frame.f_back
-    return no_module
-
-
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
     """Returns a patch for the method that every ``with`` of saved-tensor hooks, of any library, calls on entry."""
     return Patch(saved_tensors_hooks, "__enter__", around)

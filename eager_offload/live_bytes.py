@@ -10,14 +10,13 @@ dies; its callback only appends to a deque, see [Note: finalizers].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from eager_offload._torch import module_reference, storage_key, storage_of
+from eager_offload._torch import storage_key, storage_of
 from eager_offload.tiers.finalizers import FinalizerRecord
 
 
@@ -72,7 +71,7 @@ class LiveBytes:
         if self._finalized:
             self.poll()
         record = _KeptRecord(handle, self._on_death)
-        record.reason, record.module = reason, module_reference()
+        record.reason = reason
         storage = storage_of(tensor)
         record.storage = None if storage is None else self.add(storage)
         record.nbytes = nbytes if record.storage is None or record.storage.handles == 1 else 0
@@ -81,11 +80,11 @@ class LiveBytes:
             self.without_offload += nbytes
             self.on_device += nbytes
 
-    def kept_by(self) -> Iterator[tuple[Any, Module | None, int]]:
-        """Yields the reason, the module and the bytes of each saved tensor that stays."""
+    def kept_by(self) -> Iterator[tuple[Any, int]]:
+        """Yields the reason and the bytes of each saved tensor that stays."""
         self.poll()
         for record in self._records:
-            yield record.reason, record.module(), record.nbytes
+            yield record.reason, record.nbytes
 
     def poll(self) -> None:
         """Takes the bytes of handles and storages that have died out of the count."""
@@ -114,10 +113,9 @@ class LiveBytes:
 class _KeptRecord(FinalizerRecord[object]):
     """A weak reference to the handle of a saved tensor that stays."""
 
-    __slots__ = ("module", "nbytes", "reason", "storage")
+    __slots__ = ("nbytes", "reason", "storage")
     storage: LiveStorage | None
     #: Bytes of the tensor, if no other handle held its storage before.
     nbytes: int
-    #: The reason to stay, and the module that saved it.
+    #: The reason to stay.
     reason: Any
-    module: Callable[[], Module | None]

@@ -19,7 +19,6 @@ import eager_offload.eager.checkpointing  # noqa: F401  # has selective checkpoi
 from eager_offload import contexts
 from eager_offload._torch import (
     compiler_is_loaded,
-    no_module,
     on_first_compile,
     without_caller_modes,
 )
@@ -39,7 +38,7 @@ from eager_offload.matched_modules import MatchedModules
 from eager_offload.module_calls import show_to_compilers
 from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
-from eager_offload.observe.summary import describe
+from eager_offload.observe.report import describe
 from eager_offload.observe.tracing import Tracing
 from eager_offload.out_of_memory import Held, watch
 from eager_offload.plan_settings import PlanSettings, fraction_of, settings_of
@@ -324,28 +323,23 @@ class Offload:
 
     def held(self) -> Held:
         """Returns the bytes of saved tensors that are on the devices now."""
-        counters, stays, waiting, leaving = self._accounts.counters, Counter[tuple[KeepReason, Any]](), 0, 0
+        counters, stays = self._accounts.counters, Counter[KeepReason]()
+        waiting = leaving = resident = 0
         with self._accounts.lock:
-            for reason, module, nbytes in counters.live.kept_by():
-                stays[reason, module] += nbytes
-            resident = 0
+            for reason, nbytes in counters.live.kept_by():
+                stays[reason] += nbytes
             for offloader in self._offloaders.all():
                 offloader.poll()
                 resident += offloader.resident_bytes
                 leaving += offloader.leaving_bytes
                 for record in offloader.records:
                     if isinstance(record, CountedBytes) and record.state in (WAITING, KEPT):
-                        module = getattr(record, "module", no_module)()
-                        stays[record.kept, module] += record.device_bytes
+                        stays[record.kept] += record.device_bytes
                         waiting += record.device_bytes if record.state is WAITING else 0
-            small = counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
-            returning = max(resident - waiting - leaving, 0)
             is_saving = contexts.entered(self) is not None and self._hooks.thread.packed > 0
-            live = counters.live
-            away = max(live.without_offload - max(live.on_device - returning, 0), 0)
-            return Held(
-                live.without_offload, away, stays, leaving, returning, is_saving, counters.prefetch_bytes, small
-            )
+            if is_saving or counters.live.without_offload:  # which leaves small ones out
+                stays[KeepReason.SMALL] += counters.kept_bytes[KeepReason.SMALL] // max(counters.steps, 1)
+            return Held(stays, leaving, max(resident - waiting - leaving, 0), counters.prefetch_bytes)
 
     def skip_in(self, model: torch.nn.Module) -> None:
         """Finds the modules of ``model`` that the patterns of ``skip`` name.
@@ -706,9 +700,10 @@ class Offload:
         self._in_vain.warn_if_nothing_moved(moved_before, because)
 
 
-def _all_held() -> list[tuple[Held, OffloadConfig]]:
-    """Returns the held bytes of each live object that no call of the library is using."""
-    return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
+def _notes() -> list[str]:
+    """Returns a note for each live object that holds saved tensors, and that no call of the library is using."""
+    found = ((offload.held(), offload.config) for offload in _alive if not offload._is_reentered())
+    return [held.note(config) for held, config in found if held.leaving or held.returning or any(held.stays.values())]
 
 
 def _note_step_peaks() -> None:
@@ -730,5 +725,5 @@ def _prepare_all() -> None:
 #: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
-watch.held, watch.is_wanted, watch.ended = _all_held, _alive.__bool__, _note_step_peaks
+watch.notes, watch.is_wanted, watch.ended = _notes, _alive.__bool__, _note_step_peaks
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

@@ -173,22 +173,16 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     for one in chain:
-        one.__traceback__ = _of_the_script(one.__traceback__)
+        trace, kept = one.__traceback__, list[TracebackType]()
+        while trace is not None:  # leaves out the frames that have led to the script, and those around module calls
+            is_runpy = not kept and trace.tb_frame.f_globals.get("__name__") in ("runpy", None)
+            if not is_runpy and trace.tb_frame.f_code.co_filename not in _OWN_FILES:
+                kept.append(trace)
+            trace = trace.tb_next
+        one.__traceback__ = None
+        for shown in reversed(kept):
+            one.__traceback__ = TracebackType(one.__traceback__, shown.tb_frame, shown.tb_lasti, shown.tb_lineno)
     show(kind, error, error.__traceback__)
-
-
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Returns ``trace`` without the frames that have led to the script, and without those around module calls."""
-    kept: list[TracebackType] = []
-    while trace is not None:
-        is_runpy = not kept and trace.tb_frame.f_globals.get("__name__") in ("runpy", None)
-        if not is_runpy and trace.tb_frame.f_code.co_filename not in _OWN_FILES:
-            kept.append(trace)
-        trace = trace.tb_next
-    shown: TracebackType | None = None
-    for one in reversed(kept):
-        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return shown
 
 
 def _fields(settings: Sequence[str]) -> dict[str, Any]:
@@ -202,19 +196,18 @@ def _fields(settings: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for one in settings:
         name, equals, text = one.partition("=")
-        fields |= {name.strip(): field_from_text(name.strip(), text)} if equals else _file(Path(one))
+        if equals:
+            fields[name.strip()] = field_from_text(name.strip(), text)
+            continue
+        try:
+            text = Path(one).read_text()
+            found = json.loads(text) if one.endswith(".json") else tomllib.loads(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--settings={one!r} is not accepted: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"--settings={one!r} is not accepted: it holds no mapping of fields")
+        fields |= found
     return fields
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--settings={str(path)!r} is not accepted: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--settings={str(path)!r} is not accepted: it holds no mapping of fields")
-    return found
 
 
 def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException] | None) -> None:

@@ -227,7 +227,7 @@ class OffloadStats:
     _advise: ClassVar[Callable[[OffloadStats, OffloadConfig], tuple[str, ...]]]
     """The rules of ``observe/advice.py``. ``Offload`` sets it, because this module may not import ``observe``."""
     _describe: ClassVar[Callable[[OffloadStats, OffloadConfig], str]]
-    """The report of ``observe/summary.py``, likewise."""
+    """The report of ``observe/report.py``, likewise."""
 
     def __post_init__(self) -> None:
         if isinstance(plan := cast(object, self.plan), dict):  # from ``to_dict``

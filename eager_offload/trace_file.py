@@ -182,7 +182,11 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         )
     try:
         events = content["traceEvents"]
-        slices = [_slice_of(event) for event in events if event["ph"] == "X"]
+        slices = list[Slice]()
+        for event in (one for one in events if one["ph"] == "X"):
+            known = {name: event["args"][key] for name, key in _ARGUMENTS.items() if key in event["args"]}
+            times = event["ts"] / 1e6, event["dur"] / 1e6
+            slices.append(Slice(SliceKind(event["cat"]), event["name"], event["pid"], event["tid"], *times, **known))
         memory = [MemorySample(event["ts"] / 1e6, **event["args"]) for event in events if event["ph"] == "C"]
         plain = {name: own[name] for name in _PLAIN} | {"advice": tuple(own["advice"])}
         saved = tuple(SavedGroup(**group) for group in own["saved"])
@@ -208,12 +212,6 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         place = {"pid": one.device, "tid": one.track, "ts": _microseconds(one.start), "dur": _microseconds(one.seconds)}
         known = {key: value for name, key in _ARGUMENTS.items() if (value := getattr(one, name))}
         yield {"ph": "X", **place, "cat": one.kind.value, "name": one.name, "args": known}
-
-
-def _slice_of(event: dict[str, Any]) -> Slice:
-    known = {name: event["args"][key] for name, key in _ARGUMENTS.items() if key in event["args"]}
-    start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-    return Slice(SliceKind(event["cat"]), event["name"], event["pid"], event["tid"], start, seconds, **known)
 
 
 def _microseconds(seconds: float) -> float:

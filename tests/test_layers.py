@@ -109,7 +109,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {
         *("_torch", "config", "eager_offload", "errors", "module_calls", "observe", "out_of_memory", "tiers"),
     },
-    "doctor": {"_torch", "config", "errors", "machine", "offload", "rates", "tiers", "version"},
+    "doctor": {"_torch", "config", "errors", "machine", "offload", "tiers", "version"},
     "running": {
         *("_torch", "config", "contexts", "errors", "offload", "out_of_memory", "stats", "step_memory", "tiers"),
     },

@@ -205,31 +205,23 @@ def notes(offload: eo.Offload, *, forward: bool = True, inside: bool = False, la
 KEEPS = {"tier": "disk", "min_bytes": 0, "keep_last_bytes": "1MiB"}
 
 
-def test_an_error_of_forward_names_modules_reasons_and_a_setting() -> None:
+def test_an_error_of_forward_names_reasons_and_a_setting() -> None:
     (note,) = notes(eo.Offload(**KEEPS))
-    head, newest, advice = note.split("\n")
-    assert head == "eager_offload: 32.0 KiB are saved for backward, of which 0 B have left the device"
-    assert newest.startswith("  32.0 KiB (")
-    assert newest.endswith(
-        ") are the newest ones, which stay since backward asks for them at once: keep_last_bytes is 1MiB"
-    )
-    assert "2 (Linear) 16.0 KiB" in newest
-    assert "1 (GELU) 16.0 KiB" in newest
-    assert advice == "  keep_last_bytes=0 would have freed up to 32.0 KiB"
+    assert note.split("\n") == [
+        "eager_offload: 32.0 KiB of saved tensors are on the device",
+        "  32.0 KiB are the newest ones, which stay since backward asks for them at once: keep_last_bytes is 1MiB",
+        "  keep_last_bytes=0 would have freed up to 32.0 KiB",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*no room for")
 @pytest.mark.parametrize(
     ("given", "fields", "said"),
     [
-        ({"forward": False}, KEEPS, "GELU.* are the newest ones, which stay"),
-        ({"forward": False, "inside": True}, KEEPS, "GELU.* are the newest ones, which stay"),
+        ({"forward": False}, KEEPS, "are the newest ones, which stay"),
+        ({"forward": False, "inside": True}, KEEPS, "are the newest ones, which stay"),
         ({}, MOVES | {"disk_budget": 1}, "found no room in any .*a larger host_budget or disk_budget, or a disk_path"),
-        (
-            {"last": 2},
-            {"tier": "disk", "min_bytes": NBYTES + 1},
-            "more, a step, are of tensors.*a smaller min_bytes would",
-        ),
+        ({"last": 2}, {"tier": "disk", "min_bytes": NBYTES + 1}, "are of tensors smaller.*a smaller min_bytes would"),
     ],
 )
 def test_what_would_have_helped_is_named(given: dict[str, Any], fields: dict[str, Any], said: str) -> None:
@@ -243,7 +235,7 @@ def test_what_is_on_its_way_is_told_apart_from_what_stays(disk: DiskBackend) -> 
         (note,) = notes(offload)
     assert "are the newest ones, which stay" in note, "its operator may still write to it"
     assert "16.0 KiB are on their way out" in note
-    assert 'max_inflight_bytes="4KiB" would have freed up to 12.0 KiB' in note
+    assert "a smaller max_inflight_bytes would have freed up to 16.0 KiB" in note
 
 
 ALONE = """

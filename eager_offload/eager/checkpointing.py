@@ -50,7 +50,6 @@ from eager_offload._torch import (
     accelerator_in_use,
     checkpoint_store_key,
     current_backward,
-    is_capturing,
     is_collective,
     is_proxied,
     is_wrapper,
@@ -65,6 +64,7 @@ from eager_offload._torch import (
 )
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
+from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.selection import inner_values, is_parameter, logical_bytes, plain_tensors
 
 
@@ -307,7 +307,7 @@ def _random_numbers(args: Sequence[Any]) -> object:
         accelerator = torch.accelerator.current_accelerator() if accelerator_in_use() else None
         for device in {one.device for one in tensors_in(args)}:
             if accelerator is not None and accelerator.type == device.type:
-                if is_capturing(device.index):
+                if accelerator_runtime().is_capturing(device):
                     return object()  # what a graph draws is decided when it is replayed
                 states.append(torch.get_device_module(device).get_rng_state(device))
         return [one.numpy().tobytes() for one in states]

@@ -104,11 +104,9 @@ Started: TypeAlias = tuple[ResidentQueue, int | None, int]
 class StorageRecord(BytesRecord["SavedStorage"]):
     """A weak reference to a saved storage, and the part of what is known of it that is needed once it is gone."""
 
-    __slots__ = ("key", "module", "name", "queue", "reload", "saves")
+    __slots__ = ("key", "name", "queue", "reload", "saves")
     #: Names it in traces; it grows with every save.
     key: int
-    #: The module that saved it, where that is known.
-    module: Callable[[], torch.nn.Module | None]
     #: Names what it covers: further saves of the same bytes are recognised by it.
     name: Hashable
     #: That in which it waits to leave.

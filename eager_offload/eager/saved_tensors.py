@@ -58,7 +58,7 @@ class SavedTensors(Saving):
     def begin_forward(self, queue: ResidentQueue) -> None:
         """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""
         offloader = self.offloader
-        if not self.keeping.adapts or offloader.is_crashed or offloader.is_capturing():
+        if not self.keeping.adapts or offloader.is_crashed or offloader.runtime.is_capturing(offloader.device):
             return
         with offloader.lock, offloader.locked():
             message = self.keeping.begin(queue)

@@ -16,7 +16,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from eager_offload._torch import module_reference, storage_key, version_of, weak_storage
+from eager_offload._torch import storage_key, version_of, weak_storage
 from eager_offload.config import MIB, OffloadConfig
 from eager_offload.eager.handles import SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.keeping import Keeping
@@ -165,7 +165,6 @@ class Saving(abc.ABC):
             queue.await_nothing()
         saved = SavedStorage(next(self._keys), name, tensor, storage, area, self, stream, step, number)
         record, saved.first = saved.record, first
-        record.module = module_reference()
         saved.times_saved = 1 if known is None else known.times_saved + 1
         record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.moved, storage)
         record.queue = queue

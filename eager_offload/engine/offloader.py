@@ -73,7 +73,7 @@ class DeviceOffloader(Transfers):
         """
         if self.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
-        if self.can_capture and self.is_capturing():
+        if self.can_capture and self.runtime.is_capturing(self.device):
             raise captured(what)
 
     def crash(self) -> None:
@@ -209,7 +209,7 @@ class DeviceOffloader(Transfers):
         """
         runtime, counters = self.runtime, self.accounts.counters
         compute = runtime.current_stream(self.device) if stream is None else stream
-        before = None if self.is_capturing() else runtime.moment(compute)
+        before = None if runtime.is_capturing(self.device) else runtime.moment(compute)
         called = runtime.moment(None)
         try:
             yield

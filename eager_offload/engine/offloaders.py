@@ -255,7 +255,7 @@ class Offloaders:
         runtime = self.runtime_of(device)
         if runtime is None:
             return KeepReason.LAYOUT if device.type == "meta" else KeepReason.DEVICE
-        if runtime.can_capture and runtime.is_capturing(device):
+        if runtime.is_capturing(device):
             return KeepReason.REGION  # its tiers cannot be opened now: they ask the driver how memory can be pinned
 
         def used() -> int | None:

@@ -142,13 +142,9 @@ class Transfers:
             assert transfer.record is not None
             transfer.record.on_transferred(transfer, UnderWayAtFork())
 
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's work goes into a graph that is being captured."""
-        return self.can_capture and self.runtime.is_capturing(self.device)
-
     def refuses_saves(self) -> bool:
         """Whether what is saved now stays."""
-        return self.is_capturing()
+        return self.runtime.is_capturing(self.device)
 
     def warn(self, message: str) -> None:
         """A warning to the user."""

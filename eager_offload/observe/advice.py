@@ -180,7 +180,7 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields a sentence on the waits of compute."""
-    if not _stalls(stats):
+    if stats.seconds <= 0 or stats.stall_seconds < _STALL * stats.seconds:
         return
     waited, a_step = _waited(stats), _of_a_step(stats)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
@@ -315,10 +315,6 @@ def change_text(before: int, after: int) -> str:
     """Returns a change for a reader, such as ``"-76 %"``."""
     share = f"{after / before - 1:+.0%}" if before else "0%"
     return share.replace("+0%", "0%").replace("-0%", "0%").replace("%", " %")
-
-
-def _stalls(stats: OffloadStats) -> bool:
-    return stats.seconds > 0 and stats.stall_seconds >= _STALL * stats.seconds
 
 
 def _of_a_step(stats: OffloadStats) -> int:

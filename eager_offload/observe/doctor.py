@@ -1,14 +1,15 @@
 """Examines a machine: its resources for offloading, whether offloading pays there, and with which settings.
 
 ``--json`` prints a :class:`Diagnosis`, whose fields docs/doctor_and_report.md describes. Sizes are bytes, times
-seconds, speeds bytes a second; a quantity that could not be measured is ``None``.
+seconds, speeds bytes a second; what could not be measured is ``None`` or 0.
 
 [Note: when it pays]
 The saves of a layer are hidden if they have left when forward is over, and are back when backward is, which takes twice
 as long. So on a device with F operations a second, whose tier takes W bytes a second and gives R, a saved byte is
 hidden behind F * max(1 / W, 1 / (2 R)) operations of forward. A transformer block of width d without dropout does
 24 d^2 operations for a token (Kaplan et al., attention left out) and saves the inputs of its products, activation and
-norms: 16 d numbers. A checkpointed one saves its d inputs.
+norms: 16 d numbers. A checkpointed one saves its d inputs. A CPU computes with numbers of 32 bits, an accelerator with
+numbers of 16.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import contextlib
 import pkgutil
 import platform
 import shutil
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +34,8 @@ from torch import Tensor
 from eager_offload import _torch
 from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine, measure, memory_of, name_of
+from eager_offload.machine import Machine, measure
 from eager_offload.offload import Offload
-from eager_offload.rates import LinkRates
 from eager_offload.tiers.directories import filesystem_of, usual_directories
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
@@ -46,35 +45,11 @@ from eager_offload.version import VERSION
 _T = TypeVar("_T")
 
 #: The version of the keys. It grows when a key goes or changes its meaning, and not for a new key.
-FORMAT = 2
+FORMAT = 3
 #: Seconds for one probe.
 _ONE_PROBE = 10.0
 #: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
-#: Columns of the text.
-WIDTH = 80
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Bytes a second, each way."""
-
-    out: float
-    back: float
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device that trains: a CPU in numbers of 32 bits, an accelerator in numbers of 16."""
-
-    name: str
-    model: str
-    memory_bytes: int | None = None
-    flops: float | None = None
-    itemsize: int = 2
-    memory_speed: float | None = None
-    spread: float | None = None
-    link: Speed | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,8 @@ class Disk:
     free_bytes: int = 0
     budget_bytes: int = 0
     direct_io: bool = False
-    speed: Speed | None = None
+    out: float = 0.0
+    back: float = 0.0
     refused: str = ""
 
 
@@ -131,7 +107,8 @@ class Diagnosis:
     format: int
     seconds: float
     software: dict[str, str]
-    devices: list[Device]
+    devices: dict[str, Machine | None]
+    """The devices that train, as measured; the link of the CPU is that of the best disk."""
     memory: Memory | None
     disks: list[Disk]
     missing: dict[str, str]
@@ -148,21 +125,24 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     """
     started, run = time.perf_counter(), _Probes()
     memory: Memory | None = run("host memory", _memory, None)
-    cpu = torch.device("cpu")
-    found = [Device("cpu", _processor(), memory_of(cpu), itemsize=4)]
-    found += run("accelerators", _accelerators, list[Device]())
-    devices = [_measured(run, one) for one in found]
+    accelerators = run("accelerators", _accelerators, list[str]())
+    devices: dict[str, Machine | None] = {
+        name: run(f"speed of {name}", partial(measure, torch.device(name)), None) for name in ["cpu", *accelerators]
+    }
     disks: list[Disk] = []
     for path in usual_directories() if paths is None else paths:
         disks += run(f"directory {path}", partial(_disk, path, tuple(disks)), list[Disk]())
+    best, cpu = _best_disk(disks), devices["cpu"]
+    if best is not None and cpu is not None:
+        devices["cpu"] = replace(cpu, out=best.out, back=best.back)
     settings = recommended(devices, memory, disks)
     # Beside an accelerator the CPU does not train, and tensors saved there stay.
-    trains = [device.name for device in devices if device.name != "cpu"] or ["cpu"]
+    trains = accelerators or ["cpu"]
     results = [run(f"self test on {name}", partial(_self_test, name, settings), None) for name in trains]
     tests = [test for test in results if test is not None]
     # Last, because the modules that it imports take long without cached byte code.
     missing = run("private names of torch", _missing, dict[str, str]())
-    end = verdict(devices, disks, tests, settings)
+    end = verdict(devices, tests, settings)
     seconds = time.perf_counter() - started
     return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, missing, tests, run.failures, end)
 
@@ -208,35 +188,15 @@ def _software() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": platform.platform(),
+        "threads": str(torch.get_num_threads()),
         "accelerator": ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version),
     }
 
 
-def _processor() -> str:
-    """Returns the name of the CPU, and the number of threads that torch uses."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(errors="replace").splitlines() if table.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{(named or [platform.processor() or platform.machine()])[0]}, {torch.get_num_threads()} threads"
-
-
-def _accelerators() -> list[Device]:
+def _accelerators() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return []
-    devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
-    return [Device(str(one), name_of(one), memory_of(one)) for one in devices]
-
-
-def _measured(run: _Probes, device: Device) -> Device:
-    at, name = torch.device(device.name), device.name
-    rates: Machine | None = run(f"speed of {name}", partial(measure, at), None)
-    if rates is None:
-        return device
-    device = replace(device, memory_speed=rates.memory, spread=rates.spread)
-    if at.type == "cpu":  # whose tensors go to a disk
-        return replace(device, flops=rates.single_flops)
-    return replace(device, flops=rates.flops, link=Speed(rates.out, rates.back))
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [f"{accelerator}:{index}" for index in range(count)]
 
 
 def _memory() -> Memory:
@@ -257,14 +217,13 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
     try:
         if free // _PART_OF_FREE < _LEAST_ON_DISK:
             return [replace(disk, refused=f"only {size_text(free)} are free there")]
-        same = next((one.speed for one in others if one.device == disk.device and one.speed), None)
-        return [replace(disk, direct_io=tier.direct_io, speed=same or _speed(tier.measure()))]
+        for one in others:
+            if one.device == disk.device and one.out:
+                return [replace(disk, direct_io=tier.direct_io, out=one.out, back=one.back)]
+        link = tier.measure()
+        return [replace(disk, direct_io=tier.direct_io, out=link.out.median, back=link.back.median)]
     finally:
         tier.close()
-
-
-def _speed(link: LinkRates) -> Speed:
-    return Speed(link.out.median, link.back.median)
 
 
 def _missing() -> dict[str, str]:
@@ -320,26 +279,25 @@ def _loss(rows: Tensor, weights: list[Tensor]) -> Tensor:
 # -- what follows ---------------------------------------------------------------------------------------------------
 
 
-def recommended(devices: Sequence[Device], memory: Memory | None, disks: Sequence[Disk]) -> dict[str, Any]:
+def recommended(devices: Mapping[str, Machine | None], memory: Memory | None, disks: Sequence[Disk]) -> dict[str, Any]:
     """Returns the fields of ``OffloadConfig`` that should differ from their defaults on this machine."""
-    accelerators = [one for one in devices if one.name != "cpu"]
+    accelerators = [machine for name, machine in devices.items() if name != "cpu"]
     best = _best_disk(disks)
     if not accelerators:
         # A refused directory is recommended too: the self test shows its problem.
         return {"tier": "disk"} | ({"disk_path": (best or disks[0]).path} if disks else {})
-    room = min((one.memory_bytes for one in accelerators if one.memory_bytes), default=0)
+    room = min((one.memory_bytes for one in accelerators if one and one.memory_bytes), default=0)
     return {"disk_path": best.path} if best and memory is not None and memory.budget_bytes < room else {}
 
 
 def _best_disk(disks: Sequence[Disk]) -> Disk | None:
     """Returns the disk that hides the most; of several directories on one disk, the first."""
-    return min((one for one in disks if one.speed), key=lambda one: _seconds_a_byte(one.speed), default=None)
+    return min((one for one in disks if one.out), key=lambda one: _seconds_a_byte(one.out, one.back), default=None)
 
 
-def _seconds_a_byte(speed: Speed | None) -> float:
+def _seconds_a_byte(out: float, back: float) -> float:
     """Returns the seconds of forward that hide a saved byte: [Note: when it pays]."""
-    assert speed is not None
-    return max(1 / speed.out, 1 / (2 * speed.back))
+    return max(1 / out, 1 / (2 * back))
 
 
 def hidden_from_width(flop_per_byte: float, itemsize: int, *, checkpointed: bool = False) -> int:
@@ -347,19 +305,16 @@ def hidden_from_width(flop_per_byte: float, itemsize: int, *, checkpointed: bool
     return round(flop_per_byte * itemsize / (24 if checkpointed else 24 / 16))
 
 
-def verdict(
-    devices: Sequence[Device], disks: Sequence[Disk], tests: Sequence[SelfTest], settings: Mapping[str, Any]
-) -> Verdict:
+def verdict(devices: Mapping[str, Machine | None], tests: Sequence[SelfTest], settings: Mapping[str, Any]) -> Verdict:
     """Returns the conclusions of an examination."""
     passed = [test.device for test in tests if test.equal and test.moved_bytes]
     wrong = [test.device for test in tests if not test.equal]
-    best = _best_disk(disks)
     ratios, advice = {}, []
-    for device in devices:
-        speed = device.link if device.name != "cpu" else (best.speed if best else None)
-        if speed is not None and device.flops is not None and device.name in passed:
-            ratios[device.name] = device.flops * _seconds_a_byte(speed)
-            advice.append(_when_it_pays(device, ratios[device.name]))
+    for name in passed:
+        if (machine := devices[name]) is not None:
+            flops = machine.single_flops if name == "cpu" else machine.flops
+            ratios[name] = flops * _seconds_a_byte(machine.out, machine.back)
+            advice.append(_when_it_pays(name, ratios[name]))
     if wrong:
         summary = f"Gradients came out wrong on {', '.join(wrong)}: do not use it here, and please report this."
     elif not passed:
@@ -372,19 +327,20 @@ def verdict(
     return Verdict(bool(passed) and not wrong, summary, ratios, advice, dict(settings), python)
 
 
-def _when_it_pays(device: Device, flop_per_byte: float) -> str:
-    width = hidden_from_width(flop_per_byte, device.itemsize)
+def _when_it_pays(name: str, flop_per_byte: float) -> str:
+    itemsize = 4 if name == "cpu" else 2
+    width = hidden_from_width(flop_per_byte, itemsize)
     text = (
-        f"{device.name} does {flop_per_byte:,.0f} FLOP in the time that a saved byte takes. All that a transformer "
-        f"block saves is hidden from a width of {width:,} on"
+        f"{name} does {flop_per_byte:,.0f} FLOP in the time that a saved byte takes. All that a transformer block "
+        f"saves is hidden from a width of {width:,} on"
     )
     if width < 768:  # blocks that are worth offloading are at least this wide
         # On a CPU, threads copy on the cores that compute, a cost that no link's speed tells.
-        return text + (", and copies take a part of the processor." if device.name == "cpu" else ".")
-    checkpointed = hidden_from_width(flop_per_byte, device.itemsize, checkpointed=True)
+        return text + (", and copies take a part of the processor." if name == "cpu" else ".")
     return text + (
         f", and half of it from {width // 2:,}. Narrower ones do better with gradient checkpointing, alone or with "
-        f"offloading: what a checkpointed block saves is hidden from a width of {checkpointed:,} on."
+        "offloading: what a checkpointed block saves is hidden from a width of "
+        f"{hidden_from_width(flop_per_byte, itemsize, checkpointed=True):,} on."
     )
 
 
@@ -392,43 +348,27 @@ def _when_it_pays(device: Device, flop_per_byte: float) -> str:
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """Returns the diagnosis as text in lines of 80 columns, by the keys of ``--json``; it ends in the verdict."""
-    found, end = asdict(diagnosis), diagnosis.verdict
-    sections = {name: found[name] for name in found if name not in ("format", "seconds", "verdict")}
-    parts = [f"eager_offload doctor, in {diagnosis.seconds:.1f} seconds"]
-    parts += ["\n".join([name, *map(_wrapped, _rows(value))]) for name, value in sections.items() if value]
-    end_rows = [("", end.summary), *(("-", sentence) for sentence in end.advice)]
+    """Returns the diagnosis as text, by the keys of ``--json``; it ends in the verdict."""
+    lines, end = [f"eager_offload doctor, in {diagnosis.seconds:.1f} seconds"], diagnosis.verdict
+    for name, section in vars(diagnosis).items():
+        if section and name not in ("format", "seconds", "verdict"):
+            lines += ["", name, *(f"  {row}" for row in _rows(section))]
+    lines += ["", "verdict", f"  {end.summary}", *(f"  - {sentence}" for sentence in end.advice)]
     if end.works:
-        end_rows += [("", "Recommended:"), ("", end.python)] if end.settings else [("", "The defaults fit.")]
-    return "\n\n".join([*parts, "\n".join(["verdict", *map(_wrapped, end_rows)])])
+        lines.append(f"  Recommended: {end.python}" if end.settings else "  The defaults fit.")
+    return "\n".join(lines)
 
 
-def _rows(value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, str]]:
-    """Yields the rows of a section: a name, or ``-`` for an item of a list, and a text."""
-    if isinstance(value, dict):
-        yield from ((name, _shown(name, one)) for name, one in value.items() if one not in (None, ""))
+def _rows(section: object) -> Iterator[str]:
+    """Yields the rows of a section, without unknown quantities."""
+    if isinstance(section, dict):
+        yield from (f"{name}: {value}" for name, value in section.items() if value)
+    elif isinstance(section, list):
+        yield from (row for one in section for row in _rows(one))
+    elif is_dataclass(section):
+        known = {name: value for name, value in vars(section).items() if value or isinstance(value, bool)}
+        known |= {name: size_text(value) for name, value in known.items() if name.endswith("_bytes")}
+        known |= {name: rate_text(value) for name, value in known.items() if isinstance(value, float)}
+        yield ", ".join(f"{name} {value}" for name, value in known.items())
     else:
-        yield from (("-", _shown("", one)) for one in value)
-
-
-def _shown(name: str, value: Any) -> str:
-    """Returns the value of the key ``name`` for a reader, without unknown quantities."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(key, one)}" for key, one in value.items() if one not in (None, ""))
-    if name.endswith("_bytes"):
-        return size_text(value)
-    if name in ("memory_speed", "out", "back"):
-        return rate_text(value)
-    if name == "flops":
-        return f"{value / 1e12:,.1f} T/s" if value >= 1e12 else f"{value / 1e9:,.0f} G/s"
-    return f"{value:.2f}" if name == "spread" else str(value)
-
-
-def _wrapped(row: tuple[str, str]) -> str:
-    """Returns a wrapped row: a name and a text, an item of a list (``-``), or a paragraph without a name."""
-    name, text = row
-    if text.startswith("eo."):
-        return f"    {text}"  # to be copied
-    first = {"": "  ", "-": "  - "}.get(name, f"  {name:<14} ")
-    wrapper = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(text)
+        yield str(section)

@@ -83,11 +83,14 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
     stack = Stack(name or "A trace of eager_offload", title(trace))
     stack.tiles(summary(trace))
     said = [*notes(trace), *(trace.advice or ("Nothing limited this run that a setting would change.",))]
-    slices, left_out = _longest(trace.slices)
-    if left_out:
-        said.append(f"The {len(slices):,} longest of {len(slices) + left_out:,} slices are drawn.")
+    slices = sorted(trace.slices, key=lambda one: -one.seconds)[:_MOST_SLICES]
+    if len(slices) < len(trace.slices):
+        said.append(f"The {len(slices):,} longest of {len(trace.slices):,} slices are drawn.")
     stack.table(["Advice"], [[sentence] for sentence in said], [1.0])
-    most, samples = peaks(trace), _thinned(trace.memory)
+    # As many samples as a browser can draw, each the most of its neighbours.
+    every, most = -(-len(trace.memory) // _MOST_SAMPLES) or 1, peaks(trace)
+    parts = (trace.memory[first : first + every] for first in range(0, len(trace.memory), every))
+    samples = [MemorySample(*map(max, zip(*part, strict=True)))._replace(seconds=part[0].seconds) for part in parts]
     times = [1e3 * one.seconds for one in samples]
     curves = [
         Curve("without offload", most.without_offload, WITHOUT, [one.without_offload for one in samples]),
@@ -123,7 +126,7 @@ class _Lane(NamedTuple):
 def _lanes(slices: Iterable[Slice]) -> list[_Lane]:
     """Returns the lanes by device, then in the order of ``SliceKind``, forward above backward, inner slices lower."""
     tracks: dict[tuple[str, str], list[Slice]] = {}
-    for one in slices:
+    for one in sorted(slices, key=lambda one: (one.start, -one.seconds)):
         tracks.setdefault((one.device, one.track), []).append(one)
     devices, kinds = list(dict.fromkeys(device for device, _ in tracks)), list(SliceKind)
     order = sorted(
@@ -150,19 +153,6 @@ def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
         found[len(around)].append(one)
         around.append(one)
     return found
-
-
-def _longest(slices: Sequence[Slice]) -> tuple[list[Slice], int]:
-    """Returns the slices to draw, in the order of time, and how many are left out."""
-    found = sorted(slices, key=lambda one: -one.seconds)[:_MOST_SLICES]
-    return sorted(found, key=lambda one: (one.start, -one.seconds)), len(slices) - len(found)
-
-
-def _thinned(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """Returns as many samples as a browser can draw, each the most of its neighbours."""
-    every = -(-len(samples) // _MOST_SAMPLES) or 1
-    parts = (samples[first : first + every] for first in range(0, len(samples), every))
-    return [MemorySample(*map(max, zip(*part, strict=True)))._replace(seconds=part[0].seconds) for part in parts]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -341,14 +331,10 @@ class Stack:
         step = 1 << max(((most - least) // 4).bit_length() - 1, 0)
         step *= 2 if most - least > 6 * step else 1
         ticks = list(range(least - least % step, most + step, step))
-        self.layout(axis, tickvals=ticks, ticktext=[_exact(nbytes) for nbytes in ticks])
+        units = [size_text(nbytes).split()[1] for nbytes in ticks]
+        text = [f"{one / 1024 ** _UNITS.index(unit):.4g} {unit}" for one, unit in zip(ticks, units, strict=True)]
+        self.layout(axis, tickvals=ticks, ticktext=text)  # such as "2.125 GiB"
         self.layout(axis, range=[least, 1.05 * max(most, 1)])
-
-
-def _exact(nbytes: int) -> str:
-    """Returns bytes for the tick of an axis, such as ``"2.125 GiB"``."""
-    unit = size_text(nbytes).split()[1]
-    return f"{nbytes / 1024 ** _UNITS.index(unit):.4g} {unit}"
 
 
 def _label(one: Slice) -> str:

@@ -1,20 +1,145 @@
-"""The report of a trace, as numbers and as text."""
+"""The report of the stats, as ``print(offload.stats())`` shows it; and that of a trace, as numbers and as text."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eager_offload.config import rate_text, size_text
-from eager_offload.observe.advice import change_text, counts_text, percent_text, sizes_text
+from eager_offload.config import OffloadConfig, rate_text, size_text
+from eager_offload.observe.advice import (
+    WEAR_SECONDS,
+    change_text,
+    counts_text,
+    percent_text,
+    processor_share,
+    sizes_text,
+    stays_within_host,
+)
+from eager_offload.stats import OffloadStats
 from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
 #: Rows of the table of savers; all others are one more row.
 _MOST_SAVERS = 15
+
+
+# -- the stats --------------------------------------------------------------------------------------------------------
+
+
+def describe(stats: OffloadStats, config: OffloadConfig) -> str:
+    """Returns the report of a run with that configuration; it ends in advice."""
+    lines = [_headline(stats, config), *_table(stats)]
+    peaks = {
+        "in flight": stats.inflight_bytes_peak,
+        "resident": stats.resident_bytes_peak,
+        "host": stats.host_bytes_peak,
+        "disk": stats.disk_bytes_peak,
+    }
+    if any(peaks.values()):
+        lines.append("peaks      " + ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in peaks.items()))
+    if stats.step_memory_peak:
+        most = size_text(stats.step_memory_peak)
+        lines.append(f"measured   {most} in use by the process at the peak of the last step")
+    if stats.releases_freed_memory:
+        lines.append("freed      memory goes back to the system (not with EAGER_OFFLOAD_RELEASE_FREED_MEMORY=0)")
+    if stats.max_inflight_bytes:
+        out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
+        lines.append(f"windows    {out} on the way out, {back} brought back early")
+    if stats.demotions:
+        lines.append(f"fallbacks  {counts_text(stats.demotions)}")
+    if stats.disk_bytes_written:
+        daily = stats.terabytes_a_day
+        pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and stats.seconds >= WEAR_SECONDS else ""
+        lines.append(f"written    {size_text(stats.disk_bytes_written)} to disk{pace}")
+    if stats.device_budget:
+        lines.append(
+            f"budget     {size_text(stats.device_budget)} of the device, whose peak was "
+            f"{size_text(stats.device_memory_peak)}: {size_text(stats.keep_last_bytes)} may stay"
+        )
+    learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
+    if (setting := config.slowdown) is not None and learns:
+        limit = f"max_slowdown of {percent_text(setting)}" if setting else "free"
+        lines.append(
+            f"policy     {limit}: compute waits {percent_text(stats.slowdown)} of a step, and "
+            f"{size_text(stats.keep_last_bytes)} may stay"
+        )
+    if stats.compiled_regions:
+        graphs, runs = _number(stats.compiled_graphs, "graph"), _number(stats.compiled_regions, "run")
+        lines.append(f"compiled   {graphs}, {runs}")
+    if stats.plan is not None:
+        lines.append(f"planned    {stats.plan}")
+    if stats.plan_misses:
+        looked_up = _number(stats.followed_forwards, "forward")
+        lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.plan_misses)}")
+    if stats.is_approximate:
+        lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
+    for sentence in stats.advice:
+        lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
+    return "\n".join(lines)
+
+
+def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
+    """Returns the first line: the peaks, and the share of time that compute waited."""
+    if not config.enabled:
+        return "switched off"
+    before, after = stats.without_offload_bytes_peak, stats.device_bytes_peak
+    if not stats.offloaded_bytes or not before:
+        return "nothing moved"
+    stalled = percent_text(stats.stall_seconds / stats.seconds if stats.seconds else 0.0)
+    change = change_text(before, after) + (", yet within host memory" if stays_within_host(stats) else "")
+    took = f", copies {percent_text(processor_share(stats))} of a core" if stats.processor_seconds else ""
+    return (
+        f"peak saved-tensor memory {_short(after)} ({_short(before)} without offload, {change}); "
+        f"stalled {stalled} of step time{took}"
+    )
+
+
+def _table(stats: OffloadStats) -> Iterator[str]:
+    """Yields the lines of amounts, for a step and in all."""
+    steps = max(stats.steps, 1)
+
+    def row(name: str, nbytes: int, rest: str = "") -> str:
+        columns = (size_text(one).split() for one in (round(nbytes / steps), nbytes))  # units below each other
+        return f"{name:<11}{'  '.join(f'{number:>9} {unit:<3}' for number, unit in columns)}  {rest}".rstrip()
+
+    yield f"{'':<11}{'a step':>13}  {_number(stats.steps, 'step'):>13}"
+    yield row("saved", stats.saved_bytes, _number(stats.saved_tensors, "tensor"))
+    shared = f", and {size_text(stats.shared_bytes)} on the same storages" if stats.shared_bytes else ""
+    yield row("offloaded", stats.offloaded_bytes, _number(stats.offloaded_tensors, "tensor") + shared)
+    yield row("kept", sum(stats.kept_bytes.values()), sizes_text(stats.kept_bytes))
+    more = "more than offloaded: of a view, all that it spans travels"
+    yield row("moved out", stats.bytes_out, more if stats.bytes_out > stats.offloaded_bytes else "")
+    found = {"still resident": stats.forwarded_bytes, "never asked for": stats.released_bytes}
+    rest = ", ".join(f"{size_text(nbytes)} {what}" for what, nbytes in found.items() if nbytes)
+    more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
+    yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
+    stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
+    took, plan = "", stats.plan
+    if plan is not None and plan.step_seconds is not None and plan.without_offload_seconds is not None:
+        took = f"; a step took {plan.step_seconds:,.4g} s, and {plan.without_offload_seconds:,.4g} s without offload"
+    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s{took}"
+    if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
+        waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
+        yield f"{'host waited':<11}{waited}"
+    if stats.processor_seconds:
+        took = f"{stats.processor_seconds / steps:>11.3f} s  {stats.processor_seconds:>11.3f} s"
+        yield f"{'processor':<11}{took}  of a core, for copies; compute may have lacked it"
+
+
+def _short(nbytes: int) -> str:
+    """Returns a size in three digits."""
+    number, unit = size_text(nbytes).replace(",", "").split()
+    return f"{float(number):,.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("s" if count != 1 else "")
+
+
+# -- a trace ----------------------------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -137,18 +262,15 @@ def title(trace: Trace) -> str:
 
 def to_text(trace: Trace) -> str:
     """Returns the report as text: summary, advice and the savers of most bytes."""
-    return "\n".join(_lines(trace))
-
-
-def _lines(trace: Trace) -> Iterator[str]:
-    yield title(trace)
+    lines = [title(trace)]
     for tile in summary(trace):
-        yield f"{tile.name:<20}{tile.value}" + (f"  ({tile.rest})" if tile.rest else "")
+        lines.append(f"{tile.name:<20}{tile.value}" + (f"  ({tile.rest})" if tile.rest else ""))
     for sentence in (*notes(trace), *trace.advice):
-        yield from ("", *textwrap.wrap(sentence, 100))
-    yield from ("", f"{'bytes':>10}  {'saves':>7}  saved by")
+        lines += ["", *textwrap.wrap(sentence, 100)]
+    lines += ["", f"{'bytes':>10}  {'saves':>7}  saved by"]
     for row in saved_rows(trace.saved):
-        yield f"{size_text(row.nbytes):>10}  {row.count:>7,}  {row.operation} {row.module} ({row.became})"
+        lines.append(f"{size_text(row.nbytes):>10}  {row.count:>7,}  {row.operation} {row.module} ({row.became})")
+    return "\n".join(lines)
 
 
 def time_text(seconds: float) -> str:
@@ -161,18 +283,12 @@ def time_text(seconds: float) -> str:
 def _rate(trace: Trace, *kinds: SliceKind) -> str:
     """Returns the rate of the link while at least one copy ran."""
     copies = [one for one in trace.slices if one.track in kinds]
-    seconds = _covered_seconds((one.start, one.stop) for one in copies)
+    seconds = reached = 0.0
+    for start, stop in sorted((one.start, one.stop) for one in copies):
+        seconds += max(stop - max(start, reached), 0.0)
+        reached = max(reached, stop)
     return f" at {rate_text(sum(one.nbytes for one in copies) / seconds)}" if seconds else ""
 
 
 def _share(part: float, whole: float) -> str:
     return percent_text(part / whole if whole else 0.0)
-
-
-def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds during which at least one of the spans, each from its start to its stop, goes on."""
-    covered = reached = 0.0
-    for start, stop in sorted(spans):
-        covered += max(stop - max(start, reached), 0.0)
-        reached = max(reached, stop)
-    return covered

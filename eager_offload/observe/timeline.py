@@ -1,14 +1,34 @@
-"""The timeline of a trace: work is noted as moments of a device, which become times when the trace ends."""
+"""The timeline of a trace: work is noted as moments of a device, which become times when the trace ends; and the
+compute of it: the forwards of modules, and the operations of backward.
+
+[Note: not by torch.profiler] The profiler names the classes of modules and not their paths in a model, sees only the
+threads on which it was started, and cannot run inside another profile. So a trace has hooks of its own to know the
+module of a thread. The ranges of the library are in profiles all the same: see ``_torch.profiled``.
+
+Torch calls global hooks around every module's forward. A trace registers them while it runs. Graphs that were compiled
+before do not call them; code that is compiled while they are registered is compiled once more when they are gone.
+"""
 
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
@@ -18,6 +38,10 @@ from eager_offload.trace_file import Slice, SliceKind
 MOST = 1 << 20
 #: Seconds; a shorter wait is not shown.
 _NO_WAIT = 1e-6
+#: The name of a module inside torch's wrapper for compiled modules.
+_WRAPPED = "_orig_mod"
+#: A warning of torch's that its wrapper around a compiled module is seen too, which is handled here.
+_WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 _T = TypeVar("_T")
 
@@ -178,3 +202,149 @@ class Timeline:
             return None
         before_end = self.runtime(device).seconds_between(moment, end.moment, synchronize=True)
         return None if before_end is None else end.seconds - before_end
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """The subject of a frame: the ``"forward"`` of a module, a ``"backward"``, or an ``"operation"`` of a backward."""
+
+    kind: str
+    number: int
+
+
+class _Frame(NamedTuple):
+    """A forward, a backward or an operation that a thread is in."""
+
+    part: _Part
+    device: torch.device
+    #: The slice without its times.
+    draft: Slice
+    stream: Stream
+    began: Noted
+
+
+class Compute:
+    """The stack of frames of each thread between ``start`` and ``stop``: a recomputed forward lies within its backward,
+    and a backward that a forward begins within that forward."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        #: By thread, the outermost first.
+        self._stacks: defaultdict[int, list[_Frame]] = defaultdict(list)
+        self._paths: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+        self._outermost: Counter[str] = Counter()
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        # Plain functions that ask first, so that a compiler which traces them sees that nothing happens.
+
+        def begin(module: Module, arguments: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_compiling():
+                self._enter(module, arguments)
+
+        def end(module: Module, arguments: tuple[Any, ...], output: object) -> None:
+            if not torch.compiler.is_compiling():
+                self._end(_Part("forward", id(module)), threading.get_ident())
+
+        warnings.filterwarnings("ignore", message=_WRAPPER_IS_SEEN)
+        self._handles.append(register_module_forward_pre_hook(begin))
+        self._handles.append(register_module_forward_hook(end, always_call=True))
+
+    def stop(self) -> None:
+        """Removes the hooks; may be called again."""
+        while self._handles:
+            self._handles[-1].remove()
+            del self._handles[-1]
+        for entry in [one for one in warnings.filters if getattr(one[1], "pattern", None) == _WRAPPER_IS_SEEN]:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list, whatever its declaration
+
+    def break_off(self) -> None:
+        """Ends all frames, which an interrupt or a thread still at work has left."""
+        for thread, stack in list(self._stacks.items()):
+            if stack:
+                self._end(stack[0].part, thread)
+
+    def at(self) -> Saver:
+        """Returns the module and the operation that the calling thread is in; empty outside of all."""
+        stack = self._stacks[threading.get_ident()]
+        return Saver(stack[-1].draft.module, stack[-1].draft.operation) if stack else Saver()
+
+    def asked(self, device: torch.device, module: str) -> str:
+        """Notes that an operation of ``module`` asks for a tensor on ``device``. Returns the name of the operation;
+        empty outside of a backward."""
+        node: Any = current_autograd_node()
+        task, thread = current_backward(), threading.get_ident()
+        if node is None or task < 0 or self._timeline.is_over:
+            return ""
+        backward, operation, name = _Part("backward", task), _Part("operation", node_sequence(node)), str(node.name())
+        stack = self._stack_of(thread)
+        parts = [frame.part for frame in stack]
+        if operation in parts:
+            return name
+        if backward not in parts:
+            after_backward(partial(self._backward_ended, backward))
+            self._begin(stack, backward, device, "backward")
+        elif parts[-1] != backward:
+            self._end(parts[parts.index(backward) + 1], thread)  # the operation before
+        self._begin(stack, operation, device, module or name, module, name)
+        return name
+
+    def _enter(self, module: Module, arguments: tuple[Any, ...]) -> None:
+        """Notes that a forward begins on the calling thread."""
+        stack = self._stack_of(threading.get_ident())
+        tensor = next((one for one in chain(arguments, module.parameters()) if isinstance(one, Tensor)), None)
+        if self._timeline.is_over or (tensor is not None and is_fake(type(tensor))):
+            return  # a compiler is tracing
+        if stack and isinstance(module, GraphModule) and module not in self._paths:
+            return  # a compiled graph is not a module of the user's
+        outer = stack[-1].device if stack else torch.device("cpu")
+        path = self._path_of(module, stack)
+        part = _Part("forward", id(module))
+        self._begin(stack, part, outer if tensor is None else tensor.device, path, path)
+
+    def _stack_of(self, thread: int) -> list[_Frame]:
+        """Returns the stack of the calling thread, without backwards that an error has ended."""
+        stack = self._stacks[thread]
+        if current_backward() < 0:
+            for part in [frame.part for frame in stack if frame.part.kind == "backward"]:
+                self._end(part, thread)
+        return stack
+
+    def _begin(
+        self, stack: list[_Frame], part: _Part, device: torch.device, name: str, module: str = "", operation: str = ""
+    ) -> None:
+        track = "compute forward" if part.kind == "forward" else "compute backward"
+        draft = Slice(SliceKind.COMPUTE, name, str(device), track, module=module, operation=operation)
+        stream = self._timeline.runtime(device).current_stream(device)
+        stack.append(_Frame(part, device, draft, stream, self._timeline.moment(device, stream)))
+
+    def _end(self, part: _Part, thread: int) -> None:
+        """Ends ``part`` on that thread with all frames inside it; does nothing if it began before the trace."""
+        stack = self._stacks[thread]
+        while any(frame.part == part for frame in stack):
+            frame = stack.pop()
+            ended = self._timeline.moment(frame.device, frame.stream)
+            self._timeline.worked(frame.draft, frame.began, ended, thread)
+            if frame.part == part:
+                return
+
+    def _backward_ended(self, backward: _Part) -> None:
+        """Ends the frames of a backward. Called by autograd, so nothing here may raise."""
+        for thread in list(self._stacks):
+            if not self._timeline.is_over:
+                self._end(backward, thread)
+
+    def _path_of(self, module: Module, stack: list[_Frame]) -> str:
+        if (known := self._paths.get(module)) is not None:
+            return known
+        name = type(module).__name__
+        if stack:  # a module that was made in the forward, or is hidden in an object that is not a module
+            return self._paths.setdefault(module, f"{stack[-1].draft.module}.{name}".lstrip("."))
+        self._outermost[name] += 1
+        root = name if self._outermost[name] == 1 else f"{name} {self._outermost[name]}"
+        for inner, child in module.named_modules():
+            parts = [root, *(part for part in inner.split(".") if part not in ("", _WRAPPED))]
+            self._paths.setdefault(child, ".".join(parts))
+        return self._paths[module]

@@ -1,25 +1,46 @@
-"""``with offload.trace(path):`` checks the path, installs a recorder, writes the file, and removes the recorder
-again."""
+"""``with offload.trace(path):`` records the work of one ``Offload``, makes a ``Trace`` of it, and writes its file.
+
+pack, unpack      in place of the hooks' own: who saves, who asks
+copies, waits     from the log of the engine
+compute           by global module hooks, and by unpacks
+all of it         as moments that become times                     -> timeline.py
+
+[Note: handles that report]
+While a trace runs, autograd is given a ``RecordedHandle`` around each handle. It learns the operation when backward
+asks for the tensor. After the trace it only calls the inner handle.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import os
+import platform
+import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
+from eager_offload._torch import without_torch_function
 from eager_offload.config import OffloadConfig
-from eager_offload.eager.hooks import Hooks
+from eager_offload.eager.handles import KeptTensor, SavedView
+from eager_offload.eager.hooks import Hooks, Packed
 from eager_offload.engine.offloaders import Offloaders
+from eager_offload.engine.transfer import CountedBytes, State
+from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.errors import ConfigError, OffloadError, captured, tell, warn
-from eager_offload.observe.recorder import TraceRecorder
-from eager_offload.stats import Accounts, OffloadStats
-from eager_offload.trace_file import write_trace
+from eager_offload.observe.advice import advise
+from eager_offload.observe.timeline import Compute, Noted, Saver, Timeline
+from eager_offload.selection import logical_bytes
+from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
+from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
+from eager_offload.version import VERSION
 
 
 class _Traced(Protocol):
@@ -36,6 +57,189 @@ class _Traced(Protocol):
     def stats(self, synchronize: bool = False) -> OffloadStats: ...
 
 
+class _Save(NamedTuple):
+    """A saved tensor, or a plain one inside it, whose outcome is known later."""
+
+    saver: Saver
+    nbytes: int
+    #: The reason to keep it, if that is known at once.
+    reason: str = ""
+    #: The state of its storage, whether or not the storage is still alive.
+    record: CountedBytes | None = None
+    shares: bool = False
+
+    def outcome(self) -> tuple[str, str]:
+        """Returns the outcome and the reason, as in ``SavedGroup``."""
+        record = self.record
+        if record is None:
+            return "kept", self.reason
+        if record.state is State.KEPT or (record.state is State.WAITING and not self.shares):
+            return "kept", record.kept.value
+        return "shared" if self.shares else "offloaded", ""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class RecordedHandle:
+    """The handle that autograd gets while a trace runs, and holds for longer; see the note."""
+
+    inner: Packed
+    saver: Saver
+    device: torch.device
+    recorder: weakref.ref[TraceRecorder]
+
+    def unpack(self) -> Tensor:
+        recorder = self.recorder()
+        return self.inner.unpack() if recorder is None or recorder.timeline.is_over else recorder.unpack(self)
+
+
+class TraceRecorder:
+    """The recorder of one trace; see the module.
+
+    Args:
+        offload: whose work is recorded.
+        before: its stats when the trace begins.
+    """
+
+    def __init__(self, offload: _Traced, before: OffloadStats) -> None:
+        self._before, self._config, self._pack = before, offload.config, offload._hooks.pack
+        self._accounts, self._counters = offload._accounts, offload._accounts.counters
+        self._offloaders = offloaders = offload._offloaders
+        self.timeline = Timeline(offloaders.runtime_of)
+        self._compute = Compute(self.timeline)
+        self._saves: list[_Save] = []
+        #: The first saver of each storage, by its key.
+        self._savers: dict[int, Saver] = {}
+        self._memory: list[MemorySample] = []
+        self._log, self._reader = offloaders.transfer_log, offloaders.transfer_log.reader()
+
+    def start(self) -> None:
+        self._log.on_entry = self._read_log
+        self._compute.start()
+        self._sample()
+
+    def stop(self) -> None:
+        """Removes the hooks of the recorder; may be called again."""
+        if self._log.on_entry == self._read_log:
+            self._log.on_entry = None
+        self._compute.stop()
+        self.timeline.stop()
+
+    def finish(self, after: OffloadStats) -> Trace:
+        """Returns the trace, once transfers are over and the stats are ``after``."""
+        timeline = self.timeline
+        with self._accounts.lock:
+            self._sample()
+            seconds = timeline.now()
+            self._compute.break_off()
+            timeline.is_over = True
+            sizes: dict[tuple[str, str, str, str], list[int]] = {}
+            for one in self._saves:
+                sizes.setdefault((one.saver.operation, one.saver.module, *one.outcome()), []).append(one.nbytes)
+            counted = after.since(self._before) if self._counters is self._accounts.counters else after
+        slices = timeline.slices()
+        groups = (SavedGroup(*key, count=len(nbytes), nbytes=sum(nbytes)) for key, nbytes in sizes.items())
+        return Trace(
+            seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
+            config=self._config.to_dict(),
+            stats=counted.to_dict(),
+            advice=advise(counted, self._config),
+            saved=tuple(sorted(groups, key=lambda group: -group.nbytes)),
+            slices=slices,
+            memory=tuple(self._memory),
+            versions={"eager_offload": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+            dropped=timeline.dropped,
+        )
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Packed | RecordedHandle:
+        """Packs ``tensor``, in place of the pack hook."""
+        with without_torch_function():  # a subclass sees no more calls than without a trace
+            handle = self._pack(tensor)
+            with self._accounts.lock:
+                if self.timeline.is_over:
+                    return handle
+                saver = self._note(tensor, handle)
+                self._sample()
+            return RecordedHandle(handle, saver, tensor.device, weakref.ref(self))
+
+    def unpack(self, handle: RecordedHandle) -> Tensor:
+        """Unpacks ``handle``, in place of the unpack hook."""
+        saver = handle.saver
+        saver.operation = self._compute.asked(handle.device, saver.module) or saver.operation
+        try:
+            return handle.inner.unpack()
+        finally:
+            self._sample()
+
+    def _note(self, tensor: Tensor, handle: Packed) -> Saver:
+        """Records a saved tensor. Returns its saver."""
+        saver = Saver(self._compute.at().module)
+        if isinstance(handle, KeptTensor):
+            self.timeline.keep(self._saves, _Save(saver, logical_bytes(tensor), handle.reason.value))
+            return saver
+        if isinstance(handle, SavedView) and not handle.shares:
+            saver = self._savers.setdefault(handle.storage.record.key, saver)  # the copy's entry may have come before
+        for one in [handle] if isinstance(handle, SavedView) else handle.views():
+            nbytes = one.size.numel() * one.dtype.itemsize
+            self.timeline.keep(self._saves, _Save(saver, nbytes, "", one.storage.record, one.shares))
+        return saver
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def _read_log(self) -> None:
+        """Reads the entries written since the last call: see the note in ``engine/transfer_log.py``."""
+        for entry in self._log.read(self._reader):
+            if isinstance(entry, Waited):
+                self._waited(entry)
+            elif isinstance(entry, Copied):
+                self._copied(entry)
+            else:
+                self._graph_offloaded(entry)
+
+    def _copied(self, copy: Copied) -> None:
+        device, saver = copy.device, Saver(self._compute.at().module)
+        saver = saver if copy.key is None else self._savers.setdefault(copy.key, saver)
+        draft = Slice(SliceKind(copy.what), copy.what, str(device), copy.what, nbytes=copy.nbytes, tier=copy.tier)
+        self.timeline.copied(draft, device, copy.event, saver)
+        if copy.what != SliceKind.OFFLOAD:
+            self._compute.asked(device, "")  # by a graph, whose saves have no handle here
+        self._sample()
+
+    def _waited(self, wait: Waited) -> None:
+        device, at = wait.device, self._compute.at()
+        called = self.timeline.seconds_at(wait.called)
+        if not wait.what or called < 0:
+            return  # not for a transfer of this Offload, or begun before the trace
+        track = SliceKind.STALL.value
+        draft = Slice(SliceKind.STALL, wait.what, str(device), track, module=at.module, operation=at.operation)
+        began, ended = Noted(device, wait.before, called), Noted(device, wait.after, self.timeline.now())
+        self.timeline.worked(draft, began, ended, threading.get_ident())
+
+    def _graph_offloaded(self, graph: GraphOffloaded) -> None:
+        saver, record = Saver(self._compute.at().module, "compiled graph"), graph.record
+        saves = [_Save(saver, record.logical_bytes, record=record)]
+        saves += (_Save(saver, nbytes, reason.value) for reason, nbytes in kept_by_graph(graph.region).items())
+        for save in saves:
+            self.timeline.keep(self._saves, save)
+        self._sample()
+
+    def _sample(self) -> None:
+        """Adds a sample of the bytes that are held now."""
+        with self._accounts.lock:
+            live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
+            live.poll()
+            sample = MemorySample(
+                self.timeline.now(),
+                device=live.on_device,
+                host=sum(tier.used_bytes for tier in tiers if tier.name != "disk"),
+                disk=sum(tier.used_bytes for tier in tiers if tier.name == "disk"),
+                without_offload=live.without_offload,
+            )
+            if (not memory or memory[-1][1:] != sample[1:]) and not self.timeline.keep(memory, sample):
+                memory[-1] = sample  # the last sample stays, which shows the bytes held at the end
+
+
 class Tracing:
     """One trace of one ``Offload``; see ``Offload.trace``."""
 
@@ -49,7 +253,6 @@ class Tracing:
     def __enter__(self) -> Self:
         offload = self._offload
         offload.refuse_reentry()
-        accounts = offload._accounts
         if offload._offloaders.is_capturing():
             raise captured("a trace was begun")
         if offload._offloaders.transfer_log.on_entry is not None:
@@ -60,9 +263,8 @@ class Tracing:
         self._process = os.getpid()
         try:
             before = offload.stats(synchronize=True)
-            recorder = TraceRecorder(before, accounts, offload._offloaders, offload.config, offload._hooks.pack)
-            self._recorder = recorder
-            with accounts.lock:
+            recorder = self._recorder = TraceRecorder(offload, before)
+            with offload._accounts.lock:
                 recorder.start()
             offload.pack = recorder.pack
         except BaseException:

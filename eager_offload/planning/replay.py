@@ -24,7 +24,7 @@ from operator import add
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.planning.problem import Moves, Problem
-from eager_offload.planning.program import ProgramAsk, ProgramSave
+from eager_offload.planning.program import ProgramAsk, ProgramSave, living
 from eager_offload.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses, late_behind
 
 #: Of each storage, whether it is asked for before it could be away, behind what is on its way, and back.
@@ -87,10 +87,9 @@ class Replay:
         self.expected = list(expected)
         self.ops = sorted({*self.saves_at, *self.asks_at, program.forward_ops, len(program.ops)})
         #: Bytes of all that is no decision's: the other bytes, and each storage from where it is made.
-        change = [0] * (len(program.ops) + 1)
-        for one in program.storages:
-            change[one.made] += one.nbytes
-        self.made = list(map(add, accumulate(change[:-1]), program.other_bytes))
+        count = len(program.ops)
+        spans = [(one.nbytes, one.made, count) for one in program.storages]
+        self.made = list(map(add, living(count, spans), program.other_bytes))
 
     def run(self, moves: Moves) -> Outcome:
         """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""

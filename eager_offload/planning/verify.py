@@ -41,7 +41,6 @@ from eager_offload._torch import (
     autograd_sequence,
     detached,
     has_own_memory,
-    is_capturing,
     is_collective,
     is_fake,
     is_tracing,
@@ -53,6 +52,7 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.errors import OffloadError
+from eager_offload.runtime.accelerator import accelerator_runtime
 
 #: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
 _SUMS, _WEIGHTED = 1e-3, 2e-2
@@ -67,7 +67,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def may_check() -> bool:
     """Whether a call that begins now can be checked: it is neither traced nor captured."""
-    return not is_tracing() and not (accelerator_in_use() and is_capturing(None))
+    return not is_tracing() and not (accelerator_in_use() and accelerator_runtime().is_capturing())
 
 
 class Check:

@@ -15,13 +15,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from eager_offload._torch import graph_kind, is_capturing
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.rates import LinkRates
-from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.runtime.accelerator_captures import AcceleratorCaptures
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
-from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode, MemoryPool
+from eager_offload.runtime.captures import CAPTURES, AcceleratorCaptures, Capture, CaptureMode, MemoryPool
 from eager_offload.runtime.link_probe import measured_link
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
@@ -59,7 +58,6 @@ class AcceleratorRuntime(Runtime):
     Take the process's one instance from ``accelerator_runtime()``: transfer streams are process-wide.
 
     Args:
-        api: where the calls go; ``torch.accelerator`` unless a test says otherwise.
         probe_bytes: of one copy when the link is measured.
 
     Raises:
@@ -69,11 +67,10 @@ class AcceleratorRuntime(Runtime):
     can_capture = True
     holds_copies_back = True
 
-    def __init__(self, api: AcceleratorApi | None = None, *, probe_bytes: int = 64 << 20) -> None:
+    def __init__(self, *, probe_bytes: int = 64 << 20) -> None:
         super().__init__()
         self._probe_bytes = probe_bytes
-        self._api = AcceleratorApi() if api is None else api
-        accelerator = self._api.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             raise OffloadError(
                 "torch finds no usable accelerator (torch.accelerator.current_accelerator(check_available=True) is "
@@ -84,10 +81,10 @@ class AcceleratorRuntime(Runtime):
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _Streams] = {}
         self._separate_streams: dict[torch.device, torch.Stream] = {}
-        self._pinned = PinnedMemory(self._api)
+        self._pinned = PinnedMemory()
         self._staging = Staging(self, self._enqueue)
-        self._events = EventPool(self._api)
-        self._captures = AcceleratorCaptures(self._api, self._events, self.poll)
+        self._events = EventPool()
+        self._captures = AcceleratorCaptures(self._events.waiting, self.poll)
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
@@ -95,10 +92,11 @@ class AcceleratorRuntime(Runtime):
         tell_after_fork(self)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        return self._api.current_stream(device if device in self._streams else self._indexed(device))
+        known = device if device in self._streams else self._indexed(device)
+        return torch.accelerator.current_stream(known.index)  # of a device torch would ask whether it is one
 
     def is_capturing(self, device: torch.device | None = None) -> bool:
-        return not self._inherited and self._api.is_capturing(None if device is None else _index(device))
+        return not self._inherited and is_capturing(None if device is None else _index(device))
 
     def is_restricted(self) -> bool:
         """Whether a capture forbids the calling thread what a driver calls unsafe, such as to pin memory."""
@@ -107,7 +105,7 @@ class AcceleratorRuntime(Runtime):
     @property
     def captures(self) -> bool:
         """Whether ``begin_capture`` can make graphs of what is enqueued on streams of the device."""
-        return not self._inherited and self._api.makes_graphs()
+        return not self._inherited and graph_kind() is not None
 
     def begin_capture(
         self, stream: torch.Stream, mode: CaptureMode, pool: MemoryPool | None = None, *, keep: bool = False
@@ -148,18 +146,18 @@ class AcceleratorRuntime(Runtime):
         with ``device_index``, since its way back does not create a context on a device that has none.
         """
         assert isinstance(stream, torch.Stream)
-        api, device = self._api, stream.device
-        before = api.current_stream(device)
-        on_device = api.current_device_index() == device.index
+        index = stream.device_index
+        before = torch.accelerator.current_stream(index)
+        on_device = torch.accelerator.current_device_index() == index
         if on_device and before == stream:
             yield
             return
-        with nullcontext() if on_device else api.device_index(device.index):
+        with nullcontext() if on_device else torch.accelerator.device_index(index):
             try:
-                api.set_stream(stream)
+                torch.accelerator.set_stream(stream)
                 yield
             finally:
-                api.set_stream(before)
+                torch.accelerator.set_stream(before)
 
     def host_buffer(self, nbytes: int, *, pin_memory: bool = True) -> Tensor:
         """A slab of host memory, flat and page-aligned.
@@ -187,7 +185,7 @@ class AcceleratorRuntime(Runtime):
 
     def tells_time(self, device: torch.device) -> bool:
         # Of a stream of its own, which has nothing to do: of the transfer streams the host would wait for copies.
-        event = self._events.record(self._api.stream(self._indexed(device)), timed=True)
+        event = self._events.record(torch.Stream(device=self._indexed(device)), timed=True)
         event.synchronize()
         return event.tells_time()
 
@@ -241,7 +239,7 @@ class AcceleratorRuntime(Runtime):
 
     def measure_link(self, device: torch.device) -> LinkRates:
         device = self._indexed(device)
-        return LinkRates(*[measured_link(self, self._api, device, way, self._probe_bytes) for way in Direction])
+        return LinkRates(*[measured_link(self, device, way, self._probe_bytes) for way in Direction])
 
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
@@ -278,8 +276,13 @@ class AcceleratorRuntime(Runtime):
         inward = type(dst) is Tensor  # asked so: Slot is abstract, and asking it takes time
         slot, tensor = cast(tuple[Slot, Tensor], (src, dst) if inward else (dst, src))
         assert tensor.numel() == slot.nbytes, f"{tensor.numel()} bytes for a slot of {slot.nbytes}"
-        assert self._api.device_of(tensor) == stream.device, "a copy runs on a transfer stream of the tensor's device"
-        timed = timed or self._is_due_to_be_timed(stream)
+        assert tensor.device == stream.device, "a copy runs on a transfer stream of the tensor's device"
+        # The first ones are timed, and then some, so that the speed of the link is known; of a capture, to which no
+        # moment belongs, none is.
+        if not timed and (not CAPTURES.under_way or CAPTURES.own() is None):
+            copies = self._copies.get(stream, 0)
+            self._copies[stream] = copies + 1
+            timed = copies < _TIMED or copies % _TIMED == 0
         in_memory = getattr(slot, "tensor", None)
         if isinstance(in_memory, Tensor):
             target, source = (tensor, in_memory) if inward else (in_memory, tensor)
@@ -306,30 +309,29 @@ class AcceleratorRuntime(Runtime):
             event.wait_on(stream)
         began = self._events.record(stream, timed=True) if timed else None
         with self.enter(stream):
-            self._api.copy(target, source)
+            target.copy_(source, non_blocking=True)
         over = self._events.record(stream, timed=timed)
         over.began = began
         return over
 
-    def _is_due_to_be_timed(self, stream: torch.Stream) -> bool:
-        """Counts a copy; the first ones are timed, and then some, so that the speed of the link is known. None is of a
-        capture, to which no moment belongs."""
-        if CAPTURES.under_way and CAPTURES.own() is not None:
-            return False
-        copies = self._copies.get(stream, 0)
-        self._copies[stream] = copies + 1
-        return copies < _TIMED or copies % _TIMED == 0
-
     def memory(self, device: torch.device) -> DeviceMemory | None:
         with suppress(KeyError, NotImplementedError, RuntimeError):  # of a device whose allocator counts nothing
-            return DeviceMemory(*self._api.memory(self._indexed(device)))
+            stats = torch.accelerator.memory_stats(self._indexed(device))
+            return DeviceMemory(stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"])
         return None
 
     def total_memory(self, device: torch.device) -> int | None:
-        return self._api.total_memory(self._indexed(device))
+        device = self._indexed(device)
+        with suppress(NotImplementedError, RuntimeError):
+            _, total = torch.accelerator.get_memory_info(device)
+            return int(total)
+        return None
 
     def free_memory(self, device: torch.device) -> int:
-        return self._api.free_memory(self._indexed(device))
+        device = self._indexed(device)
+        free, _ = torch.accelerator.get_memory_info(device)
+        idle = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return free + max(idle, 0)
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         assert isinstance(stream, torch.Stream)
@@ -337,10 +339,10 @@ class AcceleratorRuntime(Runtime):
         assert 0 <= layout.alignment_offset < ALIGNMENT
         with torch.inference_mode(False), self.enter(stream):
             # The allocators of today hand out multiples of 256 or more, so the second attempt is for those of tomorrow.
-            block = self._api.empty(layout.nbytes + layout.alignment_offset, stream.device)
+            block = torch.empty(layout.nbytes + layout.alignment_offset, dtype=torch.uint8, device=stream.device)
             start = layout.alignment_offset
             if block.data_ptr() % ALIGNMENT != 0:
-                block = self._api.empty(layout.nbytes + ALIGNMENT - 1, stream.device)
+                block = torch.empty(layout.nbytes + ALIGNMENT - 1, dtype=torch.uint8, device=stream.device)
                 start = (layout.alignment_offset - block.data_ptr()) % ALIGNMENT
             return block if block.numel() == layout.nbytes else block[start : start + layout.nbytes]
 
@@ -366,7 +368,7 @@ class AcceleratorRuntime(Runtime):
             raise OffloadError(f"{device} is not the accelerator of this process, which is {self.device_type!r}")
         if _index(device) is not None:
             return device
-        return torch.device(device.type, self._api.current_device_index())
+        return torch.device(device.type, torch.accelerator.current_device_index())
 
     def separate_stream(self, device: torch.device) -> torch.Stream:
         """The one stream of ``device`` for captures, on which no transfers run, in a capture or outside of one: torch
@@ -394,7 +396,7 @@ class AcceleratorRuntime(Runtime):
     def _new_streams(self, device: torch.device, count: int, priority: int = 0) -> list[torch.Stream]:
         # All at once: CUDA hands streams out of a ring, so those that are taken one after the other are surely several.
         try:
-            return [self._api.stream(device, priority) for _ in range(count)]
+            return [torch.Stream(device=device, priority=priority) for _ in range(count)]
         except RuntimeError as error:
             raise OffloadError(
                 f"torch cannot create a stream on {device}, so nothing could be moved while it computes; "

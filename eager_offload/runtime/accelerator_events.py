@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from eager_offload._torch import sanitizer
 from eager_offload.errors import CaptureStateError, StaleEventError
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.captures import CAPTURES, Capture
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -140,8 +141,7 @@ class _Kind:
 class EventPool:
     """Torch's events are recorded again once the events that they stood for are gone. Thread-safe, without a lock."""
 
-    def __init__(self, api: AcceleratorApi) -> None:
-        self._api = api
+    def __init__(self) -> None:
         self._plain: dict[int, _Kind] = {}
         self._timed: dict[int, _Kind] = {}
 
@@ -160,7 +160,7 @@ class EventPool:
             kind.in_use.discard(gone)
             event = gone.event
         except IndexError:
-            event = self._api.event(stream.device, enable_timing=timed)
+            event = torch.Event(device=stream.device, enable_timing=timed)
         capture = CAPTURES.of(stream) if CAPTURES.under_way else None
         recorded = AcceleratorEvent(event, stream) if capture is None else CapturedEvent(event, stream, capture)
         record = _EventRecord(recorded, kind.free.append)
@@ -168,8 +168,12 @@ class EventPool:
         kind.in_use.add(record)
         return recorded
 
-    def of(self, index: int) -> list[AcceleratorEvent]:
-        """Those of a device that are in use now."""
+    @contextmanager
+    def waiting(self, index: int) -> Iterator[None]:
+        """Is around a wait for a whole device: events of before, and no others, are known to be over afterwards."""
         kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
         found = [record() for kind in kinds for record in list(kind.in_use)]
-        return [event for event in found if event is not None]
+        yield
+        for event in found:
+            if event is not None:
+                event.note_over()

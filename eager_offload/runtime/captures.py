@@ -1,14 +1,25 @@
-"""Captures of graphs that are under way in this process, and what they forbid meanwhile."""
+"""Captures of graphs that are under way in this process, what they forbid meanwhile, and how an accelerator captures:
+begin, end, and what is put right after a capture that failed.
+
+[Note: workspaces]
+torch keeps the memory that cuBLAS works in, for each stream, and a graph keeps its address. Captures of a device are on
+one stream, so a workspace of the warm-up would be that of all its graphs and of eager code there: replays on two
+streams would write over each other's sums, and in torch 2.13 the first graph that goes takes it from the others. So
+torch forgets workspaces before a capture, which then has its own in the memory of the graph, and behind it.
+"""
 
 from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from eager_offload._torch import stream_is_capturing
+from eager_offload import _torch
+from eager_offload.errors import CaptureInvalidatedError, CaptureStateError, GraphError, UnjoinedStreamError
 
 #: How torch names device memory that graphs share.
 MemoryPool = tuple[int, int]
@@ -78,7 +89,7 @@ class Captures:
             if stream in one.streams:
                 return one
         for one in self.under_way:  # there is one for each device at most
-            if one.stream.device == stream.device and stream_is_capturing(stream):
+            if one.stream.device == stream.device and _torch.stream_is_capturing(stream):
                 one.streams.add(stream)
                 return one
         return None
@@ -86,3 +97,142 @@ class Captures:
 
 #: Of this process, as drivers see it.
 CAPTURES = Captures()
+
+
+class AcceleratorCaptures:
+    """Begins and ends captures. torch's own context managers are left alone: where the end of a capture raises, their
+    exit leaves the stream of the capture selected.
+
+    Args:
+        waiting: with the index of a device, is around a wait for it: its events of before are over afterwards.
+        poll: lets go of what is over, such as a graph that has gone while it ran.
+    """
+
+    def __init__(self, waiting: Callable[[int], AbstractContextManager[None]], poll: Callable[[], None]) -> None:
+        self._waiting, self._poll = waiting, poll
+        self._lock = threading.Lock()
+        #: What the capturing thread had selected: the stream of the capture's device, and that of the selected device.
+        self._before: dict[Capture, tuple[torch.Stream, torch.Stream]] = {}
+
+    def begin(self, stream: torch.Stream, mode: CaptureMode, memory: MemoryPool | None, *, keep: bool) -> Capture:
+        """What is enqueued on ``stream`` becomes a part of a graph, until the capture ends; the stream is selected.
+
+        The host waits for the device first. So, during the capture, an event of before is over, and no driver is asked
+        about it; an event that is recorded inside of it is not over, and may be waited for by streams only.
+
+        Args:
+            stream: not the default one.
+            memory: of other graphs, which this one is to share.
+            keep: whether the graph is to be looked at.
+
+        Raises:
+            CaptureStateError: the calling thread captures, or another one in whose way this would be.
+        """
+        accelerator, device = torch.accelerator, stream.device
+        with self._lock:
+            self._check_may_begin(stream)
+            # Every event that there is is over then, and need not be queried during the capture.
+            with self._waiting(device.index):
+                accelerator.synchronize(device.index)
+            self._poll()  # not in the capture; and the memory that this gives back is for it
+            _torch.forget_workspaces()
+            accelerator.empty_cache()  # a graph allocates its own
+            graph, memory = _torch.new_graph(keep), _torch.graph_memory_pool() if memory is None else memory
+            before = accelerator.current_stream(device.index), accelerator.current_stream()
+            accelerator.set_stream(stream)
+            try:
+                _torch.begin_graph(graph, memory, mode.value)
+            except BaseException as error:
+                _torch.release_failed_graph(graph, device.index, memory, ended=False)
+                self._select(before)
+                if isinstance(error, RuntimeError):
+                    raise CaptureStateError(f"no capture can begin on {stream}: {error}") from error
+                raise
+            capture = Capture(graph, stream, mode, memory)
+            self._before[capture] = before
+            CAPTURES.begin(capture)
+            return capture
+
+    def end(self, capture: Capture) -> None:
+        """The graph of ``capture`` can be replayed from here on. The stream that was selected is selected again.
+
+        Raises:
+            CaptureInvalidatedError, UnjoinedStreamError: there is no graph. What it had is given back.
+            CaptureStateError: the capture is over, or another thread's.
+        """
+        self._check_may_end(capture)
+        try:
+            self._end_graph(capture)
+        except RuntimeError as error:
+            self._drop(capture)
+            raise _named(error) from error
+        finally:
+            self._finish(capture)
+        if capture.memory is None:
+            capture.memory = capture.graph.pool()
+
+    def abandon(self, capture: Capture) -> None:
+        """Ends ``capture`` after an error, without a graph, and hides what the driver has to say of that."""
+        self._check_may_end(capture)
+        try:
+            self._end_graph(capture)
+        except RuntimeError:  # the caller has an error of its own, which is what this one comes of
+            self._drop(capture)
+        else:
+            capture.graph.reset()
+        finally:
+            self._finish(capture)
+
+    def _check_may_begin(self, stream: torch.Stream) -> None:
+        if CAPTURES.own() is not None or _torch.is_capturing(None) or _torch.is_capturing(stream.device_index):
+            raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
+        for other in CAPTURES.under_way:
+            if other.mode is CaptureMode.GLOBAL or other.stream.device == stream.device:
+                raise CaptureStateError(
+                    f"a capture was begun on {stream.device} while another thread captures on {other.stream.device}, "
+                    f"mode {other.mode.value!r}: the host waits for the device first, which would invalidate that one"
+                )
+
+    def _check_may_end(self, capture: Capture) -> None:
+        if capture.is_over:
+            raise CaptureStateError("a capture was ended that is over")
+        if capture.thread != threading.get_ident():
+            raise CaptureStateError("a capture was ended by another thread than has begun it")
+
+    def _end_graph(self, capture: Capture) -> None:
+        """See [Note: workspaces]; before the graph gives its memory back, of which they may be."""
+        torch.accelerator.set_stream(capture.stream)
+        try:
+            capture.graph.capture_end()
+        finally:
+            _torch.forget_workspaces()
+
+    def _drop(self, capture: Capture) -> None:
+        """Nothing is captured into the memory of ``capture`` any more: to 2.12 torch refuses to share it from here on,
+        since its allocator of pinned memory goes on to take it for that of a capture that is under way."""
+        _torch.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
+        capture.memory = None
+
+    def _finish(self, capture: Capture) -> None:
+        CAPTURES.end(capture)
+        self._select(self._before.pop(capture))
+
+    def _select(self, streams: tuple[torch.Stream, torch.Stream]) -> None:
+        of_capture, selected = streams
+        torch.accelerator.set_stream(of_capture)
+        if selected.device != of_capture.device:
+            torch.accelerator.set_stream(selected)
+
+
+def _named(error: RuntimeError) -> GraphError:
+    """What the driver's error at the end of a capture says."""
+    text = str(error)
+    if "unjoined" in text or "has not joined" in text:
+        return UnjoinedStreamError(
+            "a stream waited for an event of the capture, and the stream on which that began does not come after its "
+            f"work: have it wait for that stream before the capture ends. The driver says: {text}"
+        )
+    return CaptureInvalidatedError(
+        "a call that is not permitted in a capture has invalidated it, such as one that has the host wait. What raised "
+        f"first, inside of the capture, says which. The driver says: {text}"
+    )

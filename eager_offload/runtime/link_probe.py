@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from eager_offload.rates import TIMES, Rate
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.base import Direction, Runtime
 
 
-def measured_link(
-    runtime: Runtime, api: AcceleratorApi, device: torch.device, direction: Direction, nbytes: int
-) -> Rate:
+def measured_link(runtime: Runtime, device: torch.device, direction: Direction, nbytes: int) -> Rate:
     """Measures the link of ``device`` in ``direction``, while nothing of the library travels the other way.
 
     The host waits for a few copies, and the device needs the memory of one.
@@ -24,18 +21,18 @@ def measured_link(
     """
     with torch.inference_mode(False), torch.no_grad():
         stream = runtime.transfer_stream(device, direction)
-        block = _block(api, device, nbytes)
+        block = _block(device, nbytes)
         host = runtime.host_buffer(block.numel())
         target, source = (host, block) if direction is Direction.OUT else (block, host)
         # The block's last owner may have kernels queued.
         runtime.wait(stream, runtime.record(runtime.current_stream(device)))
         try:
             with runtime.enter(stream):
-                api.copy(target, source)
+                target.copy_(source, non_blocking=True)
                 runtime.synchronize(runtime.record(stream))
                 called, moments = runtime.moment(None), [runtime.moment(stream)]
                 for _ in range(TIMES):
-                    api.copy(target, source)
+                    target.copy_(source, non_blocking=True)
                     moments.append(runtime.moment(stream))
             whole = runtime.seconds_between(moments[0], moments[-1], synchronize=True)
             # A device that does not tell the time says 0: then the host does, of all copies together.
@@ -51,11 +48,11 @@ def measured_link(
     return Rate.of(block.numel(), [one for one in each if one is not None])
 
 
-def _block(api: AcceleratorApi, device: torch.device, nbytes: int) -> Tensor:
+def _block(device: torch.device, nbytes: int) -> Tensor:
     least = nbytes >> 6
     while True:
         try:
-            return api.empty(nbytes, device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             # A device that is nearly full is measured less precisely, and the training step goes on.
             if nbytes <= least:

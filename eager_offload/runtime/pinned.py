@@ -27,13 +27,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from eager_offload._torch import host_registration
 from eager_offload.config import size_text
 from eager_offload.errors import warn
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
 from eager_offload.tiers.limits import pinning_limit
@@ -44,6 +46,8 @@ from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 _SHARED_BYTES = 64 << 20
 #: Bytes; more than this in one registration is refused by some drivers.
 _MOST_REGISTERED = 32 << 30
+#: ``cudaHostRegisterPortable``: for every device of the process.
+_PORTABLE = 1
 
 
 class _Owner:
@@ -68,8 +72,7 @@ class _OwnerRecord(FinalizerRecord[_Owner]):
 class PinnedMemory:
     """Pins slabs. Thread-safe."""
 
-    def __init__(self, api: AcceleratorApi) -> None:
-        self._api = api
+    def __init__(self) -> None:
         #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/finalizers.py`.
         self._records: set[_OwnerRecord] = set()
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
@@ -123,7 +126,7 @@ class PinnedMemory:
             if record not in self._records:
                 continue
             try:
-                self._api.unregister(record.pages.data_ptr())
+                unregister(record.pages.data_ptr())
             except RuntimeError as error:
                 refused.append(record)
                 reason = str(error).partition("\n")[0]
@@ -146,8 +149,8 @@ class PinnedMemory:
             if self._registers is None:
                 page = anonymous_slab(PAGE, inherited=False)
                 try:
-                    self._api.register(page.data_ptr(), PAGE)
-                    self._api.unregister(page.data_ptr())
+                    register(page.data_ptr(), PAGE)
+                    unregister(page.data_ptr())
                     self._registers = True
                 except (NotImplementedError, RuntimeError):
                     self._registers = False
@@ -165,7 +168,7 @@ class PinnedMemory:
         record.pages = pages
         self._records.add(record)
         try:
-            self._api.register(pages.data_ptr(), nbytes)
+            register(pages.data_ptr(), nbytes)
         except Exception:  # after an interrupt they may be registered
             self._records.discard(record)
             raise
@@ -173,17 +176,17 @@ class PinnedMemory:
 
     def _node(self) -> int | None:
         """See [Note: the node of the device]; ``None`` where any memory is as near as any other."""
-        index = self._api.current_device_index()
+        index = torch.accelerator.current_device_index()
         if index not in self._nodes:
-            self._nodes[index] = node_of_device(self._api.pci_address(index))
+            self._nodes[index] = node_of_device(pci_address(index))
         return self._nodes[index]
 
     def _torch_slab(self, nbytes: int) -> Tensor:
         # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.
-        slab = self._api.empty_pinned(nbytes)
+        slab = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if slab.data_ptr() % PAGE == 0:
             return slab
-        slab = self._api.empty_pinned(nbytes + PAGE - 1)
+        slab = torch.empty(nbytes + PAGE - 1, dtype=torch.uint8, device="cpu", pin_memory=True)
         start = -slab.data_ptr() % PAGE
         return slab[start : start + nbytes]
 
@@ -203,3 +206,37 @@ class PinnedMemory:
                 return
             self._warned.add(about)
         warn(message)
+
+
+def register(address: int, nbytes: int) -> None:
+    """Pins memory where it lies. Raises ``NotImplementedError`` or ``RuntimeError`` where that cannot be done."""
+    registration = host_registration()
+    if registration is None:
+        raise NotImplementedError("this torch cannot register memory")
+    _check_code(registration.register(address, nbytes, _PORTABLE), f"cudaHostRegister of {nbytes} bytes")
+
+
+def unregister(address: int) -> None:
+    """Unpins what was registered at ``address``. Raises ``RuntimeError`` where the driver refuses to."""
+    registration = host_registration()
+    assert registration is not None
+    _check_code(registration.unregister(address), "cudaHostUnregister")
+
+
+def _check_code(code: object, call: str) -> None:
+    """Raises ``RuntimeError`` where a call of the driver's has returned the number of an error."""
+    if number := int(cast(int, code)):
+        # The error stays behind, and the next kernel would be taken for its cause. To launch one takes it away.
+        with suppress(RuntimeError):
+            torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
+        raise RuntimeError(f"{call} failed with error {number}")
+
+
+def pci_address(index: int) -> str | None:
+    """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where it does not say."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(index)
+    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"

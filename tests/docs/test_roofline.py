@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from eager_offload.observe.doctor import Device, SelfTest, Speed, hidden_from_width, verdict
+from eager_offload.machine import Machine
+from eager_offload.observe.doctor import SelfTest, hidden_from_width, verdict
 from eager_offload.planning.problem import floor_seconds
 from tests.docs.pages import ROOT
 
@@ -35,8 +36,8 @@ def test_its_step_is_the_floor_that_plans_have_and_its_width_the_doctors() -> No
         const widths = [false, true].map(checkpointed => r.hiddenFromWidth(perByte, itemsize, checkpointed));
         return { ...found, perByte, widths };
     }"""
-    device = Device(name="xpu", model="", flops=6e14, link=Speed(out=52e9, back=26e9))
-    ratio = verdict([device], [], [SelfTest("xpu", equal=True, moved_bytes=1)], {}).flop_per_byte["xpu"]
+    device = Machine("xpu", flops=6e14, single_flops=1e14, memory=1e12, out=52e9, back=26e9)
+    ratio = verdict({"xpu": device}, [SelfTest("xpu", equal=True, moved_bytes=1)], {}).flop_per_byte["xpu"]
     for (forward, saved, itemsize), found in zip(rows, value(f"{json.dumps(rows)}.map({asked})"), strict=True):
         moved = saved - GIB
         assert found["step"] == pytest.approx(floor_seconds(forward, 2.5 * forward, moved, 52e9, 26e9))

@@ -14,7 +14,7 @@ import eager_offload as eo
 from eager_offload.__main__ import main
 from eager_offload.machine import Machine
 from eager_offload.observe import doctor
-from eager_offload.observe.doctor import Device, Disk, Memory, SelfTest, Speed, examine, recommended, to_text, verdict
+from eager_offload.observe.doctor import Disk, Memory, SelfTest, examine, recommended, to_text, verdict
 from eager_offload.tiers import disk
 from eager_offload.tiers.directories import filesystem_of
 
@@ -43,36 +43,39 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = examine([tmp_path, tmp_path / "second", tmp_path / "missing", tmp_path / "file"])
     cpu, *accelerators = found.devices
-    assert cpu.name == "cpu"
-    assert min(cpu.flops or 0, cpu.memory_speed or 0) > 1e7
+    assert cpu == "cpu"
+    machine = found.devices[cpu]
+    assert machine is not None
+    assert min(machine.flops, machine.memory) > 1e7
     assert found.software["torch"] == torch.__version__
     assert found.memory is not None
     assert 0 < found.memory.budget_bytes <= found.memory.headroom_bytes <= found.memory.total_bytes
     first, second, missing, file = found.disks
-    assert first.speed is not None
-    assert second.speed == first.speed, "a disk is measured once"
-    assert (missing.refused, file.speed) == ("No such file or directory", None)
+    assert (machine.out, machine.back) == (first.out, first.back)
+    assert (second.out, second.back) == (first.out, first.back), "a disk is measured once"
+    assert (missing.refused, file.out) == ("No such file or directory", 0)
     assert "it is no directory" in file.refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "second"], "nothing stays there"
     if torch.__version__.startswith("2.13"):
         assert found.missing == {}
     tests = [test for test in found.self_tests if test.equal and 16 * MIB <= test.moved_bytes <= 64 * MIB]
-    assert [test.device for test in tests] == [one.name for one in accelerators] or ["cpu"]
+    assert [test.device for test in tests] == accelerators or ["cpu"]
     assert found.verdict.works
     if not accelerators:
         assert eval(found.verdict.python, {"eo": eo}) == eo.OffloadConfig(tier="disk", disk_path=tmp_path)
     text = to_text(found)
-    for line in text.splitlines():  # what is copied stays whole, however long a path is
-        assert len(line) <= doctor.WIDTH or line.strip() == found.verdict.python or "/" in line, line
-    assert text.index("software") < text.index("disks") < text.index("verdict")
+    assert f"cpu: {machine}" in text
+    assert text.index("software") < text.index("disks") < text.index("verdict") < text.index(found.verdict.python)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine")
 def test_an_accelerator_is_examined(tmp_path: Path) -> None:
-    device = next(one for one in examine([tmp_path]).devices if one.name != "cpu")
-    assert device.link is not None
-    assert min(device.flops or 0, device.memory_speed or 0, device.link.out, device.link.back) > 0
+    _cpu, *accelerators = examine([tmp_path]).devices.values()
+    for device in accelerators:
+        assert device is not None
+        assert min(device.flops, device.memory, device.out, device.back) > 0
+    assert accelerators
 
 
 @pytest.mark.usefixtures("quickly")
@@ -95,7 +98,7 @@ def test_a_probe_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch, 
         "host memory: RuntimeError: the driver is gone",
         f"directory {tmp_path}: no answer within 5 s",
     } <= {*found.failures}
-    assert (found.memory, found.devices[0].flops) == (None, None)
+    assert (found.memory, found.devices) == (None, {"cpu": None})
     assert "the driver is gone" in to_text(found)
 
 
@@ -140,32 +143,37 @@ def test_the_command_prints_json_and_nothing_else(
 
 # -- what follows: pure, so that every machine can be tried -----------------------------------------------------------
 
-CPU = Device("cpu", "a processor", 32 * GIB, flops=1e11, itemsize=4)
-GPU = Device("cuda:0", "H200", 140 * GIB, flops=6e14, link=Speed(52e9, 52e9))
+CPU = {"cpu": Machine("cpu", 9e11, 1e11, 1e10, 2e9, 0.5e9, 32 * GIB)}
+GPU = {"cuda:0": Machine("H200", 6e14, 1e13, 4e12, 52e9, 52e9, 140 * GIB)}
 LARGE = Memory(512 * GIB, 500 * GIB, 250 * GIB, 1, "500 GiB are available", "take more")
 SMALL = replace(LARGE, budget_bytes=30 * GIB)
 #: Reading counts half, since backward takes twice as long.
-DISKS = [Disk("/slow", speed=Speed(1e8, 1e8)), Disk("/fast", speed=Speed(2e9, 0.5e9))]
+DISKS = [Disk("/slow", out=1e8, back=1e8), Disk("/fast", out=2e9, back=0.5e9)]
 
 
 @pytest.mark.parametrize(
     ("devices", "memory", "settings", "where", "ratio", "advice"),
     [
-        ([CPU], LARGE, {"tier": "disk", "disk_path": "/fast"}, "cpu to /fast", 100, "width of 267 on, and copies"),
-        ([CPU, GPU], LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from 7,692"),
-        ([CPU, GPU], SMALL, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "of 962 on."),
-        ([GPU], None, {}, "cuda:0 to host memory", 11_538, "gradient checkpointing"),
+        (CPU, LARGE, {"tier": "disk", "disk_path": "/fast"}, "cpu to /fast", 100, "width of 267 on, and copies"),
+        (CPU | GPU, LARGE, {}, "cuda:0 to host memory", 11_538, "width of 15,385 on, and half of it from 7,692"),
+        (CPU | GPU, SMALL, {"disk_path": "/fast"}, "cuda:0 to host memory, then to /fast", 11_538, "of 962 on."),
+        (GPU, None, {}, "cuda:0 to host memory", 11_538, "gradient checkpointing"),
     ],
 )
 def test_settings_and_a_verdict_follow_from_what_was_measured(
-    devices: list[Device], memory: Memory | None, settings: dict[str, object], where: str, ratio: float, advice: str
+    devices: dict[str, Machine | None],
+    memory: Memory | None,
+    settings: dict[str, object],
+    where: str,
+    ratio: float,
+    advice: str,
 ) -> None:
-    trains = devices[-1].name
+    *_, trains = devices
     assert recommended(devices, memory, DISKS) == settings
-    found = verdict(devices, DISKS, [SelfTest(trains, True, 1)], settings)
+    found = verdict(devices, [SelfTest(trains, True, 1)], settings)
     assert found.works
     assert found.summary == f"Offloading works here: {where}."
     assert found.flop_per_byte == {trains: pytest.approx(ratio, rel=1e-3)}
     assert advice in found.advice[0]
     for moved, equal in ((0, True), (1, False)):
-        assert not verdict(devices, DISKS, [SelfTest(trains, equal, moved)], settings).works
+        assert not verdict(devices, [SelfTest(trains, equal, moved)], settings).works

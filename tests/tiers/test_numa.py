@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from eager_offload.runtime import pinned
-from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.tiers import memory
 from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab
@@ -63,7 +62,7 @@ def test_a_node_or_a_processor_that_the_system_does_not_know_changes_nothing(mon
     assert not prefer_node(slab.data_ptr(), PAGE, 0)
 
 
-class TwoDevices(AcceleratorApi):
+class TwoDevices:
     """Memory is pinned by a driver that writes down the policy of the pages."""
 
     def __init__(self) -> None:
@@ -91,7 +90,10 @@ def test_a_slab_comes_from_the_node_of_the_device_that_is_selected(
     # This machine has one node, and the second device is said to be near it.
     monkeypatch.setattr(pinned, "node_of_device", {"0000:3b:00.0": None, "0000:86:00.0": 0}.get)
     api = TwoDevices()
-    memory = PinnedMemory(api)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", api.current_device_index)
+    for name in ("pci_address", "register", "unregister"):
+        monkeypatch.setattr(pinned, name, getattr(api, name))
+    memory = PinnedMemory()
     take = memory.allocate if pin_memory else memory.pageable
     far = take(MIB)
     api.selected = 1
@@ -113,4 +115,4 @@ def test_the_address_of_a_device_is_what_torch_says(monkeypatch: pytest.MonkeyPa
         device, told = torch.device(kind), SimpleNamespace(**properties)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, found=device, **__: found)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, told=told: told)
-        assert AcceleratorApi().pci_address(0) == address
+        assert pinned.pci_address(0) == address

@@ -1,82 +1,86 @@
-"""The runtime's calls into torch, written down where a test counts them, and made to fail where it says so."""
+"""torch's calls for an accelerator, written down where a test counts them, and made to fail where it says so."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
 
-from eager_offload.runtime.accelerator_api import AcceleratorApi
+from tests.virtual_device import NAME
 
 
-class Api(AcceleratorApi):
-    """Of the accelerator of this process.
+class Api:
+    """The calls of the virtual device in a test, patched in torch.
 
     Args:
+        patch: puts torch's own back.
         skew: bytes by which a block is off the addresses that its allocator hands out.
         can_register: whether memory can be pinned where it lies.
     """
 
-    def __init__(self, *, skew: int = 0, can_register: bool = True) -> None:
-        self._skew, self._can_register = skew, can_register
+    def __init__(self, patch: pytest.MonkeyPatch, *, skew: int = 0, can_register: bool = True) -> None:
         self._faults: dict[str, deque[Exception]] = defaultdict(deque)
-        #: The calls that pin and unpin memory or begin a graph, in order.
+        #: The calls that pin and unpin memory, in order.
         self.calls: list[str] = []
         #: Bytes that are registered, by address.
         self.registered: dict[int, int] = {}
-        #: Runs inside every ``copy``, on the thread that makes it.
+        #: Runs inside every copy, on the thread that makes it.
         self.during_copy: Callable[[], object] = lambda: None
+        empty, copy, set_stream = torch.empty, torch.Tensor.copy_, torch.accelerator.set_stream
+        driver = torch.get_device_module(NAME).cudart()
+
+        def empty_(*size: Any, **named: Any) -> torch.Tensor:
+            if size[1:] or type(size[0]) is not int or named.get("dtype") is not torch.uint8:
+                return empty(*size, **named)
+            if named.get("pin_memory"):
+                self.calls.append(f"empty_pinned {size[0]}")
+                self._fail("empty_pinned")
+            elif torch.device(named.get("device") or "cpu").type == NAME:
+                self._fail("empty")
+            else:
+                return empty(*size, **named)
+            return empty(size[0] + skew, **named)[skew:]
+
+        def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if target.dtype is source.dtype is torch.uint8:
+                self._fail("copy")
+                self.during_copy()
+            return copy(target, source, non_blocking)
+
+        def select(stream: torch.Stream) -> None:
+            self._fail("set_stream")
+            set_stream(stream)
+
+        def register(address: int, nbytes: int, flags: int) -> int:
+            self.calls.append(f"register {nbytes}")
+            self._fail("register")
+            code: int = driver.cudaHostRegister(address, nbytes, flags)
+            if not code:
+                self.registered[address] = nbytes
+            return code
+
+        def unregister(address: int) -> int:
+            self.calls.append("unregister")
+            self._fail("unregister")
+            code: int = driver.cudaHostUnregister(address)
+            if not code:
+                del self.registered[address]
+            return code
+
+        found = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister) if can_register else None
+        patch.setattr(torch.get_device_module(NAME), "cudart", lambda: found)
+        patch.setattr(torch, "empty", empty_)
+        patch.setattr(torch.Tensor, "copy_", copy_)
+        patch.setattr(torch.accelerator, "set_stream", select)
 
     def fail(self, call: str, *errors: Exception) -> None:
-        """Lets the next calls of this method raise ``errors``, one each."""
+        """Lets the next calls of this name raise ``errors``, one each."""
         self._faults[call].extend(errors)
 
-    def set_stream(self, stream: torch.Stream) -> None:
-        self._called("set_stream")
-        super().set_stream(stream)
-
-    def stream(self, device: torch.device, priority: int = 0) -> torch.Stream:
-        self._called("stream")
-        return super().stream(device, priority)
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        self._called("empty")
-        return super().empty(nbytes + self._skew, device)[self._skew :]
-
-    def empty_pinned(self, nbytes: int) -> Tensor:
-        self._called("empty_pinned", f"empty_pinned {nbytes}")
-        return super().empty_pinned(nbytes + self._skew)[self._skew :]
-
-    def register(self, address: int, nbytes: int) -> None:
-        self._called("register", f"register {nbytes}")
-        if not self._can_register:
-            raise NotImplementedError("this device cannot register memory")
-        super().register(address, nbytes)
-        self.registered[address] = nbytes
-
-    def unregister(self, address: int) -> None:
-        self._called("unregister", "unregister")
-        super().unregister(address)
-        del self.registered[address]
-
-    def copy(self, dst: Tensor, src: Tensor) -> None:
-        self._called("copy")
-        self.during_copy()
-        super().copy(dst, src)
-
-    def begin_graph(self, graph: Any, memory: tuple[int, int] | None, mode: str) -> None:
-        self._called("begin_graph", "begin_graph")
-        super().begin_graph(graph, memory, mode)
-
-    def forget_workspaces(self) -> None:
-        self._called("forget_workspaces", "forget_workspaces")
-        super().forget_workspaces()
-
-    def _called(self, name: str, written: str | None = None) -> None:
-        if written is not None:
-            self.calls.append(written)
-        if self._faults[name]:
-            raise self._faults[name].popleft()
+    def _fail(self, call: str) -> None:
+        if self._faults[call]:
+            raise self._faults[call].popleft()

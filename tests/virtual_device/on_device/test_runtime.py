@@ -32,13 +32,13 @@ _slots: list[HostSlot] = []
 
 
 @pytest.fixture
-def api() -> Api:
-    return Api()
+def api(virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> Api:
+    return Api(monkeypatch)
 
 
 @pytest.fixture
 def runtime(api: Api, virtual: VirtualDevice) -> Iterator[AcceleratorRuntime]:
-    runtime = AcceleratorRuntime(api, probe_bytes=PROBE)
+    runtime = AcceleratorRuntime(probe_bytes=PROBE)
     yield runtime
     for index in range(virtual.devices):
         torch.accelerator.synchronize(index)
@@ -181,9 +181,10 @@ def test_transfer_streams_are_made_once_whichever_thread_asks_first(runtime: Acc
 
 @pytest.mark.parametrize("skew", [0, 16, 7])
 def test_a_target_has_its_size_offset_and_stream_whatever_the_allocator_aligns_to(
-    virtual: VirtualDevice, skew: int
+    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, skew: int
 ) -> None:
-    runtime, noted, before = AcceleratorRuntime(Api(skew=skew)), torch.Stream(device=HERE), selection()
+    Api(monkeypatch, skew=skew)
+    runtime, noted, before = AcceleratorRuntime(), torch.Stream(device=HERE), selection()
     with virtual.noted() as calls:
         target = runtime.allocate(Layout(NBYTES), HERE, noted)
     made = [call for call in calls if call.startswith("empty")]
@@ -312,16 +313,30 @@ def test_h28_a_child_waits_for_no_moment_of_its_parents(virtual: VirtualDevice, 
 def test_a_process_has_one_runtime_and_without_an_accelerator_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_runtime", None)
     with monkeypatch.context() as patch:
-        patch.setattr(Api, "current_accelerator", lambda _: None)
-        patch.setattr(accelerator, "AcceleratorApi", Api)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
         with pytest.raises(OffloadError, match="no usable accelerator"):
             accelerator_runtime()
     assert accelerator_runtime() is accelerator_runtime()
 
 
-def test_a_device_that_cannot_serve_is_an_error_that_says_why(api: Api, runtime: AcceleratorRuntime) -> None:
+class OneStream(type):
+    """The class of a ``torch.Stream`` that cannot be made."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, STREAM)
+
+    def __call__(cls, *_: object, **__: object) -> None:
+        raise NotImplementedError("this device has one stream")
+
+
+STREAM = torch.Stream
+
+
+def test_a_device_that_cannot_serve_is_an_error_that_says_why(
+    runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OffloadError, match=f"cpu is not the accelerator of this process, which is '{NAME}'"):
         runtime.current_stream(torch.device("cpu"))
-    api.fail("stream", *[NotImplementedError("this device has one stream")] * 2)
+    monkeypatch.setattr(torch, "Stream", OneStream("Stream", (), {}))
     with pytest.raises(OffloadError, match=rf"cannot create a stream on {NAME}:0.*run without Offload there"):
         runtime.transfer_stream(HERE, Direction.IN)

@@ -62,7 +62,8 @@ def test_training_is_exact_and_takes_less_of_the_device(
     memory: str, virtual: VirtualDevice, offloads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if memory == "pinned by torch":
-        runtime = AcceleratorRuntime(Api(can_register=False))
+        Api(monkeypatch, can_register=False)
+        runtime = AcceleratorRuntime()
         assert isinstance(runtime.slab_sizes(), PowersOfTwo)
         monkeypatch.setattr(accelerator, "_runtime", runtime)
     expected, plain = trained(nullcontext())
