@@ -23,7 +23,6 @@ import heapq
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 #: Anything that hashes by its identity, or an int.
@@ -164,7 +163,8 @@ class ResidentQueue:
         self._resting: dict[Key, _Waiting] = {}  # those that stay, whatever else there is
         #: The last save of those that are to be saved again, by its number.
         self.awaited: dict[Key, int] = {}
-        self._urgent: OrderedDict[Key, None] = OrderedDict()  # a set that remembers its order
+        #: Those that are to leave as soon as they are final: a set that remembers its order.
+        self.urgent: OrderedDict[Key, None] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._waiting or key in self._resting
@@ -208,7 +208,7 @@ class ResidentQueue:
         self._waiting[key] = waiting
         self.nbytes += waiting.weight
         if urgent:
-            self._urgent[key] = None
+            self.urgent[key] = None
         if last_save is not None:
             self.awaited[key] = last_save
         elif packed_at < self.final_after:
@@ -255,7 +255,7 @@ class ResidentQueue:
         if waiting is None:
             return 0
         self.awaited.pop(key, None)
-        self._urgent.pop(key, None)
+        self.urgent.pop(key, None)
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
@@ -266,7 +266,7 @@ class ResidentQueue:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
         """
-        for keys in (self._urgent, self._waiting if self.nbytes > self.limit else ()):
+        for keys in (self.urgent, self._waiting if self.nbytes > self.limit else ()):
             final_after = AT_THE_EXIT
             for key in keys:
                 packed_at = self._waiting[key].packed_at
@@ -370,12 +370,12 @@ class StepUses:
             use.following, use.rank = following, rank
 
 
-@dataclass(slots=True)
 class Prefetch:
     """The storages that an unpack has brought back, in the order of need, and those that it has let go of."""
 
-    bring: list[Any] = field(default_factory=list)
-    drop: list[Any] = field(default_factory=list)
+    __slots__ = ("bring", "drop")
+    bring: list[Any]
+    drop: list[Any]
 
 
 class Promised:
@@ -440,14 +440,10 @@ class PrefetchOrder:
                 del self._due[use]
                 self._held.pop(use, None)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may be promised. A storage larger than the limit may, alone, unless that is 0."""
-        held = self.promised_bytes
-        return held + nbytes <= self.limit or self.limit > 0 == held
-
     def hold(self, use: Use) -> None:
         """Has ``use``, which was asked for now and may be asked for again, stay if there is room."""
-        if use not in self._due and (use.storage in self.promised or self.has_room(use.nbytes)):
+        has_room = self.promised_bytes + use.nbytes <= self.limit or self.limit > 0 == self.promised_bytes
+        if use not in self._due and (use.storage in self.promised or has_room):
             self._promise(use, self.unpacks)
             self._held[use] = None
 
@@ -461,6 +457,7 @@ class PrefetchOrder:
         """Looks ahead from ``use``, one of ``uses``, which the backward of that number asks for now."""
         self.unpacks += 1
         found, following = Prefetch(), use.following
+        found.bring, found.drop = [], []
         if following is not None and following.storage.is_gone:
             use.following = following = _living(following)  # so that those in between are passed over once
         if uses.first is not None:  # else the step table does not have it
@@ -480,7 +477,23 @@ class PrefetchOrder:
             self._lost = False
         use.asked += 1
         use.asked_in = backward
-        self._look_ahead(found, use)
+        passed_over = 0
+        while (ahead := self._next) is not None:  # promises the uses that come next
+            if ahead.storage.is_gone:
+                pass
+            elif ahead.asked_in == backward or (self._follows_no_order and ahead.asked >= use.asked):
+                passed_over += 1
+                if passed_over == self.PATIENCE:
+                    break
+            elif ahead not in self._due:
+                is_brought = ahead.storage not in self.promised
+                is_full = is_brought and self.promised_bytes + ahead.nbytes > self.limit
+                if is_full and not self._make_room(ahead.nbytes, found):
+                    break
+                self._promise(ahead, self.unpacks + len(self._due) + 1)
+                if is_brought:
+                    found.bring.append(ahead.storage)
+            self._next = ahead.following
         return found
 
     def _judge(self, use: Use, expected: Use | None) -> None:
@@ -496,25 +509,6 @@ class PrefetchOrder:
         """Makes all that was promised along another order due at once, and late soon."""
         for use, due in self._due.items():
             self._due[use] = min(due, self.unpacks)
-
-    def _look_ahead(self, found: Prefetch, asked: Use) -> None:
-        """Promises the uses that come next; ``asked`` is asked for now."""
-        passed_over = 0
-        while (use := self._next) is not None:
-            if use.storage.is_gone:
-                pass
-            elif use.asked_in == asked.asked_in or (self._follows_no_order and use.asked >= asked.asked):
-                passed_over += 1
-                if passed_over == self.PATIENCE:
-                    return
-            elif use not in self._due:
-                is_brought = use.storage not in self.promised
-                if is_brought and not (self.has_room(use.nbytes) or self._make_room(use.nbytes, found)):
-                    return
-                self._promise(use, self.unpacks + len(self._due) + 1)
-                if is_brought:
-                    found.bring.append(use.storage)
-            self._next = use.following
 
     def _promise(self, use: Use, due: int) -> None:
         """Promises ``use``, which is expected by unpack ``due``."""
@@ -532,7 +526,7 @@ class PrefetchOrder:
         A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
         the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
         """
-        while not self.has_room(nbytes):
+        while self.promised_bytes + nbytes > self.limit and (self.promised_bytes or self.limit == 0):
             if self._held:
                 use = next(reversed(self._held))
             else:

@@ -16,39 +16,63 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import detached, dispatch_modes, neg_view, set_over, unseen_version, version_of, weak_storage
-from eager_offload.eager.originals import original_of
-from eager_offload.engine.transfer import BytesRecord, Transfer
-from eager_offload.engine.transfers import Transfers
+from eager_offload._torch import (
+    base_of,
+    detached,
+    dispatch_modes,
+    neg_view,
+    profiled,
+    profiler_is_on,
+    set_over,
+    unseen_version,
+    version_of,
+    weak_storage,
+)
+from eager_offload.eager.keeping import Keeping
+from eager_offload.eager.originals import original_of, own_until_taken
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import AWAY, LEAVING, WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
-from eager_offload.schedule import ResidentQueue, Use
-from eager_offload.selection import Footprint, root_of
+from eager_offload.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.selection import Footprint
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Step
+from eager_offload.step_table import Step, StepScript
 from eager_offload.tiers.base import Slot
 
 
-class Keeper(Protocol):
+class Saves(Protocol):
     """The saved tensors of one device, as their handles know them."""
 
-    transfers: Transfers
+    offloader: DeviceOffloader
+    #: Of storages, by what names them.
+    names: dict[Hashable, StorageRecord]
+    order: PrefetchOrder
+    keeping: Keeping
+    script: StepScript | None
 
-    def unpack(self, view: SavedView) -> Tensor:
-        """Returns the saved tensor again, for the stream that is current now."""
+    @property
+    def moves(self) -> Moves: ...
 
-    def forget_storage(self, record: StorageRecord) -> None:
-        """Forgets a storage whose last view has died."""
 
-    def on_arrival(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """Takes note that the bytes of a storage rest in a tier; its source is about to go."""
+class Moves(Protocol):
+    """What knows where the bytes of saved tensors are."""
+
+    def fetch(self, view: SavedView) -> Tensor:
+        """Returns the tensor for the current stream once its bytes are there."""
+
+    def drop_all_but(self, needed: SavedStorage) -> None:
+        """Lets go of all that was brought back early, but for ``needed``."""
+
+    def hold_source(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """Keeps the source of a storage that is promised, and whose bytes have arrived in a tier."""
 
 
 class KeptTensor:
@@ -72,7 +96,7 @@ class KeptTensor:
 def what_stays_of(tensor: Tensor) -> Tensor:
     """What a handle holds of a plain tensor, or a parameter, that stays.
 
-    A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in ownership.py.
+    A leaf is held itself, so that `leaf.data = ...` stays visible, and as autograd does: see the note in originals.py.
     See that above for why nothing else is.
     """
     if tensor.is_leaf:
@@ -117,9 +141,24 @@ class StorageRecord(BytesRecord["SavedStorage"]):
     saves: weakref.ref[Any]
 
     def on_finalized(self) -> None:
-        if (saves := self.saves()) is not None:
-            saves.forget_storage(self)
+        """The last view of the storage has died."""
         super().on_finalized()
+        if (saves := self.saves()) is None:
+            return
+        if saves.names.get(self.name) is self:
+            del saves.names[self.name]
+        if self in saves.order.promised:
+            saves.order.forget(self)
+        offloader = saves.offloader
+        if self.queue is not None:
+            nbytes = self.queue.discard(self)
+            if self.state is WAITING:
+                offloader.resident_bytes -= nbytes
+        if self.state is LEAVING and offloader.cancel_copy_of(self):
+            self.stay(KeepReason.NEWEST)
+        if self.reload is not None:
+            offloader.release(self.reload)
+        self.queue = self.reload = None  # a trace may hold it
 
     def stay(self, reason: KeepReason) -> None:
         super().stay(reason)
@@ -128,14 +167,18 @@ class StorageRecord(BytesRecord["SavedStorage"]):
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         saved = self()
-        if failure is not None:
-            self.stay(KeepReason.FAILED)
-            return
-        if saved is not None:
-            saved.saves.on_arrival(saved, transfer)
-        self.arrive()
-        if saved is not None:
-            saved.release_source()
+        if failure is None and saved is not None:
+            saves = saved.saves
+            if not saves.offloader.is_crashed:
+                if self in saves.order.promised:
+                    saves.moves.hold_source(saved, transfer)
+                if saves.script is not None:
+                    saves.script.note_moved(saved.step, saved.first)
+            # The source's bytes go; the aliases that views hold stay, as counters of its versions.
+            for alias in saved.aliases:
+                alias.data = without_bytes(alias.dtype, alias.device, alias.is_conj(), alias.is_neg())
+            saved.aliases.clear()
+        super().on_transferred(transfer, failure)
 
 
 class SavedStorage:
@@ -170,12 +213,12 @@ class SavedStorage:
         tensor: Tensor,
         storage: torch.UntypedStorage,
         footprint: Footprint,
-        saves: Keeper,
+        saves: Saves,
         stream: Stream,
         step: Step,
         number: int,
     ) -> None:
-        self.record = record = StorageRecord(self, saves.transfers.on_death)
+        self.record = record = StorageRecord(self, saves.offloader.on_death)
         record.key, record.name, record.queue, record.reload = key, name, None, None
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
@@ -192,7 +235,7 @@ class SavedStorage:
         #: of the source's versions, and only the views have them.
         self.aliases: list[Tensor] = []
         #: The tensor whose version counter the views share, to recognise further views of it.
-        self.root: Callable[[], Tensor | None] = weakref.ref(root_of(tensor))
+        self.root: Callable[[], Tensor | None] = weakref.ref(tensor if (base := base_of(tensor)) is None else base)
         self.started: Started | None = None
         #: How many times this storage was saved as a new one, because it might have been written in between.
         self.times_saved = 1
@@ -203,22 +246,13 @@ class SavedStorage:
         self.reload: Reload | None = None
         #: The reloaded storage after it was handed to autograd: served again for as long as it lives.
         self.returned: Returned | None = None
-        #: What it owns of that: see the note in ownership.py.
+        #: What it owns of that: see the note in originals.py.
         self.given: tuple[Tensor, ...] = ()
 
     @property
     def layout(self) -> Layout:
         """What memory must look like that its bytes are to be in again."""
         return Layout(self.footprint.nbytes, self.alignment_offset)
-
-    def release_source(self) -> None:
-        """Lets go of the source's bytes; the aliases that views hold stay, as counters of its versions."""
-        for alias in self.aliases:
-            if alias.is_conj() or alias.is_neg():
-                alias.data = _empty_like(alias)
-            else:  # a call less
-                alias.data = without_bytes(alias.dtype, alias.device)
-        self.aliases.clear()
 
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""
@@ -257,13 +291,13 @@ class SavedView:
         "version",
     )
 
-    def __init__(self, storage: SavedStorage, tensor: Tensor, use: Use, step: Step, number: int) -> None:
+    def __init__(self, storage: SavedStorage, tensor: Tensor, step: Step, number: int) -> None:
         self.storage = storage
         #: The step that saved it, and the number of the save in that.
         self.step = step
         self.number = number
         #: This save of the storage, in the order of need.
-        self.use = use
+        self.use = step.uses.add(number, storage.record, storage.footprint.nbytes)
         self.size = tensor.size()
         self.stride = tensor.stride()
         #: In elements, from the start of the storage.
@@ -273,6 +307,10 @@ class SavedView:
         self.neg = tensor.is_neg()
         self.version: int = version_of(tensor)
         self.alias = Tensor.detach(tensor)  # a subclass may have one of its own
+        if storage.record.state is AWAY:  # the storage has left: this view needs only the counter of its versions
+            self.alias.data = without_bytes(self.dtype, tensor.device, self.conj, self.neg)
+        else:
+            storage.aliases.append(self.alias)
         #: What was saved; ``None`` where autograd would make an alias of it.
         self.original = None if tensor.requires_grad else original_of(tensor)
 
@@ -282,16 +320,46 @@ class SavedView:
         return self.storage.number != self.number or self.storage.step is not self.step
 
     def unpack(self) -> Tensor:
-        return self.storage.saves.unpack(self)
+        """Returns the saved tensor again, for the stream that is current now.
 
-    def check_version(self) -> None:
-        """Raises where autograd's own check would, were no hooks installed."""
-        if version_of(self.alias) != self.version:
+        Raises:
+            SavedTensorModifiedError: it was changed in place after it was saved.
+            TransferError, CorruptionError: its bytes did not come back.
+            OffloadError: the current stream is being captured.
+        """
+        saves = self.storage.saves
+        offloader, moves, readings = saves.offloader, saves.moves, saves.keeping.readings
+        if offloader.can_capture or offloader.lock._is_owned():  # else nothing is refused
+            offloader.refuse_call("backward asked for a tensor that was offloaded")
+        if version_of(self.alias) != self.version:  # where autograd's own check would, were no hooks installed
             raise modified(self.alias, self.size, self.version)
-
-    def forget_bytes(self) -> None:
-        """The storage has left already: this view needs only the counter of its versions."""
-        self.alias.data = _empty_like(self.alias)
+        try:
+            if readings is not None:
+                with offloader.lock:  # which other threads' steps read too
+                    readings.note_ask()
+            if profiler_is_on():
+                with profiled("unpack"):
+                    tensor: Tensor | None = moves.fetch(self)
+            else:
+                tensor = moves.fetch(self)
+        except (torch.OutOfMemoryError, MemoryError):
+            tensor = None  # not while the error is handled, whose frames hold what is to go
+        except OffloadError:
+            raise
+        except BaseException:
+            offloader.crash()
+            raise
+        if tensor is None:
+            with offloader.crashing():
+                offloader.make_room(partial(moves.drop_all_but, self.storage))
+                tensor = moves.fetch(self)
+        if self.step.is_over and readings is not None and readings.awaits_end:
+            with offloader.lock:
+                readings.note_end()
+        if self.original is not None and tensor is not self.original():
+            tensor = self.original.like(tensor)
+            own_until_taken(self.storage, tensor)
+        return tensor
 
     def over(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
         """This view over ``storage``, in which the footprint begins at ``first_byte``.
@@ -302,7 +370,7 @@ class SavedView:
         alias = self.alias
         offset = self.offset + (first_byte - self.storage.footprint.start) // self.dtype.itemsize
         view = without_bytes(self.dtype, storage.device).data if self.conj or self.neg else alias.data
-        put = set_over if dispatch_modes() else Tensor.set_  # a call less for each reload
+        put = set_over if dispatch_modes() else Tensor.set_
         put(view, storage, offset, self.size, self.stride)
         if self.conj:
             view = view.conj()
@@ -322,16 +390,14 @@ def modified(counter: Tensor, size: torch.Size, expected: int) -> SavedTensorMod
     )
 
 
-def _empty_like(alias: Tensor) -> Tensor:
-    """What ``alias.data`` can be without bytes: on a device that torch does not know its lazy bits have to be alike."""
-    nothing = without_bytes(alias.dtype, alias.device)
-    if alias.is_conj():
-        nothing = nothing.conj()
-    return neg_view(nothing) if alias.is_neg() else nothing
-
-
 @cache
-def without_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without bytes. Its ``.data`` is a new one, in half the time of ``torch.empty``."""
+def without_bytes(dtype: torch.dtype, device: torch.device, conj: bool = False, neg: bool = False) -> Tensor:
+    """Returns a tensor without bytes. Its ``.data`` is a new one, in half the time of ``torch.empty``.
+
+    Args:
+        conj, neg: its lazy bits: what becomes the ``.data`` of a tensor must have the same, on some devices.
+    """
     with torch.inference_mode(False):  # an inference tensor has no version counter to share
-        return torch.empty(0, dtype=dtype, device=device)
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        nothing = nothing.conj() if conj else nothing
+        return neg_view(nothing) if neg else nothing

@@ -29,7 +29,7 @@ from eager_offload._torch import (
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
-from eager_offload.eager.saved_tensors import SavedTensors
+from eager_offload.eager.saves import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered, warn

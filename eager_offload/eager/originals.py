@@ -1,4 +1,4 @@
-"""What Python knows of a saved tensor: which object it is, of what type, with which attributes.
+"""What Python knows of a saved tensor, and what owns the one that backward is given.
 
 [Note: attributes of saved tensors]
 Of a saved tensor that requires grad autograd makes an alias, a plain tensor, whatever a hook returns for it. Any other
@@ -16,17 +16,43 @@ does there, until backward or the program releases what the graph has saved.
 A subclass without a ``__torch_dispatch__`` has memory like any tensor, so its tensors are taken and rebuilt as plain
 ones: none of its own code runs, no ``__init__``, no ``__torch_function__``, no ``__setattr__``. A wrapper is made anew
 by its own ``detach()`` (see ``subclasses.py``), and is given what that has left out.
+
+[Note: gradients that are saved tensors]
+The backward of a custom function may return a saved tensor as a gradient, and so may a hook that reads one from a node
+(``node._saved_self``). Autograd then takes it for ``.grad`` as it is, or adds other gradients into it, if nothing else
+owns the tensor; else it makes a clone. Without hooks the saved variable owns what it gives out, until the engine
+releases the node's saved variables, which it does before it passes the gradients on, unless the graph is retained. A
+tensor that an unpack hook makes has no such owner, and what autograd took would be memory that the next unpack, or
+another handle of the same storage, still gives out. So:
+
+    the saved tensor itself lives      it is given out, and is owned by the one that keeps it alive
+    anything else                      its handle owns it too, as a saved variable does
+
+The second kind would stay in memory for as long as a graph is retained. So only what custom functions and hooks asked
+for is owned, since torch's own formulas never return a saved tensor, and only until it has no other owner any more.
+
+A saved tensor that requires grad is out of reach: of what any hook returns for one, autograd makes an alias.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from eager_offload._torch import attributes_of, made_a
+from eager_offload._torch import (
+    after_backward,
+    asker_may_return_it,
+    attributes_of,
+    current_backward,
+    made_a,
+    with_other_owners,
+)
+from eager_offload.errors import reentered
+from eager_offload.tiers.forking import ForkSafeLock
 
 
 class Original(weakref.ref[Tensor]):
@@ -82,3 +108,51 @@ def _let_go(original: weakref.ref[Tensor]) -> None:
     assert isinstance(original, Original)
     for name in original.inside:
         original.attributes.pop(name, None)
+
+
+class StorageOwner(Protocol):
+    """What the handles of one storage share."""
+
+    #: What it has given out and owns.
+    given: tuple[Tensor, ...]
+
+
+#: Those that own something, by the backward that it was given to.
+_owners: dict[int, list[weakref.ref[StorageOwner]]] = {}
+_lock = ForkSafeLock()
+
+
+def own_until_taken(owner: StorageOwner, tensor: Tensor) -> None:
+    """Makes ``owner`` one of the owners of ``tensor``, if the node that asks for it may return it as a gradient."""
+    if not asker_may_return_it():
+        return
+    if _lock.is_held():
+        raise reentered()
+    backward = current_backward()
+    dropped: list[Tensor] = []  # outlives the lock: what is told of a tensor's end may come back here
+    with _lock.lock:
+        for earlier in list(_owners):  # that of a backward that failed has no end
+            _disown(earlier, dropped, over=False)
+        if backward not in _owners:
+            after_backward(partial(_end, backward))
+        owner.given = (*owner.given, tensor)
+        _owners.setdefault(backward, []).append(weakref.ref(owner))
+
+
+def _end(backward: int) -> None:
+    dropped: list[Tensor] = []
+    with _lock.lock:
+        _disown(backward, dropped, over=True)
+
+
+def _disown(backward: int, dropped: list[Tensor], *, over: bool) -> None:
+    """Ends the ownership of what a backward was given, but for what may become a gradient as long as it is not over."""
+    remaining = []
+    for ref in _owners.pop(backward, ()):
+        if (owner := ref()) is not None and owner.given:
+            stays = () if over else with_other_owners(owner.given)
+            dropped += owner.given
+            owner.given = stays
+            remaining += [ref] if stays else []
+    if remaining:
+        _owners[backward] = remaining

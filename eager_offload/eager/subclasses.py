@@ -38,8 +38,7 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
-from eager_offload.eager.originals import original_wrapper
-from eager_offload.eager.ownership import own_until_taken
+from eager_offload.eager.originals import original_wrapper, own_until_taken
 from eager_offload.errors import reentered
 from eager_offload.selection import inner_values, plain_tensors
 from eager_offload.stats import Accounts, KeepReason

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eager_offload.config import OffloadConfig
 from eager_offload.eager.hooks import Hooks
-from eager_offload.eager.saved_tensors import SavedTensors
+from eager_offload.eager.saves import SavedTensors
 from eager_offload.engine.captured import CapturedTransfers, GraphSlab, lay_out
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import TransferLog

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, and would leave its caller's frames in a cycle
 
 from eager_offload import Offload, OffloadStats
-from eager_offload.eager.saved_tensors import SavedTensors
+from eager_offload.eager.saves import SavedTensors
 from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.runtime.host import TransferThread, host_runtime
@@ -279,7 +279,7 @@ def tracked(saves: SavedTensors) -> Tracked:
     with saves.offloader.lock:
         saves.offloader.poll()
         storages, order = saves.storages(), saves.order
-        return Tracked(len(storages), len(saves._names), len(order.promised), order.promised_bytes)
+        return Tracked(len(storages), len(saves.names), len(order.promised), order.promised_bytes)
 
 
 def queued_bytes(offload: Offload) -> int:

@@ -45,7 +45,7 @@ FIELDS = {"max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES, "keep_
 _OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE / "tiers" / "directories.py"}
 
 #: Modules with state of their own, for all objects of a process.
-_SHARED = {"contexts.py", "marks.py", "ownership.py"}
+_SHARED = {"contexts.py", "marks.py", "originals.py"}
 
 
 class Point(NamedTuple):
