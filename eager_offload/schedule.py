@@ -259,13 +259,18 @@ class ResidentQueue:
         self.nbytes -= waiting.weight
         return waiting.nbytes
 
-    def due(self, sequence: int | None) -> Key | None:
-        """What has to leave next, oldest first, or ``None``. It stays in the queue until it is discarded.
+    def due(self, sequence: int | None, *, without: Key | None = None) -> Key | None:
+        """Returns what has to leave next, oldest first, or ``None``. It stays in the queue until it is taken out.
 
         Args:
             sequence: the thread's autograd sequence number, or ``None`` when the context is left: then every operator
                 has run.
+            without: what was due before, which is taken out first.
         """
+        if without is not None:
+            self.nbytes -= self._waiting.pop(without).weight
+            self.awaited.pop(without, None)
+            self.urgent.pop(without, None)
         for keys in (self.urgent, self._waiting if self.nbytes > self.limit else ()):
             final_after = AT_THE_EXIT
             for key in keys:

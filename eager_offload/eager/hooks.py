@@ -57,7 +57,7 @@ class ThreadState:
         #: How many tensors were packed in it; unknown where the object was closed in the midst of it, and not 0 then.
         self.packed = 1
         self.queues: dict[SavedTensors, ResidentQueue] = {}
-        self._steps: dict[SavedTensors, Step] = {}
+        self.steps: dict[SavedTensors, Step] = {}
         #: What takes over in a step of which a graph is captured.
         self.captured: Hooks | None = None
 
@@ -65,7 +65,7 @@ class ThreadState:
         """A new step begins."""
         self.sequence = next(_sequences)
         self.packed = 0
-        self._steps = {}
+        self.steps = {}
         queues = list(self.queues.items())  # a signal handler may begin a forward in the midst of this
         if any(saves.offloader.is_crashed for saves, _ in queues):
             queues = [one for one in queues if not one[0].offloader.is_crashed]
@@ -82,12 +82,12 @@ class ThreadState:
 
     def step_of(self, saves: SavedTensors) -> Step:
         """The current step, as far as it concerns one device, which has a queue from then on."""
-        step = self._steps.get(saves)
+        step = self.steps.get(saves)
         if step is not None and step.is_over:
             self.sequence, step = next(_sequences), None
             saves.begin_further_step(self.queue(saves))
         if step is None:
-            step = self._steps[saves] = saves.new_step(self.queue(saves))
+            step = self.steps[saves] = saves.new_step(self.queue(saves))
         return step
 
 
@@ -188,7 +188,9 @@ class Hooks:
             elif (node := current_autograd_node()) is not None and _recomputes(node):
                 reason = KeepReason.NEWEST
             else:
-                step = thread.step_of(saves)
+                step = thread.steps.get(saves)
+                if step is None or step.is_over:
+                    step = thread.step_of(saves)
                 saved = saves.save(tensor, thread.queues[saves], autograd_sequence(), step, mark)
                 if isinstance(saved, SavedView):
                     packed = saved

@@ -25,7 +25,7 @@ from eager_offload.marks import Mark
 from eager_offload.runtime.base import Event, Layout, Stream
 from eager_offload.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
-from eager_offload.tiers.base import MustGrow
+from eager_offload.tiers.base import Slot
 
 
 class Moves:
@@ -54,37 +54,37 @@ class Moves:
         offloader = self._offloader
         if not offloader.windows.is_known:
             self._keeping.grow(queue)
-        while (queue.urgent or queue.nbytes > queue.limit) and (record := queue.due(sequence)) is not None:
+        record = queue.due(sequence)
+        while record is not None:
             saved: SavedStorage | None = record()
             if saved is None:  # it died a moment ago
                 offloader.resident_bytes -= queue.discard(record)
+                record = queue.due(sequence)
                 continue
             area, storage = saved.footprint, saved.aliases[0].untyped_storage()
-            if not offloader.has_room(area.moved):
-                offloader.poll()
-                if not offloader.has_room(area.moved):
-                    return Lack(0)
-            reason = gathered = slot = None
+            reason: KeepReason | None = None
+            slot: Slot | None = None
+            gathered: Tensor | None = None
             if storage.nbytes() < area.start + area.nbytes:
                 reason = KeepReason.LAYOUT  # resized since it was saved
             elif marks.standing and marks.any_marks() and marks.mark_of(storage) is Mark.KEEP:
                 reason = KeepReason.MARKED
             else:
-                try:
-                    slot = offloader.slot_for(area.moved, found)
-                except MustGrow:
-                    return Lack(area.moved)
+                at_hand = offloader.slot_for(area.moved, found)
+                if isinstance(at_hand, Lack):
+                    return at_hand
+                slot = at_hand
                 if slot is None:
                     reason = KeepReason.BUDGET
                 elif area.gathered and (gathered := gather(offloader, saved)) is None:
                     reason = KeepReason.FAILED
                 if marks.standing:  # a mark is in force until the copy starts
                     marks.clear_mark(storage)
-            queue.discard(record)
-            record.queue = None
+            record.queue, following = None, queue.due(sequence, without=record)
             saved.started = queue, sequence, version_of(saved.aliases[0])
             if slot is None or reason is not None:
                 self._stay(saved, reason or KeepReason.BUDGET)
+                record = following
                 continue
             saved.slot = slot  # before the copy starts: once that is over, the bytes are nowhere else
             counters = offloader.accounts.counters
@@ -97,15 +97,8 @@ class Moves:
                 offloader.hold(area.moved, transfer)
                 # The stream may still have to gather when the handle, and with it the source, goes.
                 offloader.offload(gathered, slot, saved.stream, transfer, keepalive=storage, key=record.key)
+            record = following
         return None
-
-    def stay(self, saved: SavedStorage) -> None:
-        """Keeps a storage whose copy has not started where it is."""
-        self._stay(saved, KeepReason.NEWEST)
-        record = saved.record
-        if record.queue is not None:
-            record.queue.discard(record)
-            record.queue = None
 
     def _stay(self, saved: SavedStorage, reason: KeepReason) -> None:
         """Counts a storage that has not started to leave as kept, and with it every save that shares it."""
@@ -126,16 +119,19 @@ class Moves:
             tensor = self._resident(view, stream)
             # 1. What is not resident comes back: for the stream of the pack as its own, for another one beside that.
             reload = None if tensor is not None or stream != saved.stream else saved.reload
-            if reload is not None and _is_short(reload.target):
-                self._drop(saved)  # it was handed out before, and its new owner has resized it
-                reload = None
+            if reload is not None:
+                target = reload.target
+                if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
+                    self._drop(saved)  # it was handed out before, and its new owner has resized it
+                    reload = None
             if tensor is None and reload is None:
                 reload = self._bring(saved, stream, "reload")
                 if stream == saved.stream:
                     saved.reload, record.reload = reload, reload.transfer
             # 2. The look-ahead, along the table's order, says what is brought early and what goes.
             if not offloader.is_crashed:
-                self._keep_if_possible(saved)
+                if record.state is LEAVING or record.state is WAITING:
+                    self._keep(saved)
                 if record.state is not KEPT:
                     record.ask(resident=reload is None)
                 expected = step.asked(view.number, runtime.timestamp())
@@ -147,12 +143,15 @@ class Moves:
                     order.hold(view.use)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
-            if tensor is not None:
+            if reload is None:
                 if record not in order.promised:
                     self._drop(saved)
+                assert tensor is not None
                 return tensor
+            event = reload.transfer.event
+            if runtime.query(event) and not runtime.may_have_failed(event):
+                return self._hand_over(view, reload, stream)
         # 3. Compute waits without the lock: a wait of the host would stop the thread of the copy, which polls.
-        assert reload is not None
         try:
             offloader.wait(reload.transfer, stream, "reload")
             with offloader.lock:
@@ -200,13 +199,16 @@ class Moves:
                 return view.over(storage, first_byte)
         return None
 
-    def _keep_if_possible(self, saved: SavedStorage) -> None:
-        """Keeps a storage that backward has come to, so that to move it from now on would be in vain."""
+    def _keep(self, saved: SavedStorage) -> None:
+        """Keeps a storage whose copy has not started: backward has come to it, so to move it would be in vain."""
         record = saved.record
-        if record.state is LEAVING and self._offloader.cancel_copy_of(record):
+        if record.state is WAITING:
+            self._stay(saved, KeepReason.NEWEST)
+            if record.queue is not None:
+                record.queue.discard(record)
+                record.queue = None
+        elif self._offloader.cancel_copy_of(record):
             record.stay(KeepReason.NEWEST)
-        elif record.state is WAITING:
-            self.stay(saved)
 
     def _follow(self, plan: Prefetch, current: StorageRecord) -> None:
         """Carries out what the prefetch order says; ``current`` is being handed out and sees to itself."""
@@ -232,8 +234,9 @@ class Moves:
         """Starts a reload into a new target that belongs to ``stream``."""
         assert saved.slot is not None
         assert saved.record.state is AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
+        area = saved.footprint
         # What was gathered is scattered later, into other memory.
-        layout = Layout(saved.footprint.moved) if saved.footprint.gathered else saved.layout
+        layout = Layout(area.moved) if area.gathered else Layout(area.nbytes, saved.alignment_offset)
         return Reload(*self._offloader.reload(saved.slot, layout, stream, what, key=saved.record.key))
 
     def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
@@ -267,8 +270,3 @@ class Moves:
         if saved is not None and saved.reload is not None:
             self._offloader.release(saved.reload.transfer)
             saved.reload = saved.record.reload = None
-
-
-def _is_short(target: Tensor) -> bool:
-    """Returns whether the storage of ``target`` was made smaller than what was reloaded into it."""
-    return target.untyped_storage().nbytes() < target.storage_offset() + target.numel()

@@ -145,8 +145,10 @@ class SavedTensors:
                     return saved
                 if self.keeping.readings is not None:
                     self.keeping.readings.note_save()
-                if packed_at <= queue.final_after or saved.shares:
-                    return saved  # what may leave is not final yet, or waits for another storage to be saved
+                storage = saved.storage
+                shares = storage.number != saved.number or storage.step is not step
+                if shares or packed_at <= queue.final_after:
+                    return saved  # what may leave waits for another storage to be saved, or is not final yet
                 lack = self.moves.start_due(queue, packed_at)
             if lack is not None:
                 offloader.go_on(lack, partial(self.moves.start_due, queue, packed_at))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import CountedBytes, Transfer
-from eager_offload.engine.transfers import FoundSlot
+from eager_offload.engine.transfers import FoundSlot, Lack
 from eager_offload.errors import CaptureStateError, OffloadError, ScheduleMismatchError, reentered
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
@@ -198,17 +198,19 @@ class CapturedTransfers(DeviceOffloader):
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | None:
+    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | Lack | None:
+        is_full = self.inflight_bytes + nbytes > self.windows.inflight
+        if self._packing is not None or (is_full and (self._out or self._held_back)):
+            return Lack(0)
         if self._slab is None:
             slot = super().slot_for(nbytes, found)
+            if isinstance(slot, Lack):
+                return slot
         else:
             number, expected = len(self.log.found), self._slab.log.found
             slot = GraphSlot(nbytes) if number >= len(expected) or expected[number] else None
         self.log.found.append(slot is not None)
         return slot
-
-    def has_room(self, nbytes: int) -> bool:
-        return self._packing is None and super().has_room(nbytes)
 
     def offload(self, *arguments: Any, keepalive: object = None, **named: Any) -> None:
         """As in any step, but that ``keepalive`` goes before anything else leaves or is asked for.

@@ -119,14 +119,6 @@ class CountedBytes:
         self.live.without_offload += nbytes
         self.counters.note_live()
 
-    def leave(self) -> None:
-        """The copy has started."""
-        counters = self.counters
-        counters.kept_bytes[self.kept] -= self.logical_bytes
-        counters.offloaded_bytes += self.logical_bytes
-        counters.offloaded_tensors += 1
-        self.state = LEAVING
-
     def stay(self, reason: KeepReason) -> None:
         """The bytes have not left, or did not arrive, and stay, and with them every save that shares them."""
         counters, nbytes = self.counters, self.logical_bytes
@@ -143,12 +135,6 @@ class CountedBytes:
         counters.shared_bytes -= self.shared_bytes
         self.state, self.kept = KEPT, reason
 
-    def arrive(self) -> None:
-        """The bytes rest in a tier."""
-        self.state = AWAY
-        if self.is_gone and not self.asked:
-            self.counters.released_bytes += self.logical_bytes
-
     def ask(self, *, resident: bool) -> None:
         """Backward asks for the bytes, which have left; they may be resident all the same."""
         if not self.asked:
@@ -160,10 +146,12 @@ class CountedBytes:
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         """The copy out is over."""
-        if failure is None:
-            self.arrive()
-        else:
+        if failure is not None:
             self.stay(KeepReason.FAILED)
+            return
+        self.state = AWAY
+        if self.is_gone and not self.asked:
+            self.counters.released_bytes += self.logical_bytes
 
 
 class BytesRecord(FinalizerRecord[T], CountedBytes):

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
-from eager_offload.engine.transfer import CountedBytes, Transfer
+from eager_offload.engine.transfer import LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
 from eager_offload.errors import OffloadError, TransferError, warn
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts
-from eager_offload.tiers.base import Fence, Slot, Tier
+from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork
 
 _NO_THREAD = (
@@ -166,32 +166,36 @@ class Transfers:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may be on their way out. A storage larger than the window may, alone."""
-        return not (self._out or self._held_back) or self.inflight_bytes + nbytes <= self.windows.inflight
+    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | Lack | None:
+        """Returns a slot for ``nbytes`` bytes that are to leave now, or what they wait for.
 
-    def slot_for(self, nbytes: int, found: FoundSlot | None) -> Slot | None:
-        """Returns a slot of ``nbytes`` bytes: the one that was ``found`` if the size matches, otherwise a new one.
+        A storage larger than the window may leave alone.
 
-        One that was found for others, which have died meanwhile, goes back first. None is found any more afterwards.
+        Args:
+            found: a slot is taken if the size matches. One that was found for others, which have died meanwhile, goes
+                back first. None is found any more afterwards.
 
         Returns:
             ``None`` where no tier has room, which is counted and warned of.
-
-        Raises:
-            MustGrow: a tier has to grow for it.
         """
+        if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._held_back):
+            self.poll()
+            if self.inflight_bytes + nbytes > self.windows.inflight and (self._out or self._held_back):
+                return Lack(0)
         if found is not None:
             slot, is_for_these = found.slot, found.nbytes == nbytes
             found.slot, found.nbytes = None, 0
             if is_for_these:
                 return slot
             del slot
-        for tier in self.tiers:
-            if (slot := tier.at_hand(nbytes)) is not None:
-                if tier is not self.tiers[0]:
-                    self._note_tier(tier)
-                return slot
+        try:
+            for tier in self.tiers:
+                if (slot := tier.at_hand(nbytes)) is not None:
+                    if tier is not self.tiers[0]:
+                        self._note_tier(tier)
+                    return slot
+        except MustGrow:
+            return Lack(nbytes)
         self._note_no_room(nbytes)
         return None
 
@@ -247,7 +251,11 @@ class Transfers:
         computed = None if runtime.has_one_stream else runtime.record(stream)
         if keepalive is not None and not (computed is None or runtime.query(computed)):
             runtime.keep_until(computed, keepalive)
-        record.leave()
+        counters_of_save = record.counters  # before a reset, it may be
+        counters_of_save.kept_bytes[record.kept] -= record.logical_bytes
+        counters_of_save.offloaded_bytes += record.logical_bytes
+        counters_of_save.offloaded_tensors += 1
+        record.state = LEAVING
         self._leaving[record] = transfer
         counters.bytes_out += transfer.moved
         self.inflight_bytes += transfer.moved
