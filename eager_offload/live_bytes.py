@@ -19,6 +19,9 @@ from torch import Tensor
 from eager_offload._torch import storage_key, storage_of
 from eager_offload.tiers.finalizers import FinalizerRecord
 
+#: Handles of storages that have died, at most, before they are taken out of the count.
+_MOST_DROPPED = 256
+
 
 class LiveStorage(FinalizerRecord[torch.UntypedStorage]):
     """A weak reference to a storage of which handles hold views, or did when they were made."""
@@ -53,10 +56,12 @@ class LiveBytes:
 
     def add(self, storage: torch.UntypedStorage) -> LiveStorage:
         """Counts ``storage``, of which a new handle stands for a tensor. It is in ``dropped`` once that has died."""
-        if self._gone or self.dropped:
-            self.poll()
         key = storage_key(storage)
         found = self._storages.get(key)
+        # A key may be that of another one, which has died; and what has died is not to add up.
+        if (found is not None and self._gone) or len(self.dropped) > _MOST_DROPPED:
+            self.poll()
+            found = self._storages.get(key)
         if found is None:
             found = self._storages[key] = LiveStorage(storage, self._on_storage_death)
             found.key, found.nbytes, found.handles = key, storage.nbytes(), 1

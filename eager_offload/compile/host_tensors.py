@@ -49,7 +49,6 @@ class _Record(BytesRecord["HostBytes"]):
     __slots__ = ()
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        super().on_transferred(transfer, failure)
         if (owner := self()) is not None:
             owner.failure = failure
 

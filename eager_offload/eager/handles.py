@@ -166,19 +166,18 @@ class StorageRecord(BytesRecord["SavedStorage"]):
             saved.slot = None
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        saved = self()
-        if failure is None and saved is not None:
-            saves = saved.saves
-            if not saves.offloader.is_crashed:
-                if self in saves.order.promised:
-                    saves.moves.hold_source(saved, transfer)
-                if saves.script is not None:
-                    saves.script.note_moved(saved.step, saved.first)
-            # The source's bytes go; the aliases that views hold stay, as counters of its versions.
-            for alias in saved.aliases:
-                alias.data = without_bytes(alias.dtype, alias.device, alias.is_conj(), alias.is_neg())
-            saved.aliases.clear()
-        super().on_transferred(transfer, failure)
+        if failure is not None or (saved := self()) is None:
+            return
+        saves = saved.saves
+        if not saves.offloader.is_crashed:
+            if self in saves.order.promised:
+                saves.moves.hold_source(saved, transfer)
+            if saves.script is not None:
+                saves.script.note_moved(saved.step, saved.first)
+        # The source's bytes go; the aliases that views hold stay, as counters of its versions.
+        for alias in saved.aliases:
+            alias.data = without_bytes(alias.dtype, alias.device, alias.is_conj(), alias.is_neg())
+        saved.aliases.clear()
 
 
 class SavedStorage:

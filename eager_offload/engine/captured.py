@@ -270,7 +270,7 @@ class CapturedTransfers(DeviceOffloader):
             start, behind = self._slab.layout.places[key]
             slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
             slot.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
-        self._start(transfer, *held_back)
+        self._enqueue(transfer, slot, held_back.source, slot, held_back.after, "offload", key)
         self._events.append(transfer.event)
         if self._slab is not None:
             self.runtime.wait(self._compute, transfer.event)

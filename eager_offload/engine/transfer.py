@@ -145,13 +145,7 @@ class CountedBytes:
                 self.counters.reloaded_bytes += self.logical_bytes
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
-        """The copy out is over."""
-        if failure is not None:
-            self.stay(KeepReason.FAILED)
-            return
-        self.state = AWAY
-        if self.is_gone and not self.asked:
-            self.counters.released_bytes += self.logical_bytes
+        """The copy out is over: ``state`` says whether the bytes rest in a tier, or have stayed because it failed."""
 
 
 class BytesRecord(FinalizerRecord[T], CountedBytes):

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
-from eager_offload.engine.transfer import LEAVING, CountedBytes, Transfer
+from eager_offload.engine.transfer import AWAY, LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
 from eager_offload.errors import OffloadError, TransferError, warn
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
-from eager_offload.stats import Accounts
+from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork
 
@@ -58,8 +58,8 @@ class _HeldBack(NamedTuple):
 
     source: Tensor | torch.UntypedStorage
     slot: Slot
-    #: Stands behind what computes ``source``; ``None`` where that is the host, and over.
-    computed: Event
+    #: Behind what computes ``source``.
+    after: tuple[Event, ...]
     key: int | None
 
 
@@ -140,6 +140,7 @@ class Transfers:
         for transfer in list(self._held_back):
             self.cancel(transfer)
             assert transfer.record is not None
+            transfer.record.stay(KeepReason.FAILED)
             transfer.record.on_transferred(transfer, UnderWayAtFork())
 
     def refuses_saves(self) -> bool:
@@ -248,9 +249,10 @@ class Transfers:
         """
         runtime, counters, record = self.runtime, transfer.counters, transfer.record
         assert record is not None
-        computed = None if runtime.has_one_stream else runtime.record(stream)
-        if keepalive is not None and not (computed is None or runtime.query(computed)):
-            runtime.keep_until(computed, keepalive)
+        # Noted now: what computes later may write over the source. Where the host computes, it has.
+        after = () if runtime.has_one_stream else (runtime.record(stream),)
+        if keepalive is not None and after and not runtime.query(after[0]):
+            runtime.keep_until(after[0], keepalive)
         counters_of_save = record.counters  # before a reset, it may be
         counters_of_save.kept_bytes[record.kept] -= record.logical_bytes
         counters_of_save.offloaded_bytes += record.logical_bytes
@@ -263,9 +265,9 @@ class Transfers:
             counters.inflight_bytes_peak = self.inflight_bytes
         is_little = not self._held_back and self.inflight_bytes <= runtime.given_bytes
         if at_once or is_little or not runtime.holds_copies_back:
-            self._start(transfer, source, slot, computed, key)
+            self._enqueue(transfer, slot, source, slot, after, "offload", key)
         else:
-            self._held_back[transfer] = _HeldBack(source, slot, computed, key)
+            self._held_back[transfer] = _HeldBack(source, slot, after, key)
             self._held_back_bytes += transfer.moved
             self._start_held_back()
 
@@ -308,21 +310,7 @@ class Transfers:
             if (failure := replaced(transfer)) is not None:
                 self._fail(transfer, failure)
             else:
-                self._start(transfer, *what)
-
-    def _start(self, transfer: Transfer, source: Any, slot: Slot, computed: Event, key: int | None) -> None:
-        """Gives the transfer stream a copy out; the arguments are those of ``_HeldBack``."""
-        runtime = self.runtime
-        after: tuple[Event, ...] = () if computed is None else (computed,)
-        for fence in slot.record.fences:
-            # The disk tier serves several runtimes. For the use that another one made of a slot there is nothing to
-            # wait for: its thread holds the slot while it reads or writes it, so that it is given anew only afterwards.
-            if fence.runtime is runtime and not runtime.query(fence.event):
-                after = (*after, fence.event)
-        try:
-            self._enqueue(self._out, transfer, slot, source, slot, self._stream_out, "offload", after, key)
-        except OffloadError as error:
-            self._fail(transfer, error.with_traceback(None))
+                self._enqueue(transfer, what.slot, what.source, what.slot, what.after, "offload", what.key)
 
     def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
         """A copy out could not be enqueued."""
@@ -362,7 +350,7 @@ class Transfers:
             after = (runtime.record(stream), *after)
         transfer = Transfer(slot, layout.nbytes, counters)
         transfer.held_after = held_after
-        self._enqueue(self._in, transfer, target, slot, slot, self._stream_in, what, after, key)
+        self._enqueue(transfer, target, slot, slot, after, what, key)
         counters.bytes_in += slot.record.carried
         self.hold(transfer.nbytes, transfer)
         return target, transfer
@@ -435,20 +423,22 @@ class Transfers:
             self.warn(self._deferred.popleft())
 
     def _enqueue(
-        self,
-        table: dict[Transfer, object],
-        transfer: Transfer,
-        dst: Tensor | Slot,
-        src: Tensor | Slot,
-        slot: Slot,
-        stream: Stream,
-        what: str,
-        after: Sequence[Event],
-        key: int | None,
+        self, transfer: Transfer, dst: Any, src: Any, slot: Slot, after: Sequence[Event], what: str, key: int | None
     ) -> None:
-        """Enqueues a copy on ``stream``, as the last use of ``slot``. See [Note: keepalives]."""
+        """Gives a transfer stream a copy, as the last use of ``slot``; one of ``dst`` and ``src`` is the slot.
+
+        See [Note: keepalives]. A copy out that fails here is told to its record; one back raises.
+        """
         runtime, used, is_traced = self.runtime, slot.record, self.transfer_log.on_entry is not None
         keepalive = None if runtime.copies_hold_their_ends else (dst, src)
+        is_out = dst is slot
+        table, stream = (self._out, self._stream_out) if is_out else (self._in, self._stream_in)
+        for fence in used.fences if is_out else ():
+            # A slot's next write comes after its last read. The disk tier serves several runtimes. For the use that
+            # another one made of a slot there is nothing to wait for: its thread holds the slot while it reads or
+            # writes it, so that it is given anew only afterwards.
+            if fence.runtime is runtime and not runtime.query(fence.event):
+                after = (*after, fence.event)
         try:
             if profiler_is_on():
                 with profiled(what):
@@ -459,11 +449,14 @@ class Transfers:
             used.fences = (Fence(runtime, event),)
             transfer.event = event
             table[transfer] = keepalive
-        except BaseException:  # the copy may have been enqueued
+        except BaseException as error:  # the copy may have been enqueued
             event = runtime.record(stream)
             used.fences = (*used.fences, Fence(runtime, event))
             runtime.keep_until(event, keepalive)
-            raise
+            if not (is_out and isinstance(error, OffloadError)):
+                raise
+            self._fail(transfer, error.with_traceback(None))
+            return
         if is_traced:
             self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
         if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
@@ -491,11 +484,15 @@ class Transfers:
         if failure is None:
             counters.out_seconds += self.out_rate.add(carried, self.runtime.copy_seconds(transfer.event))
             counters.bytes_out -= transfer.moved - carried
+            record.state = AWAY
+            if record.is_gone and not record.asked:
+                record.counters.released_bytes += record.logical_bytes
         else:
             counters.bytes_out -= transfer.moved
             is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
             if not is_parents and self.accounts.counters.demote("write_failed"):
                 self.warn(f"offloading failed, {record.fallback.format(device=self.device)}: {failure}")
+            record.stay(KeepReason.FAILED)
         record.on_transferred(transfer, failure)
 
 
