@@ -33,7 +33,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, ResidentQueue
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTable, StepTables
+from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTables
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
@@ -90,11 +90,6 @@ class Saving(abc.ABC):
             self.script.begin(step)
         self.keeping.begin_step(step, queue)
         return step
-
-    def give(self, table: StepTable) -> None:
-        """Takes in a table of the user's."""
-        self.tables.give(table)
-        self.keeping.expect(table.movable_bytes, table.largest)
 
     def start_due(self, queue: ResidentQueue, sequence: int | None, found: FoundSlot | None = None) -> Lack | None:
         """Starts what has to leave ``queue`` now; see ``Offloading.start_due``."""
@@ -208,7 +203,7 @@ class Saving(abc.ABC):
             record,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (moves and (self.keeping.leaves_early or step.is_given)),
+            urgent=mark is Mark.PREFER or (moves and self.keeping.leaves_early),
             weight=weight,
             last_save=last_save,
             is_new=first == number,
