@@ -94,21 +94,13 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
-    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s{_step_times(stats)}"
+    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
     if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
         waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
         yield f"{'host waited':<11}{waited}"
     if stats.processor_seconds:
         took = f"{stats.processor_seconds / steps:>11.3f} s  {stats.processor_seconds:>11.3f} s"
         yield f"{'processor':<11}{took}  of a core, for copies; compute may have lacked it"
-
-
-def _step_times(stats: OffloadStats) -> str:
-    """Returns the times of a step with and without offload, if both were measured."""
-    plan = stats.plan
-    if plan is None or plan.step_seconds is None or plan.without_offload_seconds is None:
-        return ""
-    return f"; a step took {plan.step_seconds:,.4g} s, and {plan.without_offload_seconds:,.4g} s without offload"
 
 
 def _codecs_text(stats: OffloadStats) -> str:
