@@ -57,10 +57,6 @@ _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
 #: The advice for a model given to an ``Offload``, as one gives it to DDP.
 TAKES_NO_MODEL = "an Offload takes no model: write `with offload:` around the forward, or offload.compile(model)"
-#: Removed settings, with the advice for each.
-GONE = {
-    "codec_seed": "codecs round to nearest, so that nothing is drawn: leave it out",
-}
 #: Replaces characters that end or change a literal in source code; ``unquote`` undoes ``%``.
 _TO_LITERAL = str.maketrans({'"': "'", "'": "%27", "\\": "%5C", "%": "%25"})
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -169,7 +165,7 @@ class _BesideFields:
     codec_rules: CodecRules
 
 
-@checks_names(GONE)
+@checks_names
 @dataclass(frozen=True)
 class OffloadConfig(_BesideFields):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.
@@ -348,7 +344,7 @@ class OffloadConfig(_BesideFields):
         Raises:
             ConfigError: a field does not exist, besides the errors of the constructor.
         """
-        check_names(fields, FIELDS, GONE)
+        check_names(fields, FIELDS)
         base = base or cls()
         return dataclasses.replace(base, **{**base._written, **fields})
 
@@ -391,7 +387,7 @@ class OffloadConfig(_BesideFields):
                 field = name.removeprefix(_ENV_PREFIX).lower()
                 if field not in FIELDS:
                     known = [variable_of(one) for one in FIELDS]
-                    raise unknown_name(f"variable {name}={text!r}", name, known, instead=GONE.get(field))
+                    raise unknown_name(f"variable {name}={text!r}", name, known)
                 fields[field] = field_from_text(field, text)
         return cls.from_fields(fields)
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass
-from eager_offload.config import FIELDS, GONE, OffloadConfig, switched_on
+from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError
 from eager_offload.matched_modules import patterns_of
 from eager_offload.names import unknown_name
@@ -54,8 +54,7 @@ def eager_offload(
     unknown = sorted(patches.keys() - inductor_options())
     if unknown:
         others = ", and the options of Inductor that torch._inductor.list_options() lists"
-        what, instead = f'option {unknown[0]!r} of backend="eager_offload"', GONE.get(unknown[0])
-        raise unknown_name(what, unknown[0], sorted(FIELDS), others, instead)
+        raise unknown_name(f'option {unknown[0]!r} of backend="eager_offload"', unknown[0], sorted(FIELDS), others)
     if not switched_on(config.enabled):
         return cast(Callable[..., Any], compile_fx(graph, example_inputs, config_patches=patches))
     text = config.to_text()

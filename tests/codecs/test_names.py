@@ -71,11 +71,6 @@ def test_a_module_may_have_any_name(codec: dict[str, str]) -> None:
     [
         (lambda: eo.codec("int9"), r"eager_offload\.codec\('int9'\) is not accepted: the codecs are"),
         (lambda: eo.codec("int8:128"), GONE),
-        *(
-            (lambda name=name: getattr(eo, name), f"eager_offload.{name} is gone: ")
-            for name in ("CodecPolicy", "simulation")
-        ),
-        (lambda: eo.Offload(codec_seed=1), r"is gone: codecs round to nearest.*leave it out"),  # type: ignore[call-arg]
     ],
 )
 def test_what_is_no_codec_or_gone_says_what_to_write(use: Callable[[], object], message: str) -> None:
