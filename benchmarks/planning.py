@@ -7,7 +7,7 @@
 with the same of a search that tried thousands of decisions, which was recorded once in
 ``benchmarks/results/planning_searched.json`` (with the machines of then, and saves as of a CPU's kernels).
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
-and resident bytes. ``cpu`` trains with the disk tier and the settings of plans from two real steps: the predicted peak
+and resident bytes. ``cpu`` trains with the disk tier and the settings of plans: the predicted peak
 and step beside resident bytes and seconds.
 """
 
@@ -114,7 +114,7 @@ def on_cpu(part: float, options: argparse.Namespace) -> OnCpu:
     config = windows(options)
     plain = eo.plan(model, inputs, optimizer=None, device_budget=1 << 50, config=config)
     budget = plain.least_budget + int((plain.peak_bytes - plain.least_budget) * part)
-    plan = eo.plan(model, inputs, optimizer=None, steps=2, device_budget=budget, config=config)
+    plan = eo.plan(model, inputs, optimizer=None, device_budget=budget, config=config)
     there = sum(one.nbytes for one in [*model.parameters(), *inputs])
     predicted, moved = plan.peak_bytes - there, plan.moved_bytes
     with TemporaryDirectory(dir=options.disk_path) as directory:

@@ -75,12 +75,6 @@ _HOMES = {
     "step_table": ("StepTable",),
 }
 
-#: Removed public names, with the advice for each.
-_GONE = {
-    "StepPlan": "what is known of a step is eager_offload.StepTable, which Offload.step_plan() returns",
-    "simulation": "the simulated runtime is a part of the library's tests; a step is predicted by eager_offload.plan",
-}
-
 if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
@@ -92,10 +86,6 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             return globals()[name]
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _GONE:
-            from eager_offload.errors import GoneError
-
-            raise GoneError(f"{__name__}.{name} is gone: {_GONE[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

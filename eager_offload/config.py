@@ -158,7 +158,7 @@ class _BesideFields:
     _written: Mapping[str, str]
 
 
-@checks_names()
+@checks_names
 @dataclass(frozen=True)
 class OffloadConfig(_BesideFields):
     """How an :class:`~eager_offload.Offload` behaves. Immutable; sizes are stored as bytes.

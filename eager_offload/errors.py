@@ -33,10 +33,6 @@ class ConfigError(OffloadError, ValueError):
     """
 
 
-class GoneError(ConfigError, AttributeError):
-    """A removed name of this package. The text names its replacement; ``hasattr`` is ``False``."""
-
-
 class CapacityError(OffloadError):
     """No tier can take the bytes, and keeping them on the device is forbidden."""
 

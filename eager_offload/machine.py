@@ -42,7 +42,7 @@ _LEAST = {"memory_bytes": 0, "launch_seconds": 0, "spread": 1}
 _ROUGH = 1.5
 
 
-@checks_names()
+@checks_names
 @dataclass(frozen=True)
 class Machine:
     """What a device reaches when it does nothing else. Everything is by the second, but for sizes.

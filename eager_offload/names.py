@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from eager_offload.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type[Any])
-_NONE: Mapping[str, str] = {}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -28,56 +27,37 @@ def briefly(value: object) -> str:
     return text if is_short else f"<{type(value).__name__}>"
 
 
-def unknown_name(
-    what: str, name: object, known: Sequence[str], others: str = "", instead: str | None = None
-) -> ConfigError:
+def unknown_name(what: str, name: object, known: Sequence[str], others: str = "") -> ConfigError:
     """Returns the error for a name that is not in ``known``.
 
     Args:
         what: the kind and the name, as in ``"field 'min_byts'"``.
         others: values that are accepted beside ``known``, as the end of the sentence.
-        instead: the advice for a removed name.
     """
-    if instead is not None:
-        return ConfigError(f"the {what} is gone: {instead}")
     question = did_you_mean(name, known)
     accepted = "Accepted" if question else "accepted"
     return ConfigError(f"unknown {what}: {question}{accepted} are {', '.join(known)}{others}")
 
 
-def check_names(given: Iterable[object], known: Sequence[str], gone: Mapping[str, str] = _NONE) -> None:
-    """Raises if a name of a field is unknown.
-
-    Args:
-        gone: removed names, with the advice for each.
-
-    Raises:
-        ConfigError: a name is not in ``known``.
-    """
+def check_names(given: Iterable[object], known: Sequence[str]) -> None:
+    """Raises ``ConfigError`` if a name of a field is not in ``known``."""
     for name in given:
         if name not in known:
-            raise unknown_name(f"field {name!r}", name, known, instead=gone.get(str(name)))
+            raise unknown_name(f"field {name!r}", name, known)
 
 
-def checks_names(gone: Mapping[str, str] = _NONE) -> Callable[[_Class], _Class]:
+def checks_names(cls: _Class) -> _Class:
     """Makes the constructor of a dataclass raise ``ConfigError``, and not ``TypeError``, for an unknown field.
 
     Files, command lines and ``dataclasses.replace`` call ``cls(**mapping)``.
-
-    Args:
-        gone: as for ``check_names``.
     """
+    known = [field.name for field in dataclasses.fields(cls)]
+    init = cls.__init__
 
-    def decorated(cls: _Class) -> _Class:
-        known = [field.name for field in dataclasses.fields(cls)]
-        init = cls.__init__
+    @functools.wraps(init)
+    def checked(self: object, *values: object, **fields: object) -> None:
+        check_names(fields, known)
+        init(self, *values, **fields)
 
-        @functools.wraps(init)
-        def checked(self: object, *values: object, **fields: object) -> None:
-            check_names(fields, known, gone)
-            init(self, *values, **fields)
-
-        cls.__init__ = checked
-        return cls
-
-    return decorated
+    cls.__init__ = checked
+    return cls

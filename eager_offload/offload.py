@@ -78,9 +78,7 @@ class Offload:
             a file. Fields that neither this nor ``fields`` give come from the ``EAGER_OFFLOAD_<FIELD>`` variables, else
             from the defaults. ``EAGER_OFFLOAD=0`` makes the context do nothing, ``=1`` overrides ``enabled=False``.
         plan: a plan of :func:`eager_offload.plan`, whose windows and budget hold beside the settings given here; on a
-            CPU the part that moves holds in place of the budget. Or the
-            table of a like step, from :meth:`step_plan`, in which the first forward is looked up. If the table does not
-            fit, one warning says so, and the forward goes on as an unknown step. A copy of this object has no plan.
+            CPU the part that moves holds in place of the budget. A copy of this object has no plan.
         runtime: moves the bytes of CPU tensors in place of the CPU's own runtime, for tests.
         around_tier: wraps each tier that is opened. For tests.
         **fields: fields of :class:`OffloadConfig`, which override those of ``config``.
@@ -90,21 +88,31 @@ class Offload:
             where tensors go to disk and no ``disk_path`` is given, that no directory can.
     """
 
+    _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
     def __init__(
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
-        plan: StepTable | PlanSettings | None = None,
+        plan: PlanSettings | None = None,
         runtime: Runtime | None = None,
         around_tier: Callable[[Tier], Tier] | None = None,
         **fields: Unpack[OffloadFields],
     ) -> None:
-        if isinstance(plan, PlanSettings):
-            self._begin(settings_of(plan, config, fields), runtime, around_tier)
-        else:
+        if plan is None:
             self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
-        if plan is not None:
-            self._take(plan)
+        elif isinstance(plan, PlanSettings):
+            self._begin(settings_of(plan, config, fields), runtime, around_tier)
+            self._accounts.counters.expect(plan)
+            if (fraction := fraction_of(plan)) is not None:
+                self._hooks.fraction = fraction
+                self._hook_pair = hook_pair(text_of(self.config_key, fraction))
+            if plan.is_small or not plan.moved_bytes:
+                self._in_vain.expect_nothing()  # as the plan has said
+        else:
+            raise ConfigError(
+                f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns"
+            )
         if self.config.enabled:
             with without_caller_modes():
                 self._offloaders.open_disk()
@@ -124,40 +132,12 @@ class Offload:
         #: The pack hook of eager code.
         self.pack: Callable[[Tensor], object] = self._hooks.pack
         # Here and not in `with`: torch makes a graph module with a cycle that holds the frames of its callers.
-        self._hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]] = hook_pair(self.config_key)
+        self._hook_pair = hook_pair(self.config_key)
         #: Whether ``_prepare_for_compiled_code`` has run.
         self._serves_compiled_code = False
         self._in_vain = InVain(self.config, self._accounts)
         self._matched = MatchedModules()
         _alive.add(self)
-
-    def _take(self, plan: StepTable | PlanSettings) -> None:
-        """Applies ``plan``, apart from its settings."""
-        if not isinstance(plan, StepTable | PlanSettings):
-            raise ConfigError(
-                f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns, or a "
-                "StepTable of step_plan() or StepTable.load"
-            )
-        if isinstance(plan, PlanSettings):
-            self._accounts.counters.expect(plan)
-            if (fraction := fraction_of(plan)) is not None:
-                self._hooks.fraction = fraction
-                self._hook_pair = hook_pair(text_of(self.config_key, fraction))
-            if plan.is_small or not plan.moved_bytes:
-                self._in_vain.expect_nothing()  # as the plan has said
-            return
-        if self.config.device_budget is not None:
-            raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
-        if self.config.slowdown is not None:
-            raise ConfigError(
-                f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
-            )
-        if self.config.step_plans is False:
-            raise ConfigError("plan=... does not go with step_plans=False, which looks nothing up: leave one out")
-        plan.check()
-        if not plan.movable_bytes:
-            self._in_vain.expect_nothing()
-        self._hooks.given = plan
 
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 
@@ -378,14 +358,8 @@ class Offload:
         """Raises if the calling thread cannot capture a step in a ``with`` of this object.
 
         Raises:
-            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced, or its
-                ``plan`` is a step table.
+            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced.
         """
-        if self._hooks.given is not None:
-            raise CaptureStateError(
-                "an Offload with a StepTable as its plan cannot be captured: a capture does what its warm-ups did. "
-                "Leave plan= out"
-            )
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._offloaders.transfer_log.on_entry is not None:
@@ -517,7 +491,7 @@ class Offload:
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
         """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
 
-        ``print`` shows the table. Its ``save`` writes it to a file, and ``StepTable.load`` reads it.
+        ``print`` shows the table.
 
         Args:
             device: the device of the saved tensors; ``None``: the device of the last step.

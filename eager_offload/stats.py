@@ -44,9 +44,6 @@ class PlanOutcome:
     step_seconds: float | None = None
     """The median of the last steps, by the clock of the device: from the entry of the ``with`` until backward asks for
     the last tensor. ``None`` before the first step is over, and on a device that does not tell the time."""
-    without_offload_seconds: float | None = None
-    """Forward and backward without offload, measured before training; ``None`` unless the plan has run real steps, by
-    ``steps=`` of :func:`eager_offload.plan`."""
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", measured {size_text(self.peak_bytes)}"
@@ -80,11 +77,6 @@ class PlanPredictions(Protocol):
     @property
     def step_seconds(self) -> float:
         """Forward and backward."""
-        ...
-
-    @property
-    def without_offload_seconds(self) -> float | None:
-        """Forward and backward without offload, if that was measured."""
         ...
 
     @property
@@ -346,8 +338,7 @@ class Counters:
 
     def expect(self, planned: PlanPredictions) -> None:
         """Takes the predictions of ``planned`` into the stats."""
-        without = planned.without_offload_seconds
-        self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds, without_offload_seconds=without)
+        self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds)
         self.planned = planned
 
     def kept_by_graph(self, region: str) -> int:

@@ -27,31 +27,22 @@ Where there is a budget or a limit of the slowdown, ``budget.py`` says how many 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import hashlib
 import itertools
-import json
 import math
-import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from eager_offload.budget import Controller, Kind, even_share
 from eager_offload.config import size_text
-from eager_offload.errors import ConfigError, ScheduleMismatchError
-from eager_offload.schedule import StepUses, largest_of, late_behind
+from eager_offload.errors import ScheduleMismatchError
+from eager_offload.schedule import StepUses, late_behind
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.finalizers import FinalizerRecord
 
-#: The form of the file that ``StepTable.save`` writes.
-_FORMAT = 3
-#: Numbers in files are below it.
-_MOST_NUMBER = 1 << 62
 #: How many tables are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_TABLES = 8
 #: The same where a controller goes by them: an unknown step moves everything.
@@ -123,68 +114,12 @@ class StepTable:
     @cached_property
     def movable_bytes(self) -> int:
         """Bytes of the storages that leave, or could and stay."""
-        return sum(self._movable)
-
-    @cached_property
-    def largest(self) -> int:
-        """``largest_of`` these storages."""
-        return largest_of(self._movable)
+        return sum([row.storage_nbytes for row in self.rows if row.fate is _MOVE or row.fate is _STAY])
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of the storages that leave as soon as they are final."""
         return sum(row.storage_nbytes for row in self.rows if row.fate is _MOVE)
-
-    @property
-    def _movable(self) -> list[int]:
-        return [row.storage_nbytes for row in self.rows if row.fate is _MOVE or row.fate is _STAY]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the table to ``path``, as JSON; a file that is there is replaced."""
-        content = self._content()
-        text = json.dumps({"format": _FORMAT, "digest": _digest(content), **content}, separators=(",", ":"))
-        Path(path).write_text(text, "utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepTable:
-        """Returns the table that ``save`` wrote to ``path``.
-
-        Raises:
-            ConfigError: the file holds no such table, one of another version, or one that was changed or is damaged.
-        """
-        try:
-            content = json.loads(Path(path).read_text("utf-8"))
-            if (found := content.pop("format")) != _FORMAT:
-                raise ValueError(f"format {found!r} instead of {_FORMAT}")
-            if content.pop("digest") != _digest(content):
-                raise ValueError("its digest is another one: it was changed, or is damaged")
-            rows = tuple(_row_of(values) for values in content.pop("rows"))
-            table = cls(rows, tuple(content.pop("order")), **content)
-            table.check()
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{os.fspath(path)!r} holds no step table that this version can read: {error}") from error
-        return table
-
-    def check(self) -> None:
-        """Looks whether the numbers fit together.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        parts: tuple[object, ...] = (self.rows, self.order)
-        if not all(isinstance(one, tuple) for one in parts):
-            raise ConfigError("its rows and its order are not tuples")
-        if not self.rows:
-            raise ConfigError("it has no rows")
-        for number, row in enumerate(self.rows):
-            if not _is_possible(number, row, self.rows):
-                raise ConfigError(f"row {number} cannot be as it says")
-        for number in self.order:
-            if type(number) is not int or not 0 <= number < len(self.rows):
-                raise ConfigError(f"its order has {number!r}, which is not one of its {len(self.rows)} rows")
-
-    def _content(self) -> dict[str, Any]:
-        return {"rows": [dataclasses.astuple(row) for row in self.rows], "order": self.order}
 
     def __str__(self) -> str:
         nbytes = {fate: sum(row.nbytes for row in self.rows if row.fate is fate) for fate in Fate}
@@ -210,33 +145,6 @@ def _shown(number: int, row: Row) -> tuple[str, str, str]:
         what += f" {number - row.owner} back"
     last = f"{row.last_save - number:,} later" if row.last_save >= 0 else ""
     return what, size_text(row.nbytes), last
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _row_of(values: Sequence[Any]) -> Row:
-    """The row that a file has."""
-    nbytes, storage_nbytes, requires_grad, owner, fate, reason, last_save = values
-    kept = None if reason is None else KeepReason(reason)
-    return Row(nbytes, storage_nbytes, requires_grad, owner, Fate(fate), kept, last_save)
-
-
-def _is_possible(number: int, row: object, rows: Sequence[Row]) -> bool:
-    """Whether row ``number`` fits to those before it."""
-    if not isinstance(row, Row):
-        return False
-    numbers = (row.nbytes, row.storage_nbytes, row.owner, row.last_save)
-    if not all(type(one) is int and -1 <= one < _MOST_NUMBER for one in numbers) or row.nbytes < 0:
-        return False
-    if [type(row.requires_grad), type(row.fate)] != [bool, Fate]:
-        return False
-    if (row.fate is _KEEP) != (type(row.reason) is KeepReason) or row.storage_nbytes < 0:
-        return False
-    if row.fate is _SHARE:
-        return row.owner < number and row.last_save == -1 and (row.owner < 0 or rows[row.owner].owner == row.owner)
-    return row.owner == number and (row.last_save == -1 or number < row.last_save < len(rows))
 
 
 class StepLog:
@@ -333,14 +241,10 @@ class Link:
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("_shared", "facts", "is_given", "is_proven", "kind", "misses", "order", "table", "times")
+    __slots__ = ("_shared", "facts", "kind", "misses", "order", "table", "times")
 
-    def __init__(self, table: StepTable, *, is_given: bool = False) -> None:
+    def __init__(self, table: StepTable) -> None:
         self.facts = [row.facts for row in table.rows]
-        #: Whether it is the user's, and no step has replaced it.
-        self.is_given = is_given
-        #: Whether a step was like it to the end.
-        self.is_proven = not is_given
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
         #: The state of its kind for a controller, where there is one.
@@ -500,8 +404,6 @@ class StepTables:
         self._known: list[KnownTable] = []
         #: Says how much of a step moves, where there is a budget or a limit of the slowdown.
         self.controller: Controller | None = None
-        #: The warning that the table of the user does not fit, until it is given.
-        self._unfit = ""
         #: Whether nothing is learnt or forgotten.
         self.is_frozen = False
 
@@ -511,10 +413,6 @@ class StepTables:
         tables._known, tables.controller = [copy.copy(one) for one in self._known], self.controller
         tables.is_frozen = True
         return tables
-
-    def give(self, table: StepTable) -> None:
-        """Takes in a table of the user's, in which the first step is looked up."""
-        self._known.append(KnownTable(table, is_given=True))
 
     def control(self, controller: Controller) -> None:
         """Has ``controller`` say how much of a step moves, from the second step of a kind on if steps are looked up."""
@@ -531,15 +429,11 @@ class StepTables:
 
     def look_up(self, facts: _Facts) -> list[KnownTable]:
         """Returns the tables that begin with that save, the latest first, and counts a step where there are any."""
-        found = [one for one in reversed(self._known) if one.is_given or one.times >= self._after]
-        fitting = [one for one in found if one.facts[0] == facts]
+        fitting = [one for one in reversed(self._known) if one.times >= self._after and one.facts[0] == facts]
         if fitting:
             self.last = self.table_of(fitting[0])
             self._accounts.counters.followed_forwards += 1
             self._accounts.counters.reach(Stage.KNOWN)
-        for one in found:
-            if not (one.is_proven or fitting):
-                self.missed(one, one.difference(0, facts))
         return fitting
 
     def table_of(self, known: KnownTable) -> StepTable:
@@ -548,7 +442,7 @@ class StepTables:
 
     def leaves_all(self, known: KnownTable) -> bool:
         """Whether a step like that stays where it is, as long as there is room."""
-        return not known.is_given and self.controller is None and known.table.movable_bytes <= self.room
+        return self.controller is None and known.table.movable_bytes <= self.room
 
     def fraction_of(self, known: KnownTable | None) -> float | None:
         """Returns the part of its movable bytes that moves in a step like ``known``; ``None`` where all may."""
@@ -565,19 +459,8 @@ class StepTables:
         misses = self._accounts.counters.plan_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
-        if not known.is_proven:
-            known.is_proven = True
-            self._unfit = (
-                f"the step table that was given does not fit this model: a forward differs from it ({what}). Its rest "
-                "is decided as any first one is; gradients are the same. Give a table of a step like this one, or none"
-            )
         if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:
             self._known.remove(known)
-
-    def warning(self) -> str:
-        """Returns what the user is to be told, once; empty where there is nothing."""
-        unfit, self._unfit = self._unfit, ""
-        return unfit
 
     def learn(self, log: StepLog, link: Link | None, window: int) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
@@ -603,7 +486,7 @@ class StepTables:
         else:
             self._known.remove(alike)
             alike.take(table)
-        alike.times, alike.misses, alike.is_given, alike.is_proven = alike.times + 1, 0, False, True
+        alike.times, alike.misses = alike.times + 1, 0
         log.taught = alike
         if log.known is alike:
             self.last = self.table_of(alike)
@@ -665,8 +548,8 @@ class Step:
         self.strict: Callable[[StepLog, bool], None] | None = None
         #: The table in force; ``None`` where the step is unknown, or is from here on.
         self.table: StepTable | None = None
-        #: Whether that is the user's, and whether all of the step stays, as long as there is room.
-        self.is_given = self.stays = False
+        #: Whether all of the step stays, as long as there is room.
+        self.stays = False
         self._tables = tables
         self._fitting: list[KnownTable] = []  # those that it may still turn out to be like, with that in front
         self._looks_again = False
@@ -786,7 +669,6 @@ class Step:
         self._fitting = fitting
         self.log.known = known = fitting[0] if fitting else None
         self.table = None if known is None else self._tables.table_of(known)
-        self.is_given = known is not None and known.is_given
         self.stays = known is not None and self._tables.leaves_all(known)
         # Not in a graph, whose every replay would do so.
         again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0

@@ -32,7 +32,7 @@ from eager_offload.eager.mutations import ChangeableTensor
 from eager_offload.eager.saves import SavedTensors
 from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
 from eager_offload.engine.offloader import DeviceOffloader
-from eager_offload.errors import reentered, warn
+from eager_offload.errors import reentered
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
 from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
@@ -114,9 +114,6 @@ class Hooks:
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
-        #: The table that the user has given, and the device that it is known to: the first that something is saved on.
-        self.given: StepTable | None = None
-        self._given_to: torch.device | None = None
         #: The part of the movable bytes that moves of each known step, by the plan that the user has given.
         self.fraction: float | None = None
         self._threads = _Threads()
@@ -154,9 +151,6 @@ class Hooks:
                 saves = self._saves[device] = SavedTensors(offloader, self._config)
                 if self.fraction is not None:
                     saves.keeping.move(self.fraction)
-                if self.given is not None and self._given_to in (None, device):
-                    self._given_to = device
-                    saves.give(self.given)
         return saves
 
     def pack(self, tensor: Tensor, *, is_unseen: bool = False) -> Packed:
@@ -238,8 +232,6 @@ class Hooks:
         """
         for saves, queue in list(self.thread.queues.items()):
             saves.flush(queue, waits=waits)
-            if message := saves.tables.warning():
-                warn(message)
 
     def _keep(self, tensor: Tensor, reason: KeepReason) -> KeptTensor:
         """The handle of a tensor that stays."""

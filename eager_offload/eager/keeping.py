@@ -93,11 +93,6 @@ class Keeping:
         if not self._windows.is_known and self._windows.grow(queue.largest):
             self._use_windows()
 
-    def expect(self, movable: int, largest: int) -> None:
-        """Sets the windows for steps like one with these numbers; see ``Windows.begin``."""
-        if self._windows.begin(movable, largest):
-            self._use_windows()
-
     def _observe_memory(self, one: Reading) -> None:
         """Has the controller learn from the memory of a step that is over."""
         controller, budget = self._tables.controller, self._budget

@@ -28,7 +28,7 @@ from eager_offload.marks import Mark
 from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, PrefetchOrder, ResidentQueue
 from eager_offload.selection import footprint
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTable, StepTables
+from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTables
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
@@ -93,7 +93,7 @@ class SavedTensors:
     def begin_forward(self, queue: ResidentQueue) -> None:
         """Begins a forward on the thread of ``queue``: what was learnt says how much of it stays."""
         offloader = self.offloader
-        if not self.keeping.adapts or offloader.is_crashed or offloader.is_capturing():
+        if not self.keeping.adapts or offloader.is_crashed or offloader.runtime.is_capturing(offloader.device):
             return
         with offloader.lock, offloader.locked():
             message = self.keeping.begin(queue)
@@ -105,11 +105,6 @@ class SavedTensors:
         with self.offloader.lock:
             self._accounts.counters.begin()
         self.begin_forward(queue)
-
-    def give(self, table: StepTable) -> None:
-        """Takes in a table of the user's."""
-        self.tables.give(table)
-        self.keeping.expect(table.movable_bytes, table.largest)
 
     def learn(self, record: StepRecord) -> None:
         """Takes in what a step has taught whose graph is gone; needs the lock."""
@@ -299,7 +294,7 @@ class SavedTensors:
             record,
             area.nbytes,
             AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (moves and (self.keeping.leaves_early or step.is_given)),
+            urgent=mark is Mark.PREFER or (moves and self.keeping.leaves_early),
             weight=weight,
             last_save=last_save,
             is_new=first == number,

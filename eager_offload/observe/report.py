@@ -117,10 +117,7 @@ def _table(stats: OffloadStats) -> Iterator[str]:
     more = "more than went out: asked for several times" if stats.bytes_in > stats.bytes_out else ""
     yield row("moved in", stats.bytes_in, "; ".join(filter(None, (more, rest))))
     stalled = f"{stats.stall_seconds / steps:>11.3f} s  {stats.stall_seconds:>11.3f} s"
-    took, plan = "", stats.plan
-    if plan is not None and plan.step_seconds is not None and plan.without_offload_seconds is not None:
-        took = f"; a step took {plan.step_seconds:,.4g} s, and {plan.without_offload_seconds:,.4g} s without offload"
-    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s{took}"
+    yield f"{'stalled':<11}{stalled}  of {stats.seconds:,.1f} s"
     if stats.host_wait_seconds != stats.stall_seconds:  # on an accelerator
         waited = f"{stats.host_wait_seconds / steps:>11.3f} s  {stats.host_wait_seconds:>11.3f} s"
         yield f"{'host waited':<11}{waited}"

@@ -3,7 +3,6 @@
 trace.py      a model and its inputs -> Program: one step as numbers (program.py); recorder.py, blocks.py
               and calls.py write it down; target.py has the device's kernels
               and autocast, and guessed.py the functions whose saves may be others there
-real_steps.py as trace.py, of steps that are run
 problem.py    Program, a machine, windows -> Problem
 choose.py     how much of it moves, in which windows: a rule of one number, bisected
 replay.py     what comes of that: the library's schedule, replayed on numbers

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload plan",
-        description="Says before the first step what fits, and what is to move. Without --steps nothing is run, and "
-        "models on meta are never allocated.",
+        description="Says before the first step what fits, and what is to move. Nothing is run, and models "
+        "on meta are never allocated.",
     )
     parser.add_argument(
         "function",
@@ -81,12 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1, help="backwards to a step; default: %(default)s")
     parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES, help="default: %(default)s")
     parser.add_argument("--recompute", action="store_true", help="modules may be computed again in backward")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        help="real steps to run and time in place of a trace, on a CPU; default: 0",
-    )
     parser.add_argument("--front", action="store_true", help="what other budgets would do")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--save", metavar="FILE", help="write the plan there, for Plan.load")
@@ -112,7 +106,6 @@ def _plan(options: argparse.Namespace) -> Plan:
             accumulation=options.accumulation,
             policy=options.policy,
             recompute=options.recompute,
-            steps=options.steps,
         )
     except OffloadError:
         raise

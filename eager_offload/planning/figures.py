@@ -17,7 +17,7 @@ from eager_offload.stats import KeepReason
 
 #: What ``to_dict`` has, in this order, and ``modules`` behind it.
 _SHOWN = (
-    *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "steps", "fits", "peak_bytes"),
+    *("model", "machine", "device_budget", "host_budget", "host_bytes", "policy", "fits", "peak_bytes"),
     *("step_seconds", "compute_seconds", "floor_seconds", "kept_bytes", "moved_bytes"),
     *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
 )
@@ -85,11 +85,6 @@ class PlanFigures(PlanFields):
     def compute_seconds(self) -> float:
         """Forward and backward without any transfer, and with nothing computed again."""
         return self._whole.compute_seconds
-
-    @property
-    def without_offload_seconds(self) -> float | None:
-        """The same, where real steps were timed; ``None`` for a trace, whose times are estimates."""
-        return self.compute_seconds if self.steps else None
 
     @property
     def host_budget(self) -> int | None:
@@ -211,8 +206,6 @@ def _subject(plan: PlanFigures) -> str:
 def sentences(plan: PlanFigures) -> list[str]:
     """What comes of it, a line each."""
     lines = [_fits(plan), *_what_needs_less(plan), _step(plan), *_what_again_brings(plan), _what_moves(plan)]
-    if plan.steps:
-        lines.append(f"operators take what they took in {plan.steps} real steps")
     if plan.guessed:
         lines.append(f"guessed, since the device is not here: {'; '.join(plan.guessed)}")
     if plan.is_compiled:
@@ -264,7 +257,7 @@ def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
     if plan.device_budget >= plan.least_budget:
         yield 'less would be taken with policy="least", which keeps to its budget'
         return
-    again = "" if plan.again or plan.steps else "recompute=True (--recompute), "
+    again = "" if plan.again else "recompute=True (--recompute), "
     mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
     yield f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
 

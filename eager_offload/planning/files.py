@@ -21,7 +21,7 @@ from eager_offload.planning.replay import Outcome
 from eager_offload.planning.states import States
 
 #: The form of the file.
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Point(NamedTuple):
@@ -80,8 +80,6 @@ class PlanFields:
     """The windows that were chosen among for that."""
     may_again: Again | None = None
     """What ``recompute=True`` would bring, where that is much."""
-    steps: int = 0
-    """By how many real steps the times of operators are; 0: estimated."""
     is_compiled: bool = False
     """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
     states: States | None = None

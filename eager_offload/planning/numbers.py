@@ -7,8 +7,7 @@ to operators (``recorder.py``), and what sets a state by ``torch.random``, as a 
 as the thread is in ``numbers_of_its_own``. For other threads ``torch.random`` is what it was. The same holds for the
 generators of CUDA's devices.
 
-Real steps draw from the default generator, as kernels do that are given none, and put it back: other threads should
-draw nothing meanwhile. So is put back what a model draws from Python's and numpy's own numbers, in a trace too.
+What a model draws from Python's and numpy's own numbers is put back: other threads should draw none meanwhile.
 
 [Note: compiled code]
 Dynamo compiles nothing in a dispatch mode, and marks the code that it meets there: that code would never be compiled
@@ -186,40 +185,22 @@ def _uncompiled() -> Iterator[None]:
 
 @contextmanager
 def numbers_of_its_own() -> Iterator[torch.Generator]:
-    """The calling thread draws from a generator that begins as the default one is, and leaves that alone."""
+    """The calling thread draws from a generator that begins as the default one is, and leaves that alone. Python's and
+    numpy's numbers are put back where they have changed."""
     before, generator = (_local.generator, _local.on_devices), torch.Generator("cpu")
     generator.set_state(torch.get_rng_state())
-    with _others_put_back(), _generator.used():
+    others, own, numpy = state_of_others(), random.getstate(), sys.modules.get("numpy")
+    theirs = None if numpy is None else numpy.random.get_state()
+    with _generator.used():
         try:
             _local.generator, _local.on_devices = generator, {}
             yield generator
         finally:
             _local.generator, _local.on_devices = before
-
-
-@contextmanager
-def numbers_put_back() -> Iterator[None]:
-    """Random numbers go on afterwards as if none were drawn."""
-    state = torch.get_rng_state()
-    with _others_put_back():
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-
-
-@contextmanager
-def _others_put_back() -> Iterator[None]:
-    """Python's and numpy's numbers are what they were, where they have changed."""
-    before, own, numpy = state_of_others(), random.getstate(), sys.modules.get("numpy")
-    theirs = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        if state_of_others() != before:
-            random.setstate(own)
-            if numpy is not None:
-                numpy.random.set_state(theirs)
+            if state_of_others() != others:
+                random.setstate(own)
+                if numpy is not None:
+                    numpy.random.set_state(theirs)
 
 
 def state_of_others() -> tuple[object, ...]:

@@ -48,7 +48,6 @@ def plan(
     accumulation: int = 1,
     policy: str = "least",
     recompute: bool = False,
-    steps: int = 0,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Says what a training step will take on a device, and which saved tensors are to move, before anything runs.
@@ -56,7 +55,7 @@ def plan(
         plan = eo.plan(model, tokens, device="h200", device_budget="40GiB")
         print(plan)
 
-    Without ``steps`` the model is traced: forward and backward on tensors without bytes, on the accelerator that the
+    The model is traced: forward and backward on tensors without bytes, on the accelerator that the
     process has, or as CUDA's kernels and autocast would have it where there is none; the plan names the functions of
     which that is a guess. A copy is traced, so neither the model changes nor gradients, random numbers, what is
     compiled and the ``functools`` caches of its code. A compiled model is planned as it is written. Nothing is
@@ -92,9 +91,6 @@ def plan(
             save: every, every second or every fourth of the blocks that repeat, or what attends to nothing in each.
             :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
             line what it would bring, where compute waits for a tenth of the step or nothing fits.
-        steps: so many real steps are run in place of tracing one, without an optimizer, and their operators timed: for
-            models whose steps depend on numbers. 2 are enough: the first one is slower. Gradients, parameters, buffers
-            and random numbers are afterwards what they were. Only with ``device="here"``, on a CPU, in one process.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes`` and ``skip`` are heeded (the plan chooses windows that are ``"auto"``), and
             ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
@@ -108,9 +104,10 @@ def plan(
 
     Raises:
         ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
-            ``keep_last_bytes`` beside it, ``steps`` that cannot be timed, an optimizer that cannot be tried, or a
-            ``mesh`` beside a model that is sharded.
-        PlanError: what the model does depends on numbers that no trace has, it calls what torch does not
+            ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that is
+            sharded.
+        PlanError: what the model does depends on numbers that no trace has (train with ``device_budget=`` then, which
+            measures), it calls what torch does not
             differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
             TorchScript; the text names the module. Or an input cannot be copied, or something outside of the model
             holds a tensor of the trace afterwards: the text names it. An error of the model's own comes as it is, with
@@ -119,12 +116,9 @@ def plan(
 
     def ask() -> Asked:
         _check_what(model, loss, policy, recompute=recompute)
-        _check_steps(steps, device, recompute=recompute)
         _check_accumulation(accumulation)
         check_mesh(mesh)
         sharding = sharding_of(model, mesh)
-        if sharding is not None and steps and mesh is None:
-            raise ConfigError(f"steps={steps!r} is not accepted for a model that is sharded: leave steps out")
         given = OffloadConfig.from_given(config, {})
         if given.keep_last_bytes != "auto":
             raise ConfigError(
@@ -149,7 +143,7 @@ def plan(
                 )
         text = model_text(model) if are_several() else ""
         held = sharding, accumulation > 1
-        return Asked(settings, machine, budget, states, steps, text, *held)
+        return Asked(settings, machine, budget, states, text, *held)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -163,19 +157,15 @@ def _make(
     *,
     recompute: bool,
 ) -> Plan:
-    from eager_offload.planning.real_steps import record  # they bring in what only tracing needs
-    from eager_offload.planning.trace import trace
+    from eager_offload.planning.trace import trace  # it brings in what only tracing needs
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
 
     def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
         least, patterns = settings.size("min_bytes"), settings.skip
-        if asked.steps:
-            program, seconds = record(model, inputs, loss, asked.steps, min_bytes=least, patterns=patterns)
-        else:
-            seen = partial(trace, min_bytes=least, patterns=patterns, target=machine.kernels)
-            program = seen(model, inputs, loss, again=again)
-            seconds = tuple(program.seconds(machine))
+        seen = partial(trace, min_bytes=least, patterns=patterns, target=machine.kernels)
+        program = seen(model, inputs, loss, again=again)
+        seconds = tuple(program.seconds(machine))
         return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
 
     whole = _chooser(*traced(), asked)
@@ -186,7 +176,7 @@ def _make(
     tried: Sequence[tuple[str, ...]] = ()
     if recompute:
         tried = [*positions(whole.problem.program)]
-    elif policy == "least" and not asked.steps and _may_gain(whole, chosen, budget):
+    elif policy == "least" and _may_gain(whole, chosen, budget):
         tried = [*positions(whole.problem.program)][1:2]  # one is enough to say that it is worth while
     for again in tried:
         try:
@@ -216,7 +206,6 @@ def _make(
         whole.problem if names else None,
         whole.windows if names else (),
         may_again,
-        asked.steps,
         any(map(is_compiled, (*model.modules(), loss))),
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
@@ -316,25 +305,6 @@ def _check_accumulation(accumulation: object) -> None:
 
 def _bytes_of(model: nn.Module) -> int:
     return sum(one.numel() * one.itemsize for one in model.parameters())
-
-
-def _check_steps(steps: object, device: str | Machine, *, recompute: bool) -> None:
-    """Raises ``ConfigError`` where so many real steps cannot be timed."""
-    if type(steps) is not int or steps < 0:
-        raise ConfigError(f"steps={steps!r} is not accepted: steps takes a whole number, 0 or more")
-    if not steps:
-        return
-    why = ""
-    if device != _HERE:
-        why = f'real steps take the time of this machine: take device="here" in place of {device!r}'
-    elif recompute:
-        why = "what is computed again is decided by a trace: leave recompute out"
-    elif are_several():
-        why = "rank 0 alone would run them, and wait for the others: plan in one process"
-    elif torch.accelerator.current_accelerator(check_available=True) is not None:
-        why = "operators of an accelerator run after their calls, which does not tell their time: leave steps out"
-    if why:
-        raise ConfigError(f"steps={steps!r} is not accepted: {why}")
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:

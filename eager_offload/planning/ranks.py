@@ -27,8 +27,6 @@ class Asked(NamedTuple):
     """That a step may take of the device."""
     states: States | None
     """Of an optimizer; ``None``: they are not counted."""
-    steps: int
-    """How many real steps are run; 0: none, and one is traced."""
     model: str
     """What is planned, where there are several ranks: see ``model_text``."""
     sharding: Sharding | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -58,29 +57,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     Args:
         min_bytes: a smaller saved tensor stays.
-        generator: of the random numbers that are known; ``None`` where tensors have numbers, and operators take their
-            time.
+        generator: of the random numbers that are known.
         blocks: notes which storages live.
-        outside: is called with a tensor that was not there and that no operator has made, before the step gives it a
-            gradient, or writes to it; ``None``: that is a ``PlanError``.
     """
 
-    def __init__(
-        self,
-        min_bytes: int,
-        *,
-        generator: torch.Generator | None = None,
-        blocks: Blocks | None = None,
-        outside: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, min_bytes: int, *, generator: torch.Generator, blocks: Blocks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self._min_bytes, self._generator = min_bytes, generator
         self._generators: dict[torch.device, torch.Generator] = {}
-        #: How long each operator took, where they are real, and those since the last one that has bytes.
-        self.seconds: list[float] = []
-        self._unwritten = 0.0
-        self._blocks = Blocks() if blocks is None else blocks
-        self._outside = outside
+        self._blocks = blocks
         #: Names of functions whose saves depend on the device.
         self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
@@ -132,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         written = {id(one) for one in written_by(OperatorCall(func, args, named, None))}
         for one in strangers:
             if one.requires_grad or id(one) in written:
-                (self._outside or self._refuse)(one)
+                self._refuse(one)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -180,7 +165,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         with self.unseen():
             for leaf in leaves_of(loss):
                 if not is_fake(type(leaf)) and self.lacks(leaf):
-                    (self._outside or self._refuse)(leaf)
+                    self._refuse(leaf)
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
@@ -208,8 +193,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         """What is raised where tracing meets a number that it does not have."""
         return PlanError(
             f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
-            "and on integers and booleans among the inputs, but on no other numbers. Where the model trains on a CPU, "
-            'plan from real steps in its place, in which nothing is traced: eo.plan(..., device="here", steps=2)'
+            "and on integers and booleans among the inputs, but on no other numbers. Train without a plan, with "
+            "Offload(device_budget=...): it measures the first steps, and moves the least that keeps to the budget"
         )
 
     # -- operators ----------------------------------------------------------------------------------------------------
@@ -253,11 +238,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Runs an operator: on fakes, or on known numbers."""
-        if self._generator is None:
-            began = time.perf_counter()
-            result = func(*args, **named)
-            self._unwritten += time.perf_counter() - began
-            return result
         if schema_of(func).name == "aten::mkldnn_rnn_layer":
             workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
             block = self._blocks.add(workspace, len(self._ops), self._module())
@@ -289,7 +269,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _generator_of(self, device: torch.device) -> torch.Generator:
         """The one for the random numbers of ``device``, which no other thread draws from."""
-        assert self._generator is not None, "tensors are fake"
         if device.type == self._generator.device.type:
             return self._generator
         if device not in self._generators:
@@ -313,8 +292,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         if nbytes:
             name = schema_of(call.target).name.removeprefix("aten::")
             self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
-            self.seconds.append(self._unwritten)
-            self._unwritten = 0.0
 
     # -- autograd -----------------------------------------------------------------------------------------------------
 

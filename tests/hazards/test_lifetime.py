@@ -206,17 +206,6 @@ def compiled_code(offload: Offload) -> None:
     torch._dynamo.reset()
 
 
-def a_table_that_was_given(offload: Offload) -> None:
-    first = Offload(tier="disk", step_plans=True, **ALL)
-    steps(first)
-    given = Offload(tier="disk", plan=first.step_plan(), **ALL)
-    steps(given)
-    parts = [*parts_of(first), *parts_of(given)]
-    del first, given
-    assert_gone(parts)
-    steps(offload)
-
-
 def all_that_is_read_of_it(offload: Offload) -> None:
     steps(offload)
     assert str(offload.stats(synchronize=True))
@@ -229,7 +218,6 @@ SPECIAL: list[Callable[[Offload], object]] = [
     a_disk_that_fails,
     hidden_hooks,
     compiled_code,
-    a_table_that_was_given,
     all_that_is_read_of_it,
 ]
 #: Of the corpus.

@@ -149,7 +149,6 @@ def test_a_plan_prints_as_a_table(everything_fits: eo.Plan) -> None:
         {"device": "h100", "device_budget": 1},
         {"policy": "max", "config": {**CONFIG, "tier": "disk", "disk_path": "/tmp", "host_budget": "512KiB"}},
         {"policy": "max", "config": {**CONFIG, "skip": ["blocks.0"]}},
-        {"device": "here", "steps": 2},
     ],
     ids=str,
 )
@@ -174,7 +173,7 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("format", to=7), "format 7 instead of 4"),
+        (_set("format", to=7), "format 7 instead of 5"),
         (_set("digest", to=None), "not as it was written"),
         (_set("plan", "policy", to="most"), "not as it was written"),
         (_set("plan", "device_budget", to=10**400), "not as it was written"),

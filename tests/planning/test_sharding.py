@@ -238,8 +238,6 @@ def test_what_is_sharded_otherwise_or_twice_is_an_error_that_says_what_to_give()
     model, x = sharded()
     with pytest.raises(eo.ConfigError, match=r"mesh=\(8,\) is not accepted, since the model is sharded already"):
         planned(lambda: (model, x), mesh=(8,))
-    with pytest.raises(eo.ConfigError, match="steps=2 is not accepted for a model that is sharded"):
-        planned(lambda: (model, x), steps=2, device="here")
     split = parallelize_module(layers()[0], init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     with pytest.raises(eo.PlanError, match=r"parameter '0\.weight' is a DTensor .* a model with the local shapes"):
         planned(lambda: (split, x))

@@ -229,14 +229,13 @@ def test_what_a_model_checkpoints_itself_is_computed_again_in_the_trace(reentran
     assert len(program.ops) - program.forward_ops > 2 * program.forward_ops
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_what_a_models_checkpoints_save_is_planned_and_followed(steps: int, tmp_path: Path) -> None:
+def test_what_a_models_checkpoints_save_is_planned_and_followed(tmp_path: Path) -> None:
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     model, x = checkpointed(use_reentrant=False, context_fn=contexts)
     seen_by_hooks, _ = really(lambda: model(x), 1 << 10)
     assert len(trace(model, x, min_bytes=1 << 10).saves) > len(seen_by_hooks)
     model.zero_grad()
-    trained(eo.plan(model, x, steps=steps, policy="max", config={"min_bytes": "1KiB"}), model, x, tmp_path, 1)
+    trained(eo.plan(model, x, policy="max", config={"min_bytes": "1KiB"}), model, x, tmp_path, 1)
 
 
 def test_regions_marks_and_skipped_modules_stay() -> None:
@@ -292,8 +291,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("fails", ["", "forward", "backward"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_planning_leaves_nothing_behind_under_no_grad_too(fails: str, steps: int) -> None:
+def test_planning_leaves_nothing_behind_under_no_grad_too(fails: str) -> None:
     model, x = Noisy(), torch.randn(4, 8, requires_grad=True)
     model(x).backward()
     alive = (model.norm.weight * x).sum()
@@ -311,8 +309,7 @@ def test_planning_leaves_nothing_behind_under_no_grad_too(fails: str, steps: int
     fields: Any = {"config": {"min_bytes": 1, "skip": ["norm"], "tier": "host"}, "device_budget": "1GiB"}
     before = state_of(model, x)
     with torch.no_grad(), pytest.raises(KeyError) if fails else nullcontext():
-        plan = eo.plan(model, x, loss=loss, device="here" if steps else "h200", steps=steps, **fields)
-        assert plan.steps == steps
+        eo.plan(model, x, loss=loss, device="h200", **fields)
         assert not torch.is_grad_enabled()
     assert state_of(model, x) == before
     alive.backward()
@@ -366,9 +363,8 @@ class Written(nn.Module):
         return self.inner(x).square()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("what", ["torch.compile(model)", "model.compile()", "loss"])
-def test_h63_compiled_code_is_compiled_after_a_plan(what: str, steps: int) -> None:
+def test_h63_compiled_code_is_compiled_after_a_plan(what: str) -> None:
     torch._dynamo.reset()
     graphs, x = list[object](), torch.randn(256, 64)
 
@@ -386,7 +382,7 @@ def test_h63_compiled_code_is_compiled_after_a_plan(what: str, steps: int) -> No
         model.compile(backend=backend)
     else:
         loss = torch.compile(loss, backend=backend)
-    plan = eo.plan(model, x, loss=loss, device_budget="1GiB", config={"tier": "host"}, steps=steps)
+    plan = eo.plan(model, x, loss=loss, device_budget="1GiB", config={"tier": "host"})
     assert not graphs
     assert plan.is_compiled
     assert "of the model as it is written" in str(plan)
