@@ -329,12 +329,11 @@ def environment() -> dict[str, Any]:
 
 def disk(path: Path | None) -> dict[str, Any]:
     """The disk that spill files go to: its filesystem, and what one transfer at a time reaches through the tier."""
-    tier = DiskTier(None if path is None else [path], None)
+    tier = DiskTier(path, None)
     try:
         link = tier.measure()
-        (directory,) = tier.directories
         return {
-            "filesystem": filesystem_of(directory),
+            "filesystem": filesystem_of(tier.directory),
             "direct_io": tier.direct_io,
             "write_bytes_per_second": round(link.out.median),
             "read_bytes_per_second": round(link.back.median),

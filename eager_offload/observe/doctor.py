@@ -51,6 +51,8 @@ FORMAT = 2
 _ONE_PROBE = 10.0
 #: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
+#: Where Linux lists the nodes of memory: "0" is one, several are written "0-1" or "0,2".
+NODES = Path("/sys/devices/system/node/online")
 #: Columns of the text.
 WIDTH = 80
 
@@ -250,7 +252,7 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
     try:
         free = shutil.disk_usage(path).free
         disk = Disk(str(path), filesystem_of(path), path.stat().st_dev, free, disk_budget(path))
-        tier = DiskTier([path], min(_MOST_ON_DISK, free // _PART_OF_FREE))
+        tier = DiskTier(path, min(_MOST_ON_DISK, free // _PART_OF_FREE))
     except (OSError, ConfigError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error.__cause__ or error)
         return [Disk(str(path), refused=said or str(error))]
@@ -360,6 +362,12 @@ def verdict(
         if speed is not None and device.flops is not None and device.name in passed:
             ratios[device.name] = device.flops * _seconds_a_byte(speed)
             advice.append(_when_it_pays(device, ratios[device.name]))
+    nodes = NODES.read_text().strip() if NODES.exists() else ""
+    if passed and passed != ["cpu"] and not nodes.isdecimal() and nodes:
+        advice.append(
+            f"This machine has several nodes of memory ({nodes}): torchrun --numa-binding=node takes the host memory "
+            "of each process from the node next to its device."
+        )
     if wrong:
         summary = f"Gradients came out wrong on {', '.join(wrong)}: do not use it here, and please report this."
     elif not passed:

@@ -131,15 +131,6 @@ class AcceleratorApi:
         assert registration is not None
         _check_code(registration.unregister(address), "cudaHostUnregister")
 
-    def pci_address(self, index: int) -> str | None:
-        """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where it does not say."""
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != "cuda":
-            return None
-        properties = torch.cuda.get_device_properties(index)
-        domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-        return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues ``dst.copy_(src)`` on the current stream of the one that is on the accelerator."""
         dst.copy_(src, non_blocking=True)

@@ -170,8 +170,7 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        thread = stream if not slot.lane else stream.lane(slot.lane)
-        submitted: HostEvent = thread.submit(partial(self._carry, call, end, slot, pending))
+        submitted: HostEvent = stream.submit(partial(self._carry, call, end, slot, pending))
         return submitted
 
     def _carry(self, *given: Any) -> None:

@@ -16,11 +16,6 @@ each worker of a data loader. So a child gets none of it (``MADV_DONTFORK``, unt
 Nothing of the library touches a slab there: the child has no device, and unpack raises before it looks. Nor may it
 unmap one, since something of its own may be at these addresses: see ``LEFT_TO_THE_PARENT``. What torch's allocator
 pins is the driver's memory, which fork leaves out as it is.
-
-[Note: the node of the device]
-Pages are taken from the node of memory that is nearest to the device which is selected when a slab is taken: that is
-where the copies go, as long as a process uses one device. What several devices share a pool for may come from the
-node of any of them.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
 from eager_offload.tiers.limits import pinning_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab, view_of
+from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
 
 #: Bytes; the largest slab that is shared where sizes are exact.
@@ -76,8 +71,6 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._warned: set[str] = set()
-        #: The node of memory nearest to a device, by the device's index.
-        self._nodes: dict[int, int | None] = {}
 
     @property
     def sizes(self) -> SlabSizes:
@@ -99,13 +92,13 @@ class PinnedMemory:
             return self.pageable(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
-        """A slab that is not pinned, near the device that is selected.
+        """A slab that is not pinned.
 
         Raises:
             MemoryError: the system has no room.
         """
         with torch.inference_mode(False):
-            return resident_slab(nbytes, node=self._node())
+            return resident_slab(nbytes)
 
     def poll(self) -> None:
         """Unpins the slabs that have gone; what the process inherited from a parent stays as it is.
@@ -157,9 +150,6 @@ class PinnedMemory:
         if nbytes > _MOST_REGISTERED:
             raise RuntimeError(f"one piece may have {_MOST_REGISTERED} bytes")
         pages = anonymous_slab(nbytes, inherited=False)
-        node = self._node()
-        if node is not None:
-            prefer_node(pages.data_ptr(), nbytes, node)
         owner = _Owner()
         record = _OwnerRecord(owner, self.returned.append)
         record.pages = pages
@@ -170,13 +160,6 @@ class PinnedMemory:
             self._records.discard(record)
             raise
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
-
-    def _node(self) -> int | None:
-        """See [Note: the node of the device]; ``None`` where any memory is as near as any other."""
-        index = self._api.current_device_index()
-        if index not in self._nodes:
-            self._nodes[index] = node_of_device(self._api.pci_address(index))
-        return self._nodes[index]
 
     def _torch_slab(self, nbytes: int) -> Tensor:
         # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.

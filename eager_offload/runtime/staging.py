@@ -6,7 +6,7 @@
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
 and while one is copied back, the next is read: the room that was read into last is held, or the next read would be
-given that one again and wait for its copy. Room is bounded for each way, for all disks together. A storage that is
+given that one again and wait for its copy. Room is bounded for each way. A storage that is
 larger than the bound has all of it alone.
 
 [Note: no room]
@@ -166,7 +166,7 @@ class _Room:
         died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
         while True:
             with self.turn.lock:
-                if part.memory is not None:  # by the thread of another lane
+                if part.memory is not None:  # a write before this one has had it copied
                     return True
                 pool = self._pool
                 if pool is None:
@@ -226,18 +226,18 @@ class Staging:
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
         """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
-        event, writer, is_left = StagedEvent(), self._writer.lane(slot.lane), False
+        event, is_left = StagedEvent(), False
         part = _Offload(event, slot, source, stream, _of_device(after), timed)
         self._out.add(part)
         with self._order.lock:
             try:
                 if self._first_left() is None and self._out.take_at_once(part):
                     self._copy_off(part)
-                    event.work = writer.submit(partial(self._write, part))
+                    event.work = self._writer.submit(partial(self._write, part))
                 else:
                     is_left = True
                     self._left.append(FinalizerRecord(part))
-                    event.work = writer.submit(partial(self._write_left, part))
+                    event.work = self._writer.submit(partial(self._write_left, part))
             except BaseException:
                 if not is_left:  # else the writer may have it, and has to find it as it was
                     self._keep(part)
@@ -276,9 +276,7 @@ class Staging:
     ) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        event.work = self._reader.lane(slot.lane).submit(
-            partial(self._read, event, target, slot, stream, _of_device(after), timed)
-        )
+        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after), timed))
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure

@@ -10,7 +10,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
@@ -109,8 +108,6 @@ class HostEvent:
 class TransferThread:
     """A transfer stream: operations in order, carried out by one thread that starts when there is work.
 
-    Where slots lie on several disks, there is a thread for each: see ``lane``.
-
     [Note: handing over]
     To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
     small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
@@ -137,8 +134,6 @@ class TransferThread:
         #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
-        #: See ``lane``; from number 1 on.
-        self._lanes: list[TransferThread] = []
         self._reset()
         _threads.add(self)
         tell_after_fork(self)
@@ -175,24 +170,8 @@ class TransferThread:
         return event
 
     def record(self) -> HostEvent:
-        """Enqueues a new event, which is over when everything enqueued before it is, in every lane."""
-        ends = [lane.record() for lane in self._lanes]
-        return self.submit(partial(_wait_for, ends) if ends else None)
-
-    def lane(self, number: int) -> TransferThread:
-        """The thread for what lies on the disk of that number, which is this one for the first.
-
-        What different lanes are given is carried out at once, in no order.
-        """
-        if number and number > len(self._lanes):
-            with self._lock.lock:
-                while number > len(self._lanes):
-                    lane = TransferThread(f"{self.name}-{len(self._lanes) + 1}")
-                    lane.pauses, lane.runs_dry, lane.is_wanted = self.pauses, self.runs_dry, self.is_wanted
-                    for user in [one() for one in list(self._users) if one is not None]:
-                        lane.serve(user)
-                    self._lanes.append(lane)
-        return self._lanes[number - 1] if number else self
+        """Enqueues a new event, which is over when everything enqueued before it is."""
+        return self.submit(None)
 
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
@@ -204,8 +183,6 @@ class TransferThread:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
             self._users.add(FinalizerRecord(user, self._bell.put))
-        for lane in self._lanes:
-            lane.serve(user)
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
@@ -216,8 +193,6 @@ class TransferThread:
 
     def close(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
-        for lane in self._lanes:
-            lane.close()
         thread = self._thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._items.append(None)
@@ -394,11 +369,6 @@ def _stop_all() -> None:
     """
     for thread in _threads:
         thread.stop()
-
-
-def _wait_for(events: list[HostEvent]) -> None:
-    for event in events:
-        event.wait()
 
 
 def _forget_locals(error: BaseException) -> None:

@@ -37,11 +37,9 @@ class _Judge(Protocol):
 class SlotRecord(FinalizerRecord["Slot"]):
     """What a slot leaves behind."""
 
-    __slots__ = ("carried", "fences", "nbytes")
+    __slots__ = ("fences", "nbytes")
     fences: tuple[Fence, ...]
     nbytes: int
-    #: Bytes that travel, each way; once the write is over. Less than ``nbytes`` where a part is known to be zero.
-    carried: int
 
 
 class Slot(abc.ABC):
@@ -56,14 +54,12 @@ class Slot(abc.ABC):
     tier: ClassVar[str]
     #: Whether ``write`` takes a storage as well, whose first bytes are meant.
     writes_storages: ClassVar[bool] = False
-    #: Slots of different lanes are written, and read, at once.
-    lane: int = 0
     __slots__ = ("__weakref__", "nbytes", "record")
 
     def __init__(self, nbytes: int, fences: tuple[Fence, ...], record: SlotRecord | None = None) -> None:
         self.nbytes = nbytes
         self.record = SlotRecord(self) if record is None else record
-        self.record.nbytes, self.record.carried, self.record.fences = nbytes, nbytes, fences
+        self.record.nbytes, self.record.fences = nbytes, fences
 
     @property
     def fences(self) -> tuple[Fence, ...]:
@@ -142,11 +138,6 @@ class Tier(abc.ABC):
         Raises:
             MustGrow: that is what ``reserve`` would do.
         """
-
-    @property
-    def lanes(self) -> int:
-        """How many of its slots can be written at once."""
-        return 1
 
     @property
     @abc.abstractmethod

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,41 +20,27 @@ from eager_offload.tiers.spill import SpillFile
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 #: Bytes that have to be free in a directory that the user did not name, or the budget where that is less.
 _ROOM = 1 << 30
-_ACCEPTED = "a writable directory, or several, on a disk (not tmpfs), or None for one that is found"
+_ACCEPTED = "a writable directory on a disk (not tmpfs), or None for one that is found"
 
 
-def open_spill_files(paths: Sequence[Path] | None, budget: int | None, file_type: type[RawFile]) -> list[SpillFile]:
-    """Opens a new spill file in each of ``paths``; for ``None``, one in the first usual directory that serves.
+def open_spill_file(path: Path | None, budget: int | None, file_type: type[RawFile]) -> SpillFile:
+    """Opens a new spill file in ``path``; for ``None``, in the first usual directory that serves.
 
     Args:
-        budget: what the files may come to hold in all, in bytes, if that is known.
+        budget: what the file may come to hold, in bytes, if that is known.
 
     Raises:
-        ConfigError: a named directory cannot serve, or none could be found.
+        ConfigError: the named directory cannot serve, or none could be found.
         OSError: the process has no free file descriptor, see ``lacks_descriptor``; which says nothing of directories.
     """
-    if paths is None:
-        return [_first_that_serves(_ROOM if budget is None else min(_ROOM, budget), file_type)]
-    if not paths:
-        raise ConfigError(f"disk_path: given an empty list; accepted is {_ACCEPTED}.")
-    opened = []
-    for path in paths:
-        try:
-            opened.append(_open(path, 0, file_type))
-        except OSError as error:
-            if lacks_descriptor(error):
-                raise
-            raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {error}; accepted is {_ACCEPTED}.") from error
-    return opened
-
-
-def open_some(paths: Sequence[Path], file_type: type[RawFile]) -> list[SpillFile]:
-    """Opens a new spill file in each of ``paths`` that can take one."""
-    opened = []
-    for path in paths:
-        with suppress(OSError):
-            opened.append(_open(path, 0, file_type))
-    return opened
+    if path is None:
+        return _first_that_serves(_ROOM if budget is None else min(_ROOM, budget), file_type)
+    try:
+        return _open(path, 0, file_type)
+    except OSError as error:
+        if lacks_descriptor(error):
+            raise
+        raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {error}; accepted is {_ACCEPTED}.") from error
 
 
 def filesystem_of(path: Path) -> str:

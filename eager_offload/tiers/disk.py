@@ -1,20 +1,15 @@
-"""The disk tier: saved bytes in a spill file, or in one on each of several disks.
-
-[Note: several disks]
-A slot lies on one disk, and slots go to the disks in turn, so that neighbours in a step are on different ones. Each
-disk has a thread of its own (``Slot.lane``), so as many transfers as there are disks run at once. A disk that has no
-more room is left out until the others have none either.
+"""The disk tier: saved bytes in a spill file.
 
 [Note: files that are left]
-Nothing more is cut from the files that are *left*: each closes with the last slot in it, which gives its room back. New
-ones take their place when one of several disks fails to write, when an interrupt came in the midst of a change (see
-[Note: slabs that are left] in ``pool.py``), and in a forked child.
+Nothing more is cut from a file that is *left*: it closes with the last slot in it, which gives its room back. A new one
+takes its place when an interrupt came in the midst of a change (see [Note: slabs that are left] in ``pool.py``), and in
+a forked child.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +17,11 @@ from typing import ClassVar, cast
 
 import torch
 
-from eager_offload.config import size_text
+from eager_offload.config import PathLike, size_text
 from eager_offload.errors import CapacityError, ConfigError, reentered
 from eager_offload.rates import LinkRates, Rate
 from eager_offload.tiers.base import MustGrow, Shortage, Tier
-from eager_offload.tiers.directories import open_some, open_spill_files
+from eager_offload.tiers.directories import open_spill_file
 from eager_offload.tiers.disk_slots import Disk, DiskSlot, DiskSlotRecord
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
@@ -34,7 +29,6 @@ from eager_offload.tiers.limits import disk_budget, disk_headroom
 from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
 from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.rawfile import RawFile
-from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
 _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
@@ -42,7 +36,7 @@ _MEASURING_SECONDS = 0.8
 
 
 class _Missing(MustGrow):
-    """The file of ``disk`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
+    """The file has to grow by ``nbytes`` bytes, and may by ``limit``."""
 
     def __init__(self, disk: Disk, nbytes: int, limit: int) -> None:
         super().__init__(nbytes, limit)
@@ -50,23 +44,22 @@ class _Missing(MustGrow):
 
 
 class DiskTier(Tier):
-    """Room on disk, up to ``budget`` bytes in all files.
+    """Room on disk, up to ``budget`` bytes.
 
-    The files have no name, grow as room is asked for, and give it back when the tier is closed and the last slot gone.
-    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with files of its
+    The file has no name, grows as room is asked for, and gives it back when the tier is closed and the last slot gone.
+    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with a file of its
     own.
 
     Args:
-        paths: directories, one file in each; slots go to them in turn. Where one of several fails to write, the others
-            serve alone from then on. ``None``: the first of the temporary, cache and working directories that is on a
+        path: a directory for the file. ``None``: the first of the temporary, cache and working directories that is on a
             disk and has room.
-        budget: bytes, or ``None`` for a part of what is free on the disks of its directories.
+        budget: bytes, or ``None`` for a part of what is free on the disk of the directory.
         given: ``budget`` as the user has written it, if that was a text: a shortage repeats it.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
         file_type: makes the system calls.
 
     Raises:
-        ConfigError: no such file can be made in one of ``paths``.
+        ConfigError: no such file can be made in ``path``.
         OSError: the process has no free file descriptor.
     """
 
@@ -74,30 +67,26 @@ class DiskTier(Tier):
 
     def __init__(
         self,
-        paths: Sequence[Path] | None,
+        path: PathLike | None,
         budget: int | None,
         *,
         given: str | None = None,
         verify: bool = False,
         file_type: type[RawFile] = RawFile,
     ) -> None:
-        self._paths = paths
+        self._path = None if path is None else Path(path)
         self._verify = verify
         self._file_type = file_type
         self._closed = False
         self._lock = ForkSafeLock()
-        #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
+        #: Of the thread that has the file grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
         self._growth = ForkSafeLock()
-        #: Empty in a forked child that has not asked for room yet.
-        self._disks = _disks_of(open_spill_files(paths, budget, file_type))
+        #: ``None`` once it is closed, and in a forked child that has not asked for room yet.
+        self._disk: Disk | None = Disk(open_spill_file(self._path, budget, file_type))
         #: Whose files are left: only their slots keep them.
         self._left: Living[Disk] = Living()
         self._is_crashed = False
-        #: How many slots there were so far.
-        self._turn = 0
-        # Each disk counts once.
-        free = {one.file.device: disk_budget(one.file.directory) for one in self._disks} if budget is None else {}
-        self._budget = sum(free.values()) if budget is None else budget
+        self._budget = disk_budget(self._disk.file.directory) if budget is None else budget
         self._given = None if budget is None else given or size_text(budget)
         self._peak = self._written = 0
         tell_after_fork(self)
@@ -107,55 +96,47 @@ class DiskTier(Tier):
             raise reentered()
         with self._growth.lock:
             self._reopen()
-            refusing = list[Disk]()
-            while True:
-                try:
-                    with self._lock.lock, self._crashing():
-                        return self._take(nbytes, refusing)
-                except _Missing as missing:
-                    disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
-                if not grown:
-                    disk.is_full = True
-                    refusing.append(disk)
-                    continue
+            try:
                 with self._lock.lock, self._crashing():
-                    disk.add(grown)
+                    return self._take(nbytes)
+            except _Missing as missing:
+                disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
+            if not grown:
+                return None
+            with self._lock.lock, self._crashing():
+                disk.add(grown)
+                return self._take(nbytes)
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
         if self._lock.is_held():
             raise reentered()
         with self._lock.lock, self._crashing():
-            if self._needs_files():
+            if self._needs_file():
                 raise MustGrow
             return self._take(nbytes)
 
-    def _take(self, nbytes: int, refusing: Collection[Disk] = ()) -> DiskSlot | None:
-        """Returns a slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
+    def _take(self, nbytes: int) -> DiskSlot | None:
+        """Returns a slot; ``None`` where the budget has no room for it. Inside the lock.
 
         Raises:
-            _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
+            _Missing: there is none as long as the file does not grow.
         """
         self._poll()
-        size, lacking = round_up(nbytes, PAGE), None
-        first = self._turn % max(len(self._disks), 1)
-        for disk in (*self._disks[first:], *self._disks[:first]):
-            same = disk.ranges.back.get(size) or disk.ranges.fit(size)
-            if same:
-                self._turn += 1
-                slot = DiskSlot(disk, same[-1], nbytes, self._verify)
-                disk.records.add(slot.record)
-                same.pop()
-                disk.used += nbytes
-                self._peak = max(self._peak, self._used())
-                return slot
-            missing, limit = disk.missing(size), self._budget - self._length()
-            if missing <= limit and disk not in refusing:
-                lacking = disk, missing, limit
-                if not disk.is_full:
-                    break
-        if lacking is None:
+        size, disk = round_up(nbytes, PAGE), self._disk
+        if disk is None:
             return None
-        raise _Missing(*lacking)
+        same = disk.ranges.back.get(size) or disk.ranges.fit(size)
+        if not same:
+            missing, limit = disk.missing(size), self._budget - self._length()
+            if missing > limit:
+                return None
+            raise _Missing(disk, missing, limit)
+        slot = DiskSlot(disk, same[-1], nbytes, self._verify)
+        disk.records.add(slot.record)
+        same.pop()
+        disk.used += nbytes
+        self._peak = max(self._peak, self._used())
+        return slot
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
@@ -168,42 +149,33 @@ class DiskTier(Tier):
             self._is_crashed = True
             raise
 
-    @property
-    def lanes(self) -> int:
-        return max(len(self._disks), 1)
-
     def warning(self) -> str | None:
         return None if self._given is not None else warning_of_guess()
 
     @property
     def shortage(self) -> Shortage:
-        """What binds now: disks that fail, the budget, or the disk that has the most room."""
+        """What binds now: a file that cannot grow, the budget, or the disk."""
         with self._lock.lock:
-            files, left = [disk.file for disk in self._disks], self._budget - self._length()
-            if not files:
+            if self._disk is None:
                 return Shortage("no directory serves any more", "name another one in disk_path")
-            growing = [file for file in files if file.refusal is None]
-            if not growing:
-                first = files[0]
+            file, length = self._disk.file, self._length()
+            if file.refusal is not None:
                 return Shortage(
-                    f"the spill file in {str(first.directory)!r} cannot grow: {first.refusal}",
+                    f"the spill file in {str(file.directory)!r} cannot grow: {file.refusal}",
                     "check the disk (the kernel's log says more), or name another one in disk_path",
                 )
-            roomiest = max(growing, key=SpillFile.room)
-            room, length = roomiest.room(), self._length()
+            left, room = self._budget - length, file.room()
             if left <= room and self._given is not None:
                 return Shortage(f"all of disk_budget is in use: {self._given}", "raise disk_budget")
         try:
-            limit = disk_headroom(roomiest.directory, length=length).binding
+            limit = disk_headroom(file.directory, length=length).binding
         except OSError as error:
-            return Shortage(
-                f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
-            )
+            return Shortage(f"the disk of {file.directory} does not answer ({error})", "name another one in disk_path")
         if limit.kind == "rlimit":
             return Shortage(limit.reason, limit.remedy)
         if left <= room:
             return Shortage(
-                f"the {size_text(self._budget)} that this process takes of the disk of {roomiest.directory} are in "
+                f"the {size_text(self._budget)} that this process takes of the disk of {file.directory} are in "
                 f"use, and it has {size_text(room)} more for others",
                 "free some room there and begin anew, or give a disk_budget",
             )
@@ -217,7 +189,7 @@ class DiskTier(Tier):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of the file, and of those that are left."""
         with self._lock.lock:
             return self._length()
 
@@ -237,15 +209,14 @@ class DiskTier(Tier):
         return self._written
 
     @property
-    def directories(self) -> list[Path]:
-        """Where the files are."""
-        return [disk.file.directory for disk in self._disks]
+    def directory(self) -> Path | None:
+        """Where the file is."""
+        return None if self._disk is None else self._disk.file.directory
 
     @property
     def direct_io(self) -> bool:
-        """Whether transfers go around the page cache, on every disk."""
-        disks = self._disks
-        return bool(disks) and all(disk.file.memory_alignment is not None for disk in disks)
+        """Whether transfers go around the page cache."""
+        return self._disk is not None and self._disk.file.memory_alignment is not None
 
     def poll(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
@@ -281,39 +252,34 @@ class DiskTier(Tier):
             self._leave()
 
     def after_fork(self) -> None:
-        self._left, self._disks = Living(), ()
+        self._left, self._disk = Living(), None
 
-    def _needs_files(self) -> bool:
-        """Returns whether there are none to cut slots from, or one that fails: see [Note: files that are left]."""
-        disks = () if self._is_crashed else self._disks
-        return not self._closed and (not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks)))
+    def _needs_file(self) -> bool:
+        """Returns whether there is none to cut slots from: see [Note: files that are left]."""
+        return not self._closed and (self._disk is None or self._is_crashed)
 
     def _reopen(self) -> None:
-        """Has new files where they are needed and can be had."""
+        """Has a new file where one is needed and can be had."""
         self.poll()
-        if not self._needs_files():
+        if not self._needs_file():
             return
-        directories, files = [disk.file.directory for disk in self._disks if not disk.file.failing], list[SpillFile]()
-        if self._disks:
-            files = open_some(directories, self._file_type)
-        else:
-            with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
-                files = open_spill_files(self._paths, self._budget, self._file_type)
-        with self._lock.lock:
-            if files and not self._closed:
-                self._leave()
-                self._disks = _disks_of(files)
+        with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
+            file = open_spill_file(self._path, self._budget, self._file_type)
+            with self._lock.lock:
+                if not self._closed:
+                    self._leave()
+                    self._disk = Disk(file)
 
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Lets go of the files, each of which closes when the last slot that refers to it goes."""
-        for disk in self._disks:
-            self._left.add(disk)
-        self._disks = ()
+        """Lets go of the file, which closes when the last slot that refers to it goes."""
+        if self._disk is not None:
+            self._left.add(self._disk)
+        self._disk = None
 
     def _all(self) -> list[Disk]:
-        return [*self._disks, *self._left]
+        return [*([] if self._disk is None else [self._disk]), *self._left]
 
     def _poll(self) -> None:
         if self._is_crashed:
@@ -329,10 +295,6 @@ class DiskTier(Tier):
 
     def _length(self) -> int:
         return sum([disk.slab.nbytes for disk in self._all()])
-
-
-def _disks_of(files: Sequence[SpillFile]) -> tuple[Disk, ...]:
-    return tuple([Disk(file, lane) for lane, file in enumerate(files)])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:

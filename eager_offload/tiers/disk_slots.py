@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,23 +11,12 @@ from torch import Tensor
 from eager_offload.errors import CorruptionError, OffloadError
 from eager_offload.tiers.base import Slot, SlotRecord
 from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.memory import (
-    PAGE,
-    Span,
-    anonymous_slab,
-    clear,
-    mapped_file,
-    move_if_there,
-    touched_spans,
-    view_of,
-)
+from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, view_of
 from eager_offload.tiers.ranges import Range, Ranges, Slab, pending
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes; a file grows by this much, or by the request where that is more.
 _GROWTH = 64 << 20
-#: Bytes; of a source that is at least so large, what was never touched stays where it is.
-_LEAST_SPARSE = 4 << 20
 
 
 class DiskSlotRecord(SlotRecord):
@@ -41,15 +29,11 @@ class DiskSlotRecord(SlotRecord):
 class Disk:
     """A spill file, which is new and empty, and what is free in it. It closes with the last reference.
 
-    The tier calls all but ``grow`` and ``transfer`` inside its lock; one thread at a time has files grow.
-
-    Args:
-        lane: what tells the disks of a tier apart.
+    The tier calls all but ``grow`` and ``transfer`` inside its lock; one thread at a time has the file grow.
     """
 
-    def __init__(self, file: SpillFile, lane: int) -> None:
+    def __init__(self, file: SpillFile) -> None:
         self.file = file
-        self.lane = lane
         #: All of the file.
         self.slab = Slab(0)
         self.ranges = Ranges[Slab]()
@@ -59,8 +43,6 @@ class Disk:
         self.records: set[FinalizerRecord[Slot]] = set()
         #: Bytes in slots that are alive.
         self.used = 0
-        #: Whether the file could not grow when it was last asked to.
-        self.is_full = False
 
     def missing(self, nbytes: int) -> int:
         """Returns by how much the file would have to grow for ``nbytes``, for which nothing was found in it."""
@@ -85,7 +67,6 @@ class Disk:
         """Has slots take what ``grow`` has made room for."""
         self.ranges.back[nbytes].append(Range(self.slab, self.slab.nbytes, nbytes))
         self.slab.nbytes += nbytes
-        self.is_full = False
 
     def poll(self) -> int:
         """Takes up the slots that have died; with the last one, gives the buffers of transfers back to the system.
@@ -108,35 +89,33 @@ class Disk:
             written += self.file.written.popleft()
         return written
 
-    def transfer(self, what: str, start: int, tensor: Tensor, spans: Sequence[Span]) -> None:
-        """Moves parts of ``tensor`` to or from the same of the range that begins at ``start``.
+    def transfer(self, what: str, start: int, tensor: Tensor) -> None:
+        """Moves ``tensor`` to or from the range that begins at ``start``.
 
         Args:
             what: ``"write"`` or ``"read"``.
-            spans: the parts, which begin at multiples of ``PAGE``.
 
         Raises:
             TransferError: the operating system refused.
         """
         if self.file.inherited:
             raise OffloadError(
-                f"cannot {what} {sum(span.nbytes for span in spans)} bytes on disk: they belong to the process that "
+                f"cannot {what} {tensor.numel()} bytes on disk: they belong to the process that "
                 "this one was forked from. What was saved before a fork can only be used by the parent; run forward "
                 "and backward in one process."
             )
         move = self.file.write if what == "write" else self.file.read
-        for at, nbytes in spans:
-            try:
-                move(tensor.data_ptr() + at, nbytes, start + at)
-            except (OSError, MemoryError) as error:  # whose frames hold the tensor
-                raise self.file.failed(what, tensor.numel(), error) from error.with_traceback(None)
+        try:
+            move(tensor.data_ptr(), tensor.numel(), start)
+        except (OSError, MemoryError) as error:  # whose frames hold the tensor
+            raise self.file.failed(what, tensor.numel(), error) from error.with_traceback(None)
 
 
 class DiskSlot(Slot):
     """A range of a spill file, which it keeps open."""
 
     tier: ClassVar[str] = "disk"
-    __slots__ = ("_checksum", "_disk", "_is_mapped", "_spans", "_start", "_verify", "lane")
+    __slots__ = ("_checksum", "_disk", "_start", "_verify")
 
     def __init__(self, disk: Disk, found: Range[Slab], nbytes: int, verify: bool) -> None:
         record = DiskSlotRecord(self, disk.returned.append)
@@ -144,33 +123,22 @@ class DiskSlot(Slot):
         super().__init__(nbytes, pending(found.fences), record)
         self._disk = disk
         self._start = found.start
-        self.lane = disk.lane
         self._verify = verify
         self._checksum: int | None = None
-        #: The parts of it that were written; the others are zero.
-        self._spans = [Span(0, nbytes)]
-        self._is_mapped = False
 
     def write(self, source: Tensor) -> None:
         assert source.numel() == self.nbytes
-        # What is mapped shows the file, and that has what its last owner wrote there.
-        if self.nbytes >= _LEAST_SPARSE and not self._is_mapped:
-            self._spans = touched_spans(source.data_ptr(), self.nbytes)
         if self._verify:
             # Other views of a storage may be written while it leaves, as the gates of a GRU are: what is written to the
             # disk has to be what the checksum is of.
-            source = _private_copy(source, self._spans)
-            self._checksum = _checksum(source)
-        self._disk.transfer("write", self._start, source, self._spans)
-        self.record.carried = sum(span.nbytes for span in self._spans)
+            copy = anonymous_slab(source.numel())
+            move_if_there(copy.data_ptr(), source.data_ptr(), source.numel())
+            source, self._checksum = copy, _checksum(copy)
+        self._disk.transfer("write", self._start, source)
 
     def read(self, target: Tensor) -> None:
         assert target.numel() == self.nbytes
-        self._disk.transfer("read", self._start, target, self._spans)
-        done = 0
-        for span in (*self._spans, Span(self.nbytes, 0)):
-            clear(target.data_ptr() + done, span.at - done)
-            done = span.at + span.nbytes
+        self._disk.transfer("read", self._start, target)
         if self._checksum is not None and self._checksum != _checksum(target):
             raise CorruptionError(
                 f"{self.nbytes} bytes came back changed from the spill file in {str(self._disk.file.directory)!r}: "
@@ -179,18 +147,8 @@ class DiskSlot(Slot):
             )
 
     def memory(self) -> memoryview:
-        assert self.record.carried == self.nbytes, "mapped too late: what was left out shows what the file had there"
-        self._is_mapped = True
         return mapped_file(self._disk.file.descriptor, self._start, self.nbytes, self)
 
 
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
-
-
-def _private_copy(source: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Copies the bytes of ``spans``, which their owner may give back meanwhile; the rest is zero."""
-    copy = anonymous_slab(source.numel())
-    for at, nbytes in spans:
-        move_if_there(copy.data_ptr() + at, source.data_ptr() + at, nbytes)
-    return copy

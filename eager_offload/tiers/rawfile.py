@@ -42,8 +42,6 @@ class RawFile:
         self._record.close = partial(os.close, descriptor)
         _open_files.difference_update([record for record in list(_open_files) if record() is None])
         _open_files.add(self._record)
-        #: What the operating system knows the disk by; two files may be on one.
-        self.device = os.fstat(descriptor).st_dev
         if hasattr(os, "posix_fadvise"):
             # What is read next is not what lies next, and what is read ahead into the page cache stays there.
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)

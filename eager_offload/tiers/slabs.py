@@ -135,7 +135,7 @@ class HostSlot(Slot):
         quota: Quota | None,
     ) -> None:
         record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
-        self.nbytes = record.nbytes = record.carried = nbytes
+        self.nbytes = record.nbytes = nbytes
         record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
         record.range, record.quota = found, quota
         self._slab, self._start = found.slab, found.start

@@ -86,14 +86,11 @@ class SpillFile:
         self.directory = directory
         #: Bytes that went to the disk and are not counted yet; the space takes them out.
         self.written: deque[int] = deque()
-        #: Whether writing or growing failed for another reason than that something was full.
-        self.failing = False
         #: Why the file could not grow the last time, if the reason was another than that; ``None`` once it has grown.
         self.refusal: str | None = None
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
         self._raw = file_type(directory)
-        self.device = self._raw.device
         self.bounce = _Bounce()
         #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.
         self.memory_alignment = self._probe()
@@ -122,7 +119,6 @@ class SpillFile:
         except OSError as error:
             if error.errno not in _FULL:
                 self.refusal = error.strerror or str(error)
-                self._judge(error)
             with suppress(OSError):
                 self._raw.truncate(length)
             return False
@@ -135,14 +131,10 @@ class SpillFile:
         Raises:
             OSError, MemoryError: the operating system refused.
         """
-        try:
-            if self.memory_alignment is None:
-                self._through_the_cache(self._write_some, address, nbytes, offset, flush=True)
-            else:
-                self._write_directly(address, nbytes, offset, self.memory_alignment)
-        except OSError as error:
-            self._judge(error)
-            raise
+        if self.memory_alignment is None:
+            self._through_the_cache(self._write_some, address, nbytes, offset, flush=True)
+        else:
+            self._write_directly(address, nbytes, offset, self.memory_alignment)
 
     def read(self, address: int, nbytes: int, offset: int) -> None:
         """Reads ``nbytes`` bytes at ``offset``, a multiple of ``PAGE``, into memory.
@@ -189,10 +181,6 @@ class SpillFile:
         self._raw.close()
 
     # -- growing and probing --------------------------------------------------------------------------------------
-
-    def _judge(self, error: OSError) -> None:
-        # EFAULT: the memory that was to be written is gone, which says nothing of the disk.
-        self.failing |= error.errno not in (*_FULL, errno.ENOMEM, errno.EFAULT)
 
     def _lengthen(self, length: int, nbytes: int) -> None:
         try:

@@ -353,14 +353,11 @@ def configuration(path: Path, init_args: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("package", "below"), [(PACKAGES[0], ""), (PACKAGES[1], "config")])
 def test_a_yaml_file_configures_it(package: str, below: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
-    for path in paths:
-        Path(path).mkdir()
-    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": paths}
+    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": str(tmp_path)}
     given = {below: fields} if below else fields | {"log_metrics": False}
     callback = callback_of(configuration(tmp_path, given), package)
     assert callback.offload.config == eo.OffloadConfig(**fields)
-    assert callback.offload.config.disk_paths == tuple(map(Path, paths))
+    assert callback.offload.config.disk_path == tmp_path
     callback.offload.close()
 
 

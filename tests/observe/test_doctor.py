@@ -121,6 +121,18 @@ def test_h27_nothing_works_where_no_directory_serves(
     assert "Recommended" not in reported
 
 
+@pytest.mark.parametrize(("online", "several"), [("0-1", True), ("0,2", True), ("0", False), (None, False)])
+def test_where_memory_has_nodes_beside_an_accelerator_the_verdict_names_torchruns_option(
+    online: str | None, several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "NODES", tmp_path / "online")
+    if online is not None:
+        (tmp_path / "online").write_text(f"{online}\n")
+    for device in ("cuda:0", "cpu"):
+        advice = doctor.verdict([], [], [doctor.SelfTest(device, True, 1)], {}).advice
+        assert ("--numa-binding=node" in " ".join(advice)) == (several and device != "cpu")
+
+
 def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "torch._no_such.name", "torch.Tensor._no.name", "torch.fx.Graph._codegen"
     monkeypatch.setattr(doctor._torch, "PRIVATE_NAMES", {"less is hidden": names})
