@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from eager_offload.config import size_text
-from eager_offload.tiers.directories import filesystem_of
-from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.disk import DiskTier, filesystem_of
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ from eager_offload import Offload, TransferError
 from eager_offload._torch import module_call, weak_storage
 from eager_offload.codecs import TensorMeta
 from eager_offload.codecs.names import ROUNDING
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.codecs.tensors import COPIES, Summed, coded
 from tests.hazards.backends import Backend, DiskBackend, assert_settled, offloader_of
 from tests.hazards.programs import Settled, assert_identical

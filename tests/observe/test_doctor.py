@@ -16,7 +16,7 @@ from eager_offload.machine import Machine
 from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Device, Disk, Memory, SelfTest, Speed, examine, recommended, to_text, verdict
 from eager_offload.tiers import disk
-from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.disk import filesystem_of
 
 pytestmark = pytest.mark.xdist_group("doctor")
 

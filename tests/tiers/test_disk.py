@@ -14,8 +14,7 @@ import torch
 from eager_offload.errors import CapacityError, ConfigError, TransferError
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.rawfile import Usage
-from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE
+from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE, Usage
 from tests.simulation.log import region_of
 from tests.tiers.files import Cached, Halting, Picky, Watched, failure
 from tests.tiers.rig import MIB, content, equal, noise, open_tier, reserve, stored

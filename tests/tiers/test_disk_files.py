@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from eager_offload.errors import ConfigError
-from eager_offload.tiers.directories import filesystem_of
-from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.disk import DiskTier, filesystem_of
+from eager_offload.tiers.spill import SpillFile
 from tests.tiers.rig import MIB, equal, noise, open_tier, stored
 
 
@@ -76,7 +75,7 @@ def test_where_files_have_names_at_first_an_interrupt_leaves_none(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            RawFile(directory)
+            SpillFile(directory)
     assert list(directory.iterdir()) == []
     if call == "open":  # what was interrupted is the call that would have told the descriptor
         os.close(opened[0])

@@ -65,7 +65,7 @@ def with_a_use_that_goes_on(kind: str, directory: Path) -> tuple[Made, Verdicts,
     made, verdicts = Made(kind, directory), Verdicts()
     slot = reserve(made.tier, 8192)
     slot.fences += (verdicts.fence("reload"),)
-    return made, verdicts, weakref.ref(slot._slab.tensor if kind == "host" else slot._disk)
+    return made, verdicts, weakref.ref(slot._slab.tensor if kind == "host" else slot._file)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

@@ -20,7 +20,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import Staging
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
 from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once
 from tests.programs import leaf
