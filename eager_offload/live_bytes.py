@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from eager_offload._torch import module_reference, storage_key, storage_of
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 
 class LiveStorage(FinalizerRecord[torch.UntypedStorage]):

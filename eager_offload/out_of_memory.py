@@ -15,7 +15,7 @@ from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.kernels.codecs import is_out_of_memory
 from eager_offload.stats import KeepReason
 from eager_offload.step_memory import reason_text
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 #: How many modules a note names for each reason.
 _MOST_NAMES = 3

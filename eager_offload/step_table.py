@@ -46,7 +46,7 @@ from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
 from eager_offload.schedule import StepUses, largest_of, late_behind
 from eager_offload.stats import Accounts, KeepReason, Stage
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 #: The form of the file that ``StepTable.save`` writes.
 _FORMAT = 3

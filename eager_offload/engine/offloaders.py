@@ -24,8 +24,8 @@ from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import Accounts, Counters, KeepReason
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.host import HostTier, shared_pool
+from eager_offload.tiers.limits import host_bound
 from eager_offload.tiers.pool import Pool
 
 _warned_of_host_tier = threading.Event()
@@ -315,18 +315,14 @@ class Offloaders:
 
 def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
     """A pool over the host buffers of ``runtime``, which takes no more than the machine has to give."""
-    guard, allocate = process_guard(), runtime.host_buffer
+    allocate = runtime.host_buffer
     more: dict[str, Any] = {}
     if isinstance(runtime, AcceleratorRuntime):
         allocate = partial(runtime.host_buffer, pin_memory=pin_memory)
         # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
-
-    def given_back() -> None:
-        runtime.poll()  # what is pinned has to be unpinned before it is back
-        guard.forget()
-
-    return Pool(allocate, admit=guard.admit, given_back=given_back, **more)
+    # What is pinned has to be unpinned before it is back.
+    return Pool(allocate, bound=host_bound, given_back=runtime.poll, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

@@ -38,8 +38,7 @@ from eager_offload.machine import Machine, measure, memory_of, name_of
 from eager_offload.offload import Offload
 from eager_offload.rates import LinkRates
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
-from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, local_ranks
 from eager_offload.version import VERSION
 
 _T = TypeVar("_T")

@@ -27,8 +27,7 @@ from eager_offload.rates import TIMES, LinkRates, Rate
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
 from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool

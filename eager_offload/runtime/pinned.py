@@ -3,7 +3,7 @@
 [Note: two ways to pin]
 Where the driver can be asked to *register* memory, a slab is pages of our own, exact to the page, pinned where it lies.
 Otherwise torch's allocator pins, and that rounds up to a power of two and keeps what it got: then every slab is asked
-for as one (``PowersOfTwo`` in ``tiers/slabs.py``). Which of the two it is, is found out by registering a page.
+for as one (``PowersOfTwo`` in ``tiers/pool.py``). Which of the two it is, is found out by registering a page.
 
 [Note: a slab is a piece]
 One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
@@ -29,11 +29,10 @@ from torch import Tensor
 from eager_offload.config import size_text
 from eager_offload.errors import warn
 from eager_offload.runtime.accelerator_api import AcceleratorApi
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
-from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
+from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
@@ -65,7 +64,7 @@ class PinnedMemory:
 
     def __init__(self, api: AcceleratorApi) -> None:
         self._api = api
-        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/finalizers.py`.
+        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/forking.py`.
         self._records: set[_OwnerRecord] = set()
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()

@@ -32,12 +32,12 @@ anew before.
 from __future__ import annotations
 
 import errno
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import NoReturn
 
 import torch
@@ -48,11 +48,9 @@ from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import Fence, MustGrow, Slot
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import HostSlot
+from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
+from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock
+from eager_offload.tiers.pool import HostSlot, Pool, Quota
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
@@ -99,7 +97,7 @@ class StagedEvent:
 
 
 class _Part:
-    """Staging memory for one transfer: it is taken once there is ``memory``, until this has died."""
+    """A transfer's part of the staging memory: it is taken once there is ``memory``, until this has died."""
 
     memory: HostSlot | None = None
 
@@ -119,85 +117,64 @@ class _Offload(_Part):
 
 
 class _Room:
-    """Staging memory of one way.
-
-    [Note: parts that are taken]
-    An interrupt may come between any two lines of the thread that packs, and the room is the process's. So nothing
-    counts what is taken: it is what is alive, of which there are records. A record leaves the set by a method written
-    in C, as in tiers/finalizers.py, and a thread that waits has records of its own, which put something into its queue.
-    """
+    """Staging memory of one way. One transfer thread takes it; a thread that packs takes what is here and free."""
 
     def __init__(self, device: Runtime, limit: int) -> None:
         self._device = device
         self._limit = limit
+        self._quota = Quota(limit, Shortage("all of the staging memory is in use", "wait"))
         self._pool: Pool | None = None
         self._latest: HostSlot | None = None
-        #: Of all parts that are alive, with memory or without.
-        self._parts: set[FinalizerRecord[_Part]] = set()
-        #: Of the thread that may wait for the system. It waits for other parts without: they may need it to go on.
-        self.turn = ForkSafeLock()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._parts.clear()  # a thread that is not in the child keeps its part for ever
-
-    def add(self, part: _Part) -> None:
-        """Counts ``part`` from when it has memory; call it before."""
-        self._parts.add(FinalizerRecord(part, self._parts.discard))
 
     def take_at_once(self, part: _Part) -> bool:
         """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
         if self._pool is None:
             return False
         try:
-            part.memory = self._pool.take(part.nbytes, HostSlot, limit=self._limit)
+            part.memory = self._pool.take(part.nbytes, HostSlot, self._quota)
         except OffloadError:
             raise
         except (MustGrow, MemoryError, RuntimeError):
             return False
         return True
 
-    def take(self, part: _Part, *, waits: bool = True) -> bool:
-        """Gives ``part`` memory; may wait for the system, and while others have too much.
+    def take(self, part: _Part, *, beyond: bool = True) -> bool:
+        """Gives ``part`` memory; may wait for the system.
+
+        Args:
+            beyond: whether it goes beyond the bound where that has no room, since nothing else is on its way.
 
         Returns:
-            ``False`` where the system has no memory, or where it would have to wait for others.
+            ``False`` where there is none.
         """
-        died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
-        while True:
-            with self.turn.lock:
-                if part.memory is not None:  # a write before this one has had it copied
-                    return True
-                pool = self._pool
-                if pool is None:
-                    sizes = self._device.slab_sizes()
-                    pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-                # Before it looks for memory: what dies after that ends the wait.
-                others = [FinalizerRecord(other, died.put) for other in self._taken()]
-                part.memory = pool.allocate(part.nbytes, limit=self._limit)
-                if part.memory is None and self._latest is not None:
-                    self._latest = None
-                    part.memory = pool.allocate(part.nbytes, limit=self._limit)
-                if part.memory is None and not others:
-                    part.memory = pool.allocate(part.nbytes)
-                if part.memory is not None or not others or not waits:
-                    return part.memory is not None
-            died.get()
-
-    def _taken(self) -> list[_Part]:
-        parts = [record() for record in list(self._parts)]
-        return [part for part in parts if part is not None and part.memory is not None]
+        if part.memory is not None:  # a write before this one has had it copied
+            return True
+        pool, quota = self._pool, self._quota
+        if pool is None:
+            sizes = self._device.slab_sizes()
+            pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+            pool.join(quota)
+        part.memory = pool.allocate(part.nbytes, quota)
+        if part.memory is None and self._latest is not None:
+            self._latest = None
+            part.memory = pool.allocate(part.nbytes, quota)
+        if part.memory is None and beyond:
+            quota.budget = sys.maxsize
+            try:
+                part.memory = pool.allocate(part.nbytes, quota)
+            finally:
+                quota.budget = self._limit
+        return part.memory is not None
 
     def hold(self, slot: HostSlot) -> None:
         """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
         self._latest = slot
 
     def close(self) -> None:
-        with self.turn.lock:
-            self._latest = None
-            pool, self._pool = self._pool, None
+        self._latest = None
+        pool, self._pool = self._pool, None
         if pool is not None:
-            pool.close()
+            pool.leave(self._quota)
 
 
 class Staging:
@@ -228,7 +205,6 @@ class Staging:
         """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
         event, is_left = StagedEvent(), False
         part = _Offload(event, slot, source, stream, _of_device(after), timed)
-        self._out.add(part)
         with self._order.lock:
             try:
                 if self._first_left() is None and self._out.take_at_once(part):
@@ -286,12 +262,11 @@ class Staging:
         """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
         if not self._out.take(part):
             _refuse(part.slot)
-        with self._out.turn.lock:
-            if part.event.copied is None:
-                self._copy_off(part)
-            with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
-                while (following := self._first_left()) is not None and self._out.take(following, waits=False):
-                    self._copy_off(following)
+        if part.event.copied is None:
+            self._copy_off(part)
+        with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
+            while (following := self._first_left()) is not None and self._out.take(following, beyond=False):
+                self._copy_off(following)
         self._write(part)
 
     def _write(self, part: _Offload) -> None:
@@ -305,7 +280,6 @@ class Staging:
     ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
         device, part = self._device, _Part(slot.nbytes)
-        self._in.add(part)
         if not self._in.take(part):
             _refuse(slot)
         memory = part.memory

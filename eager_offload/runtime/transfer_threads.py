@@ -13,8 +13,14 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, UnderWayAtFork, tell_after_fork
+from eager_offload.tiers.forking import (
+    FinalizerRecord,
+    ForkSafeLock,
+    Living,
+    OwnThread,
+    UnderWayAtFork,
+    tell_after_fork,
+)
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -178,7 +184,7 @@ class TransferThread:
         return self._thread is threading.current_thread()
 
     def serve(self, user: object) -> None:
-        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/finalizers.py."""
+        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/forking.py."""
         if self._thread is None:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again

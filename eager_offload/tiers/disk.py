@@ -28,13 +28,10 @@ from torch import Tensor
 from eager_offload.config import PathLike, size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, lacks_descriptor, reentered
 from eager_offload.rates import LinkRates, Rate
-from eager_offload.tiers.base import MustGrow, Shortage, Slot, SlotRecord, Tier
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit
+from eager_offload.tiers.base import MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, Tier, pending
+from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
+from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warning_of_guess
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
-from eager_offload.tiers.ranges import Range, Ranges, pending
-from eager_offload.tiers.ranks import warning_of_guess
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
@@ -46,7 +43,7 @@ class DiskSlotRecord(SlotRecord):
     """What a slot leaves behind."""
 
     __slots__ = ("range",)
-    range: Range[SpillFile]
+    range: Range[Slab]
 
 
 class DiskSlot(Slot):
@@ -56,12 +53,12 @@ class DiskSlot(Slot):
     __slots__ = ("_checksum", "_file", "_start", "_verify")
 
     def __init__(
-        self, found: Range[SpillFile], nbytes: int, on_death: Callable[[Any], object], *, verify: bool
+        self, file: SpillFile, found: Range[Slab], nbytes: int, on_death: Callable[[Any], object], *, verify: bool
     ) -> None:
         record = DiskSlotRecord(self, on_death)
         record.range = found
         super().__init__(nbytes, pending(found.fences), record)
-        self._file, self._start = found.slab, found.start
+        self._file, self._start = file, found.start
         self._verify = verify
         self._checksum: int | None = None
 
@@ -157,6 +154,7 @@ class DiskTier(Tier):
         self._is_crashed = False
         self.after_fork()
         file = self._file = _open(self._path, budget, file_type)
+        file.uncounted = self._uncounted
         self._budget = disk_budget(file.directory) if budget is None else budget
         self._given = None if budget is None else given or size_text(budget)
         tell_after_fork(self)
@@ -164,16 +162,18 @@ class DiskTier(Tier):
     def after_fork(self) -> None:
         """Begins without a file: the child opens its own when it asks for room."""
         self._file = None
-        #: Only their slots keep them: see [Note: files that are left].
-        self._left: Living[SpillFile] = Living()
+        #: Of files whose slots alone keep them: see [Note: files that are left].
+        self._left: set[Slab] = set()
         #: What is free in the file.
-        self._ranges = Ranges[SpillFile]()
+        self._ranges = Ranges[Slab]()
         #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
         self._returned: deque[FinalizerRecord[Slot]] = deque()
-        #: Of the slots that are alive; see [Note: finalizers] in ``finalizers.py``.
+        #: Of the slots that are alive; see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
         #: Bytes in slots that are alive.
         self._used = 0
+        #: Bytes that went to the disk, and are not in ``_written`` yet.
+        self._uncounted: deque[int] = deque()
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
@@ -189,8 +189,8 @@ class DiskTier(Tier):
                 return None
             with self._lock.lock, self._crashing():
                 if file is self._file:  # else the tier was closed meanwhile
-                    self._ranges.back[grown].append(Range(file, file.nbytes, grown))
-                file.nbytes += grown
+                    self._ranges.back[grown].append(Range(file.slab, file.slab.nbytes, grown))
+                file.slab.nbytes += grown
                 return self._take(nbytes)
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
@@ -213,11 +213,11 @@ class DiskTier(Tier):
             return None
         same = self._ranges.back.get(size) or self._ranges.fit(size)
         if not same:
-            missing, limit = size - self._ranges.free_before(file.nbytes), self._budget - self._length()
+            missing, limit = size - self._ranges.free_before(file.slab.nbytes), self._budget - self._length()
             if missing > limit:
                 return None
             raise _Missing(file, missing, limit)
-        slot = DiskSlot(same[-1], nbytes, self._returned.append, verify=self._verify)
+        slot = DiskSlot(file, same[-1], nbytes, self._returned.append, verify=self._verify)
         self._records.add(slot.record)
         same.pop()
         self._used += nbytes
@@ -275,6 +275,7 @@ class DiskTier(Tier):
     @property
     def held_bytes(self) -> int:
         """Bytes of the file, and of those that are left."""
+        self.poll()
         with self._lock.lock:
             return self._length()
 
@@ -350,14 +351,14 @@ class DiskTier(Tier):
             with self._lock.lock:
                 if not self._closed:
                     self._leave()
-                    self._file = file
+                    self._file, file.uncounted = file, self._uncounted
 
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Lets go of the file, which closes when the last slot that refers to it goes."""
         if self._file is not None:
-            self._left.add(self._file)
+            self._left.add(self._file.slab)
         self._file, self._ranges = None, Ranges()
 
     def _poll(self) -> None:
@@ -371,22 +372,20 @@ class DiskTier(Tier):
             record: Any = self._returned[0]
             if record in self._records:
                 self._used -= record.nbytes
-                if record.range.slab is self._file:
+                if self._file is not None and record.range.slab is self._file.slab:
                     record.range.fences = record.fences
                     self._ranges.back[record.range.nbytes].append(record.range)
                 self._records.discard(record)
             self._returned.popleft()
             if self._used == 0 and self._file is not None:
                 self._file.bounce.release_idle()
-        for file in self._all():
-            while file.uncounted:
-                self._written += file.uncounted.popleft()
-
-    def _all(self) -> list[SpillFile]:
-        return [*([] if self._file is None else [self._file]), *self._left]
+        if self._left:
+            self._left &= {cast(DiskSlotRecord, record).range.slab for record in self._records}
+        while self._uncounted:
+            self._written += self._uncounted.popleft()
 
     def _length(self) -> int:
-        return sum([file.nbytes for file in self._all()])
+        return (0 if self._file is None else self._file.slab.nbytes) + sum([slab.nbytes for slab in self._left])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from eager_offload.config import size_text
 from eager_offload.errors import TransferError
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.base import Slab
+from eager_offload.tiers.forking import FinalizerRecord, tell_after_fork
 from eager_offload.tiers.limits import file_size_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, is_in_page_cache, move, move_if_there, round_up, view_of
-from eager_offload.tiers.ranges import Slab
 
 #: What stays free on every disk for other programs: this share of the disk, and at most so many bytes.
 FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
@@ -85,7 +84,7 @@ class _Bounce:
         self._idle.clear()
 
 
-class SpillFile(Slab):
+class SpillFile:
     """One file without a name, of which slots are cut; it closes with the last reference.
 
     Threads may read and write it at once; one may have it grow. What only its owner may read has mode 0600 while it has
@@ -106,8 +105,9 @@ class SpillFile(Slab):
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(0)
         self.directory = directory
+        #: All of it, of which the tier cuts slots.
+        self.slab = Slab(0)
         #: Bytes that went to the disk and are not counted yet; the tier takes them out.
         self.uncounted: deque[int] = deque()
         #: Why the file could not grow the last time, if it was not full; ``None`` once it has grown.
@@ -166,7 +166,7 @@ class SpillFile(Slab):
         return max(free if most is None else min(free, most - usage.length), 0)
 
     def grow(self, need: int, limit: int) -> int:
-        """Makes the file longer than ``nbytes``, which takes the disk a while; the caller counts what is new.
+        """Makes the file longer than its slab, which takes the disk a while; the caller counts what is new.
 
         Args:
             need: bytes that are asked for.
@@ -176,7 +176,7 @@ class SpillFile(Slab):
             By how much it did; 0 where the disk has no room.
         """
         # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
-        most, length = min(self.room(), limit), self.nbytes
+        most, length = min(self.room(), limit), self.slab.nbytes
         for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
             if not need <= step <= most:
                 continue
@@ -369,7 +369,7 @@ class SpillFile(Slab):
 
 
 class _Open(FinalizerRecord[SpillFile]):
-    """Closes a file that goes without having been closed, in C alone; see [Note: finalizers] in ``finalizers.py``."""
+    """Closes a file that goes without having been closed, in C alone; see [Note: finalizers] in ``forking.py``."""
 
     __slots__ = ("close",)
     close: Callable[[], None]

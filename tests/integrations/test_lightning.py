@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.limits import local_ranks
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,

@@ -9,8 +9,7 @@ from pathlib import Path
 import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, local_ranks
 from tests.hazards.backends import offloader_of
 from tests.ranks.launch import Ranks
 from tests.ranks.training import batch, blocks
@@ -41,7 +40,7 @@ def budgets_are_divided(ranks: Ranks) -> None:
     assert isinstance(disk, DiskTier)
     assert isinstance(host, HostTier)
     # Others take memory and room meanwhile, but not half of it: without a division the sum would be `size` times this.
-    for budget, whole in ((disk._budget, disk_budget(ranks.directory, alone)), (host.budget, host_budget(alone))):
+    for budget, whole in ((disk._budget, disk_budget(ranks.directory, alone)), (host_budget(), host_budget(alone))):
         together = sum(int(str(each)) for each in ranks.gathered(budget))
         assert 0.6 * whole <= together <= 1.5 * whole
     for offload in (on_disk, in_memory):

@@ -11,8 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from eager_offload.tiers import limits
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
+from eager_offload.tiers.limits import (
+    System,
+    disk_budget,
+    disk_headroom,
+    host_budget,
+    host_headroom,
+    local_ranks,
+    ranks_here,
+    set_local_ranks,
+)
 from tests.processes import printed_by
 from tests.tiers.machines import GIB, MIB, FakeMachine
 
