@@ -38,7 +38,7 @@ from eager_offload.machine import Machine, measure, memory_of, name_of
 from eager_offload.offload import Offload
 from eager_offload.rates import LinkRates
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
-from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, local_ranks
+from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
 from eager_offload.version import VERSION
 
 _T = TypeVar("_T")
@@ -242,7 +242,7 @@ def _measured(run: _Probes, device: Device) -> Device:
 def _memory() -> Memory:
     headroom = host_headroom()
     limit, total = headroom.binding, psutil.virtual_memory().total
-    return Memory(total, headroom.nbytes, host_budget(), local_ranks(), limit.reason, limit.remedy)
+    return Memory(total, headroom.nbytes, host_budget(), ranks_here().number, limit.reason, limit.remedy)
 
 
 def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:

@@ -11,9 +11,9 @@ larger than the bound has all of it alone.
 
 [Note: no room]
 The caller holds a lock, so it waits neither for room nor for the system, which takes long to pin memory: it takes what
-is pinned and free. Otherwise the copy off the device is left to the writer, which waits, like the reader, until another
-thread has done with some, or pins more. From then on all copies are left to it, until the last of these has its room:
-room that is taken for a later write would be waited for in vain. Before the writer writes what was left to it, it has
+is pinned and free. Otherwise the copy off the device is left to the writer, which pins more, like the reader. From then
+on all copies are left to it, until the last of these has its room: else a later write would have the room of an earlier
+one. Before the writer writes what was left to it, it has
 the next ones copied, in order, as far as there is room, so that the stages overlap here too.
 
 [Note: where the bytes are safe]
@@ -23,10 +23,9 @@ write that fails costs nothing but the attempt. It is the window that bounds wha
 [Note: what orders the stages]
 The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
 last copy out of the room it was given, which goes back once the next copy is enqueued, and the stream of that copy for
-whatever the caller said. A stream that is to
-wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nothing waits for the
-threads' other transfers of the same slot: a thread holds the slot that it writes or reads, so that no slot is given
-anew before.
+whatever the caller said. A stream that is to wait for a reload can do so once the reader has enqueued the copy: until
+then the host waits. Nothing waits for the threads' other transfers of the same slot: a thread holds the slot that it
+writes or reads, so that no slot is given anew before.
 """
 
 from __future__ import annotations

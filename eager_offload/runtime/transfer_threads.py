@@ -52,24 +52,26 @@ class HostEvent:
 
     def carry_out(self) -> None:
         """Does the work; an error is carried to the threads that wait."""
-        self.complete(None if self._work is None else self._attempt())
-
-    def _attempt(self) -> BaseException | None:
-        work, self._work = self._work, None  # or the event would hold the copy's tensors
-        assert work is not None
+        work, self._work, failure = self._work, None, None  # or the event would hold the copy's tensors
+        if work is None:
+            self.complete(None)
+            return
         self.began, before = time.perf_counter(), time.thread_time()
         try:
             work()
             self.seconds = time.perf_counter() - self.began
         except BaseException as error:  # a transfer thread never dies of it
-            _forget_locals(error)
+            # The lines of the traceback stay, for the report; the bytes that its frames held go.
+            link: BaseException | None = error
+            while link is not None:
+                traceback.clear_frames(link.__traceback__)
+                link = link.__cause__ or link.__context__
             # Without this frame, which holds the event, which holds the error.
-            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        else:
-            return None
+            failure = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         finally:
             self.processor_seconds = time.thread_time() - before
             del work  # frames of the traceback lead back to this one
+        self.complete(failure)
 
     def complete(self, error: BaseException | None) -> None:
         self._work = None
@@ -375,11 +377,3 @@ def _stop_all() -> None:
     """
     for thread in _threads:
         thread.stop()
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Keeps the lines of a traceback, for the report, and lets go of the bytes that its frames held."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -42,9 +42,11 @@ class _Judge(Protocol):
 class SlotRecord(FinalizerRecord["Slot"]):
     """What a slot leaves behind."""
 
-    __slots__ = ("fences", "nbytes")
+    __slots__ = ("fences", "nbytes", "range")
     fences: tuple[Fence, ...]
     nbytes: int
+    #: Where it was, for a tier that cuts its slots from slabs.
+    range: Range[Any]
 
 
 class Slot(abc.ABC):

@@ -39,13 +39,6 @@ _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
 
 
-class DiskSlotRecord(SlotRecord):
-    """What a slot leaves behind."""
-
-    __slots__ = ("range",)
-    range: Range[Slab]
-
-
 class DiskSlot(Slot):
     """A range of a spill file, which it keeps open."""
 
@@ -55,7 +48,7 @@ class DiskSlot(Slot):
     def __init__(
         self, file: SpillFile, found: Range[Slab], nbytes: int, on_death: Callable[[Any], object], *, verify: bool
     ) -> None:
-        record = DiskSlotRecord(self, on_death)
+        record = SlotRecord(self, on_death)
         record.range = found
         super().__init__(nbytes, pending(found.fences), record)
         self._file, self._start = file, found.start
@@ -366,7 +359,7 @@ class DiskTier(Tier):
         if self._is_crashed:
             self._leave()
             self._records = {record for record in self._records if record() is not None}
-            self._used = sum([cast(DiskSlotRecord, record).nbytes for record in self._records])
+            self._used = sum([cast(SlotRecord, record).nbytes for record in self._records])
             self._is_crashed = False
         while self._returned:
             record: Any = self._returned[0]
@@ -380,7 +373,7 @@ class DiskTier(Tier):
             if self._used == 0 and self._file is not None:
                 self._file.bounce.release_idle()
         if self._left:
-            self._left &= {cast(DiskSlotRecord, record).range.slab for record in self._records}
+            self._left &= {cast(SlotRecord, record).range.slab for record in self._records}
         while self._uncounted:
             self._written += self._uncounted.popleft()
 

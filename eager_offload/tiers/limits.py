@@ -306,11 +306,6 @@ def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
     return Ranks(total, is_guess=total > 1 and not is_here)
 
 
-def local_ranks(environ: Mapping[str, str] | None = None) -> int:
-    """Returns the number of ``ranks_here``."""
-    return ranks_here(environ).number
-
-
 def rank() -> int:
     """Returns which process of its run this is, as launchers like torchrun say; 0 without one."""
     return _positive(os.environ.get("RANK", ""))
@@ -395,7 +390,7 @@ class HostBound:
                 self._admitted -= nbytes
                 return
             if held is not None:
-                self._refuse_again(nbytes)
+                self.refuse_again(nbytes)
             try:
                 limits = host_headroom().limits
             except OSError as error:  # no free file descriptor to look with
@@ -428,13 +423,10 @@ class HostBound:
     def refuse_again(self, nbytes: int) -> None:
         """Raises ``NoRoomError`` where ``admit`` would for a budget that follows the machine, without a look."""
         with self._lock.lock:
-            self._refuse_again(nbytes)
-
-    def _refuse_again(self, nbytes: int) -> None:
-        refused = self._refused
-        if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
-            self._refused_bytes += nbytes
-            raise NoRoomError(refused[1])
+            refused = self._refused
+            if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
+                self._refused_bytes += nbytes
+                raise NoRoomError(refused[1])
 
     def missing_bytes(self) -> int:
         """Looks, and returns how many bytes should go back to the system so that enough is left for others."""

@@ -128,8 +128,7 @@ class HostSlab(Slab):
 class HostSlotRecord(SlotRecord):
     """What a slot leaves behind, or a tensor that owned its bytes."""
 
-    __slots__ = ("quota", "range")
-    range: Range[HostSlab]
+    __slots__ = ("quota",)
     quota: Quota | None
 
 

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
-from eager_offload.tiers.limits import local_ranks
+from eager_offload.tiers.limits import ranks_here
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
@@ -279,9 +279,9 @@ def test_h26_ranks_that_lightning_starts_itself_share_the_budgets(
     callback = OffloadCallback(offload)
     trainer = trainer_of(tmp_path, callback, devices=2, strategy=strategy)
     callback.setup(trainer, None, "fit")  # as in each of the two, where no launcher's variable is
-    assert local_ranks({}) == 2
+    assert ranks_here({}).number == 2
     callback.teardown(trainer, None, "fit")
-    assert local_ranks({}) == 1
+    assert ranks_here({}).number == 1
 
 
 def test_fsdp_strategy_is_for_gpus_says_lightning(tmp_path: Path) -> None:
