@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from eager_offload.config import size_text
-from eager_offload.tiers.directories import filesystem_of
-from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.disk import DiskTier, filesystem_of
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parent.parent
@@ -329,12 +328,11 @@ def environment() -> dict[str, Any]:
 
 def disk(path: Path | None) -> dict[str, Any]:
     """The disk that spill files go to: its filesystem, and what one transfer at a time reaches through the tier."""
-    tier = DiskTier(None if path is None else [path], None)
+    tier = DiskTier(path, None)
     try:
         link = tier.measure()
-        (directory,) = tier.directories
         return {
-            "filesystem": filesystem_of(directory),
+            "filesystem": filesystem_of(tier.directory),
             "direct_io": tier.direct_io,
             "write_bytes_per_second": round(link.out.median),
             "read_bytes_per_second": round(link.back.median),

@@ -100,7 +100,9 @@ def size_literal(nbytes: int) -> str:
 def shown(value: object) -> object:
     """Returns a field's value as a user would write it."""
     if isinstance(value, tuple):
-        return str(value[0]) if len(value) == 1 else [str(one) for one in value]
+        return value[0] if len(value) == 1 else list(value)
+    if isinstance(value, Path):
+        return str(value)
     return size_literal(value) if type(value) is int else value
 
 
@@ -139,7 +141,7 @@ class OffloadFields(TypedDict, total=False):
     pin_memory: bool | Auto
     host_budget: Size
     disk_budget: Size
-    disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None
+    disk_path: PathLike | None
     verify: bool
     step_plans: bool | Auto
     device_budget: Size | None
@@ -209,11 +211,10 @@ class OffloadConfig(_BesideFields):
     """Most bytes held on disk, for all devices together; ``"auto"`` takes a share of the free space when it is first
     needed. A twentieth of each disk, at most 4 GiB, always stays free."""
 
-    # A command line takes the first type that fits. The tuple comes first because a config stores one.
-    disk_path: tuple[PathLike, ...] | Sequence[PathLike] | PathLike | None = None
-    """A directory for the spill file, or several on disks of their own, to which tensors go in turn. ``None`` means the
-    first of the temporary, cache and working directories that is on a real disk (never in memory) with room. ``~`` and
-    variables such as ``$SCRATCH`` are expanded, and a relative path is made absolute, when the config is made."""
+    disk_path: PathLike | None = None
+    """A directory for the spill file. ``None`` means the first of the temporary, cache and working directories that is
+    on a real disk (never in memory) with room. ``~`` and variables such as ``$SCRATCH`` are expanded, and a relative
+    path is made absolute, when the config is made."""
 
     verify: bool = False
     """Whether bytes on disk have checksums, which are checked when they come back."""
@@ -281,7 +282,7 @@ class OffloadConfig(_BesideFields):
         for field in ("verify", "enabled"):
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")
-        self._store("disk_path", _paths(self.disk_path))
+        self._store("disk_path", _directory(self.disk_path))
         self._store("skip", _patterns(self.skip))
         if self.tier == "host" and self.disk_path is not None:
             raise ConfigError(
@@ -387,7 +388,7 @@ class OffloadConfig(_BesideFields):
         return cls.from_fields(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a list of texts."""
+        """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a text."""
         fields: dict[str, Any] = json.loads(json.dumps(vars(self), default=os.fspath))
         return fields
 
@@ -457,11 +458,6 @@ class OffloadConfig(_BesideFields):
     def says_slowdown(self) -> str:
         """The setting that gives ``slowdown``, as a user writes it."""
         return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
-
-    @property
-    def disk_paths(self) -> tuple[Path, ...] | None:
-        """``disk_path`` as a tuple of directories, or ``None``."""
-        return cast("tuple[Path, ...] | None", self.disk_path)
 
     def check_unit_of_budget(self, used: Callable[[], int | None], what: str) -> None:
         """Raises if ``device_budget`` seems to lack its unit, such as ``"20"`` for 20 GiB.
@@ -533,19 +529,13 @@ def _number(value: object) -> float | None:
     return number if 0 <= number < math.inf else None
 
 
-def _paths(value: object) -> tuple[Path, ...] | None:
+def _directory(value: object) -> Path | None:
     if value is None:
         return None
-    listed = [value] if isinstance(value, str | os.PathLike) else value
-    if (
-        not isinstance(listed, Sequence)
-        or not listed
-        or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in listed)
-    ):
-        raise _refuse("disk_path", value, "a directory, a list of directories, or None")
-    paths = [Path(os.path.expanduser(os.path.expandvars(p))) for p in listed]
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise _refuse("disk_path", value, "a directory, or None")
     try:
-        return tuple(path.absolute() for path in paths)
+        return Path(os.path.expanduser(os.path.expandvars(value))).absolute()
     except FileNotFoundError:
         raise ConfigError(
             f"disk_path={value!r} cannot be found: it is relative to the working directory, which is gone. Give an "
@@ -562,8 +552,6 @@ def _patterns(value: object) -> tuple[str, ...]:
 
 def field_from_text(field: str, text: str) -> object:
     """Returns the value of a field from the text of a variable or of a command line."""
-    if field == "disk_path":
-        return text.split(os.pathsep)
     if field == "skip":
         return [one.strip() for one in text.split(",")]
     if field in ("device_budget", "max_slowdown") and text.lower() == "none":

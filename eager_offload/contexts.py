@@ -49,8 +49,7 @@ from eager_offload._torch import (
 )
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
-from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
 
 
 class Owner(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import storage_key, storage_of
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 #: Handles of storages that have died, at most, before they are taken out of the count.
 _MOST_DROPPED = 256

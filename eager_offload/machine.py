@@ -25,11 +25,9 @@ from eager_offload.rates import TIMES, LinkRates, Rate
 from eager_offload.tiers.forking import ForkSafeLock
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch  # which names of devices are known without
 
-    from eager_offload.config import OffloadConfig
+    from eager_offload.config import OffloadConfig, PathLike
     from eager_offload.runtime.base import Runtime
 
 #: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
@@ -226,7 +224,7 @@ def here(settings: OffloadConfig) -> Machine:
         used = accelerator_runtime().memory(device)  # other processes and the driver have some of the rest
         memory_bytes = accelerator_runtime().available_memory(device, 0 if used is None else used.used)
     if settings.tier == "disk" or (accelerator is None and settings.tier == "auto"):
-        link = disk_link(settings.disk_paths)
+        link = disk_link(settings.disk_path)
     else:
         link = link_of(host_runtime() if accelerator is None else accelerator_runtime(), device)
     return replace(
@@ -253,26 +251,28 @@ def link_of(runtime: Runtime, device: torch.device) -> LinkRates:
         return runtime.links[device]
 
 
-@cache
-def disk_link(directories: tuple[Path, ...] | None) -> LinkRates:
-    """Returns the link to the disk tier in ``directories``, measured once, in a file of its own that is counted
+def disk_link(directory: PathLike | None) -> LinkRates:
+    """Returns the link to the disk tier in ``directory``, measured once, in a file of its own that is counted
     nowhere.
 
     Args:
-        directories: as ``OffloadConfig.disk_path``.
+        directory: as ``OffloadConfig.disk_path``.
     """
-    return _disk_link(directories)
+    return _known_disk_link(None if directory is None else str(directory))
 
 
-def _disk_link(directories: Sequence[Path] | None) -> LinkRates:
+def _disk_link(directory: PathLike | None) -> LinkRates:
     from eager_offload.tiers.disk import DiskTier
 
     with _undisturbed():
-        tier = DiskTier(directories, None)
+        tier = DiskTier(directory, None)
         try:
             return tier.measure()
         finally:
             tier.close()
+
+
+_known_disk_link = cache(_disk_link)
 
 
 def _with_link(machine: Machine, link: LinkRates) -> Machine:
@@ -311,9 +311,7 @@ class _Work(NamedTuple):
         return max(time.perf_counter() - started, 1e-9)
 
 
-def measure(
-    device: torch.device | None = None, *, tier: str = "host", disk_paths: Sequence[Path] | None = None
-) -> Machine:
+def measure(device: torch.device | None = None, *, tier: str = "host", disk_path: PathLike | None = None) -> Machine:
     """Measures ``device``: products of numbers of 16 and of 32 bits, bytes of its memory, and its link to a tier.
 
     Each rate is the median of 5 measurements after one that is left out, so that it is not that of a moment in which
@@ -323,10 +321,10 @@ def measure(
     Args:
         device: ``None`` is the accelerator, or the CPU if there is none.
         tier: ``"host"``: the link is that to host memory; ``"disk"``: to a disk.
-        disk_paths: directories for a file on that disk. ``None``: those that ``disk_path=None`` tries.
+        disk_path: a directory for a file on that disk. ``None``: as ``OffloadConfig.disk_path``.
 
     Raises:
-        ConfigError: ``device`` is not on this machine, another ``tier``, ``disk_paths`` beside ``"host"``, or no
+        ConfigError: ``device`` is not on this machine, another ``tier``, ``disk_path`` beside ``"host"``, or no
             directory serves.
     """
     import torch
@@ -336,13 +334,13 @@ def measure(
 
     if tier not in ("host", "disk"):
         raise ConfigError(f'tier={tier!r} is not accepted: tier takes "host" or "disk"')
-    if tier == "host" and disk_paths is not None:
-        raise ConfigError('disk_paths goes with tier="disk" only: leave it out')
+    if tier == "host" and disk_path is not None:
+        raise ConfigError('disk_path goes with tier="disk" only: leave it out')
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     machine = replace(_rates_of(device), memory_bytes=memory_of(device) or 0)
     if tier == "disk":
-        return _with_link(machine, _disk_link(disk_paths))
+        return _with_link(machine, _disk_link(disk_path))
     runtime = host_runtime() if device.type == "cpu" else accelerator_runtime()
     with _undisturbed():
         return _with_link(machine, runtime.measure_link(device))

@@ -29,7 +29,7 @@ from torch.library import register_fake
 from eager_offload._torch import is_wrapper, library, storage_key
 from eager_offload.errors import OffloadError
 from eager_offload.selection import plain_tensors
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Tensor)

@@ -36,7 +36,7 @@ from eager_offload._torch import (
     replaced_calls_in_graphs,
     set_module_call,
 )
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 #: Is given the inner call, the positional arguments and the named ones; returns the result of the call.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]

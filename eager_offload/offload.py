@@ -46,8 +46,7 @@ from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.step_table import StepTable
 from eager_offload.tiers.base import Tier
-from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import can_begin_nothing
+from eager_offload.tiers.forking import Living, can_begin_nothing
 
 #: All live objects of the process.
 _alive: Living[Offload] = Living()

@@ -11,7 +11,7 @@ from eager_offload._torch import Patch, is_out_of_memory, on_backwards
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.stats import KeepReason
 from eager_offload.step_memory import reason_text
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 
 class Held(NamedTuple):

@@ -215,7 +215,7 @@ def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException]
 
     Nothing is said of a script that has ended before a step, by an error or by ``sys.exit``.
     """
-    from eager_offload.tiers.ranks import rank
+    from eager_offload.tiers.limits import rank
 
     if rank():
         return

@@ -49,7 +49,7 @@ class Footprint(NamedTuple):
 def keeps_cpu_tensors(config: OffloadConfig) -> bool:
     """Returns whether tensors on the CPU stay: the process has an accelerator, and the user has not asked for a
     disk."""
-    if config.tier != "auto" or config.disk_paths is not None:
+    if config.tier != "auto" or config.disk_path is not None:
         return False
     return torch.accelerator.current_accelerator(check_available=True) is not None
 

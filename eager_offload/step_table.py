@@ -41,7 +41,7 @@ from eager_offload.config import size_text
 from eager_offload.errors import ScheduleMismatchError
 from eager_offload.schedule import StepUses, late_behind
 from eager_offload.stats import Accounts, KeepReason, Stage
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 #: How many tables are remembered: the forwards of one step may differ, of a generator and a discriminator say.
 _MOST_TABLES = 8

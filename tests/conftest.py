@@ -45,8 +45,11 @@ import eager_offload as eo  # noqa: E402  # it imports torch
 from eager_offload import contexts, in_vain  # noqa: E402
 from eager_offload.errors import tell  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
-from eager_offload.tiers.directories import filesystem_of, usual_directories  # noqa: E402
-from eager_offload.tiers.disk import DiskTier  # noqa: E402
+from eager_offload.tiers.disk import (  # noqa: E402
+    DiskTier,
+    filesystem_of,
+    usual_directories,
+)
 from tests.hazards.backends import Backend, DiskBackend, HostBackend, SimulatedBackend  # noqa: E402
 from tests.tiers.files import Watched  # noqa: E402
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import typing
 from collections.abc import Callable
@@ -54,7 +53,7 @@ TABLE = {
     "pin_memory": Field("auto", False, "no", "False"),
     "host_budget": Field("auto", "2GB", "2GB", "2GB"),
     "disk_budget": Field("auto", "3GB", "3GB", "3GB"),
-    "disk_path": Field(None, ["/a", "/b"], f"/a{os.pathsep}/b", "/a /b"),
+    "disk_path": Field(None, "/a", "/a", "/a"),
     "verify": Field(False, True, "True", "True"),
     "step_plans": Field("auto", False, "off", "False"),
     "device_budget": Field(None, "auto", "auto", "auto"),
@@ -83,7 +82,7 @@ def test_a_config_does_not_change_and_equal_ones_are_equal() -> None:
     for name in TABLE:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, 1)
-    same = eo.OffloadConfig(min_bytes=4 * MIB, disk_path=[Path("/tmp")])
+    same = eo.OffloadConfig(min_bytes=4 * MIB, disk_path=Path("/tmp"))
     assert config == same
     assert hash(config) == hash(same)
     assert dataclasses.replace(config, verify=True) == eo.OffloadConfig(min_bytes="4MiB", disk_path="/tmp", verify=True)
@@ -146,7 +145,7 @@ def test_any_other_text_is_refused_with_our_error(text: str) -> None:
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
-_SIZE, _DIRECTORIES = "a whole number of bytes", "a directory, a list of directories, or None"
+_SIZE = "a whole number of bytes"
 #: What each field says that it takes, to which values.
 REFUSED: list[tuple[str, str, list[Any]]] = [
     ("tier", '"auto" or "host" or "disk"', ["gpu", None, ["disk"]]),
@@ -163,7 +162,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ),
     ("verify", "True or False", ["auto", 1]),
     ("skip", "the names of modules", [3, [""]]),
-    ("disk_path", _DIRECTORIES, ["", [], ["/tmp", ""], ["/tmp", 3], 3, b"/tmp", {"/tmp"}]),
+    ("disk_path", "a directory, or None", ["", [], ["/tmp"], 3, b"/tmp", {"/tmp"}]),
 ]
 
 
@@ -304,7 +303,7 @@ def test_switched_off_nothing_is_opened_and_compiled_code_is_as_it_is_without(
 
 def test_an_offload_shows_what_was_set_and_what_it_has_done(tmp_path: Path) -> None:
     assert repr(eo.Offload()) == "<Offload(): nothing saved yet>"
-    offload = eo.Offload(min_bytes=4096, keep_last_bytes=0, tier="disk", disk_path=[tmp_path])
+    offload = eo.Offload(min_bytes=4096, keep_last_bytes=0, tier="disk", disk_path=tmp_path)
     shown = f"<Offload(tier='disk', min_bytes='4KiB', keep_last_bytes='0B', disk_path={str(tmp_path)!r}): "
     assert repr(offload) == shown + "nothing saved yet>"
     x = torch.ones(1 << 18, requires_grad=True)
@@ -324,7 +323,6 @@ def test_an_offload_shows_what_was_set_and_what_it_has_done(tmp_path: Path) -> N
         ("_MIN_BYTES", "lots", "min_bytes='lots' is not accepted"),
         ("_VERIFY", "perhaps", "verify='perhaps' is not accepted"),
         ("_PIN_MEMORY", "2", "pin_memory='2' is not accepted"),
-        ("_DISK_PATH", f"/tmp{os.pathsep}", "disk_path=.* is not accepted"),
     ],
 )
 def test_an_unknown_variable_or_a_bad_value_of_one_is_named_as_it_was_written(name: str, text: str, said: str) -> None:
@@ -394,7 +392,7 @@ def test_each_field_comes_back(
 
 def test_a_field_of_a_pydantic_model_is_a_config_or_a_mapping_and_its_errors_are_pydantics() -> None:
     pydantic, model = pytest.importorskip("pydantic"), pydantic_model()
-    given = {"min_bytes": "4MiB", "disk_path": ["/a"]}
+    given = {"min_bytes": "4MiB", "disk_path": "/a"}
     assert model(offload=given).offload == eo.OffloadConfig(**given)
     config = eo.OffloadConfig()
     assert model(offload=config).offload is config
@@ -426,7 +424,6 @@ LINES: list[tuple[list[str], dict[str, Any]]] = [
         if name not in ("verify", "enabled")
     ),
     (["--offload.pin-memory", "auto", "--offload.step-plans", "True"], {"step_plans": True}),
-    (["--offload.disk-path", "/a"], {"disk_path": "/a"}),
     (["--offload.disk-path", "None", "--offload.device-budget", "None"], {}),
     (["--offload.verify", "--offload.no-enabled"], {"verify": True, "enabled": False}),
     (["--offload.skip", "lm_head"], {"skip": "lm_head"}),
@@ -441,12 +438,12 @@ def test_tyro_parses_each_field_of_a_trainers_own_configuration(line: list[str],
 
 def test_tyros_help_shows_every_field_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     tyro = pytest.importorskip("tyro")
-    default = Trainer(offload=eo.OffloadConfig(disk_path=["/a", "/b"], skip=["lm_head"], min_bytes="4MiB"))
+    default = Trainer(offload=eo.OffloadConfig(disk_path="/a", skip=["lm_head"], min_bytes="4MiB"))
     with pytest.raises(SystemExit, match="0"):
         tyro.cli(Trainer, args=["--help"], default=default)
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert [name for name in TABLE if f"--offload.{name.replace('_', '-')}" not in said] == []
-    assert [value for value in ("/a /b", "lm_head", 4 * MIB) if f"(default: {value})" not in said] == []
+    assert [value for value in ("/a", "lm_head", 4 * MIB) if f"(default: {value})" not in said] == []
 
 
 def test_jsonargparse_takes_the_fields_from_a_command_line_and_a_file(tmp_path: Path) -> None:
@@ -454,7 +451,7 @@ def test_jsonargparse_takes_the_fields_from_a_command_line_and_a_file(tmp_path: 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--offload", type=eo.OffloadConfig)
     parser.add_argument("--file", action="config")
-    given = {"disk_path": ["/a", "/b"], "skip": "lm_head", "min_bytes": "4MiB"}
+    given = {"disk_path": "/a", "skip": "lm_head", "min_bytes": "4MiB"}
     (tmp_path / "offload.yaml").write_text(yaml.safe_dump({"offload": given}))
     line = [f"--file={tmp_path / 'offload.yaml'}", "--offload.device_budget=20GiB"]
     found = parser.instantiate(parser.parse_args(line)).offload

@@ -100,7 +100,7 @@ ROOMS: dict[str, set[str]] = {
     "planning": {
         *("_torch", "compile", "config", "contexts", "eager", "errors"),
         *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),
-        *("rates", "schedule", "selection", "chooser", "stats", "step_table", "tiers"),
+        *("rates", "schedule", "selection", "chooser", "stats", "step_table", "tiers", "version"),
     },
     "eager_offload": {
         *("config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),

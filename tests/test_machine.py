@@ -47,7 +47,7 @@ def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_tra
 
     monkeypatch.setattr(machine, "_product", noted)
     with FakeTensorMode():
-        found = measure(tier=tier, disk_paths=[tmp_path] if tier == "disk" else None)
+        found = measure(tier=tier, disk_path=tmp_path if tier == "disk" else None)
     assert kinds == {torch.Tensor}
     assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are the user's"
     assert min(found.out, found.back, found.memory_bytes) > 1e6
@@ -59,8 +59,8 @@ def test_what_is_measured_while_a_compiler_traces_is_the_machine_and_not_the_tra
 def test_a_tier_that_is_none_is_an_error() -> None:
     with pytest.raises(eo.ConfigError, match='tier takes "host" or "disk"'):
         measure(CPU, tier="tape")
-    with pytest.raises(eo.ConfigError, match='disk_paths goes with tier="disk" only'):
-        measure(CPU, disk_paths=[Path()])
+    with pytest.raises(eo.ConfigError, match='disk_path goes with tier="disk" only'):
+        measure(CPU, disk_path=Path())
 
 
 def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one_is(
@@ -97,9 +97,9 @@ def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Pat
     for _ in range(2):
         assert link_of(runtime, CPU) == ((7.0, 1.0), (9.0, 1.0))
     assert runtime.times == 1
-    assert disk_link((tmp_path,)) is disk_link((tmp_path,))
+    assert disk_link(tmp_path) is disk_link(tmp_path)
     if not torch.accelerator.is_available():
-        found, (out, back) = here(eo.OffloadConfig(tier="disk", disk_path=tmp_path)), disk_link((tmp_path,))
+        found, (out, back) = here(eo.OffloadConfig(tier="disk", disk_path=tmp_path)), disk_link(tmp_path)
         assert (found.name, found.out, found.back) == ("here (cpu)", out.median, back.median)
         assert found.spread == max(machine_of(CPU).spread, out.spread, back.spread)
 

@@ -8,14 +8,13 @@ line; and where a budget is ``"auto"``, what that has come to is a part of the k
 
 from __future__ import annotations
 
-import hashlib
 import pkgutil
 import sys
 from functools import cache
 
 from eager_offload.compile.cost import free_bytes
 from eager_offload.config import OffloadConfig
-from eager_offload.version import VERSION
+from eager_offload.version import VERSION, digest
 
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
@@ -41,7 +40,7 @@ def cache_key() -> str:
     Compilers key on it what they keep. Where there are no sources to read it is the version alone.
     """
     version = f"eager_offload {VERSION}"
-    digest = hashlib.sha256()
+    parts = list[str | bytes]()
     for name in _sources():
         try:
             source = pkgutil.get_data("eager_offload", name)
@@ -49,8 +48,8 @@ def cache_key() -> str:
             source = None
         if source is None:
             return version
-        digest.update(f"{name} {len(source)} ".encode() + source)
-    return f"{version} {digest.hexdigest()}"
+        parts += [name, source]
+    return f"{version} {digest(*parts)}"
 
 
 def text_of(config_key: str, fraction: float) -> str:

@@ -202,7 +202,7 @@ def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float
         with without_dispatch_modes():
             offloader: DeviceOffloader = contexts.serving(text, is_hooked=True).offloader_of(device)
             if offloader.tiers[0].name == "disk":
-                link = disk_link(OffloadConfig.from_text(text).disk_paths)
+                link = disk_link(OffloadConfig.from_text(text).disk_path)
             else:
                 link = link_of(offloader.runtime, device)
             return (link.out if direction is Direction.OUT else link.back).median

@@ -32,7 +32,7 @@ from eager_offload.marks import inside
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.guard import NoHeadroomError, process_guard
+from eager_offload.tiers.limits import NoRoomError, host_bound
 from eager_offload.tiers.memory import view_of
 
 _CAPTURED = "compiled code that offloads was called"
@@ -250,8 +250,8 @@ def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
     host = torch.device("cpu")
     if device.type != host.type:
         try:
-            process_guard().admit(nbytes)
-        except NoHeadroomError:
+            host_bound.admit(nbytes)
+        except NoRoomError:
             return [device]
     return [host, device]
 

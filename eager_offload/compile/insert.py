@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -27,6 +26,7 @@ from eager_offload.compile.graphs import (
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
+from eager_offload.version import digest
 
 #: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.
 EXACT = "eager_offload_exact"
@@ -257,7 +257,7 @@ def region_of(choice: Choice) -> str:
     """
     moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
     kept = (f"{reason.value}={nbytes}" for reason, nbytes in sorted(choice.kept_bytes().items()))
-    return ",".join((f"{zlib.crc32(moved.encode()):08x}", *kept))
+    return ",".join((digest(moved)[:8], *kept))
 
 
 def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:

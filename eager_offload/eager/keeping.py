@@ -12,7 +12,7 @@ from eager_offload.eager.readings import Reading, Readings
 from eager_offload.engine.transfers import Transfers
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.step_table import Step, StepTables
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 
 class Keeping:

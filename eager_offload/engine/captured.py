@@ -21,7 +21,6 @@ held to that. So the slots of the graph are parts of one slab, which is laid out
 from __future__ import annotations
 
 import heapq
-from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -38,7 +37,7 @@ from eager_offload.errors import CaptureStateError, OffloadError, ScheduleMismat
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Stream
 from eager_offload.stats import KeepReason
-from eager_offload.tiers.base import Fence, Slot
+from eager_offload.tiers.base import Fence, Range, Ranges, Slab, Slot
 from eager_offload.tiers.memory import view_of
 
 
@@ -74,52 +73,40 @@ class SlabLayout(NamedTuple):
     nbytes: int
 
 
-class _Hole(NamedTuple):
-    """A part of the slab that nothing needs any more."""
+class _InAGraph:
+    """Judges uses of places by number of copy: of a graph nothing is over while it is laid out."""
 
-    start: int
-    stop: int
-    #: As in ``Place``.
-    behind: int
+    def query(self, event: object) -> bool:
+        return False
 
 
 def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
     """Returns a layout in which storages share a place whose copies back and out come one after the other.
 
-    First fit: each storage takes the first hole that is large enough, from its copy out to its last copy back.
+    Each storage has its place from its copy out to its last copy back. Places are cut as any tier's slots are: see
+    [Note: which bytes a request gets].
     """
     last_back = {one.key: number for number, one in enumerate(copies) if one.is_back}
-    holes: list[_Hole] = []
-    ending: list[tuple[int, _Hole]] = []  # a heap: by the copy after which each is a hole
-    places: dict[int, Place] = {}
-    end = 0
+    ends, judge = set(last_back.values()), _InAGraph()
+    slab, ranges, places = Slab(0), Ranges[Slab](), dict[int, Place]()
+    ending: list[tuple[int, int, Range[Slab]]] = []  # a heap: by the copy after which each is free
     for number, one in enumerate(copies):
         while ending and ending[0][0] < number:
-            _insert(holes, heapq.heappop(ending)[1])
+            last, _, free = heapq.heappop(ending)
+            free.fences = (*free.fences, Fence(judge, last)) if last in ends else free.fences
+            ranges.back[free.nbytes].append(free)
         if one.is_back:
             continue
         nbytes = -(-one.nbytes // ALIGNMENT) * ALIGNMENT
-        index = next((index for index, hole in enumerate(holes) if hole.stop - hole.start >= nbytes), None)
-        if index is None:
-            start, behind = end, -1
-            end += nbytes
-        else:
-            start, stop, behind = holes[index]
-            holes[index : index + 1] = [_Hole(start + nbytes, stop, behind)] if stop - start > nbytes else []
-        places[one.key] = Place(start, behind)
-        last = last_back.get(one.key, -1)
-        heapq.heappush(ending, (max(last, number), _Hole(start, start + nbytes, max(last, behind))))
-    return SlabLayout(places, end)
-
-
-def _insert(holes: list[_Hole], hole: _Hole) -> None:
-    """Puts a hole among those that there are, in order, as one with its neighbours."""
-    insort(holes, hole)
-    index = holes.index(hole)
-    for first in (index, index - 1):
-        if 0 <= first < len(holes) - 1 and holes[first].stop == holes[first + 1].start:
-            one, other = holes[first : first + 2]
-            holes[first : first + 2] = [_Hole(one.start, other.stop, max(one.behind, other.behind))]
+        if not (same := ranges.back.get(nbytes) or ranges.fit(nbytes)):
+            grown = nbytes - ranges.free_before(slab.nbytes)
+            ranges.back[grown].append(Range(slab, slab.nbytes, grown))
+            slab.nbytes += grown
+            same = ranges.fit(nbytes)
+        place = same.pop()
+        places[one.key] = Place(place.start, max([cast(int, fence.event) for fence in place.fences], default=-1))
+        heapq.heappush(ending, (max(last_back.get(one.key, -1), number), number, place))
+    return SlabLayout(places, slab.nbytes)
 
 
 class GraphSlot(Slot):

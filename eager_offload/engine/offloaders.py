@@ -24,8 +24,8 @@ from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import Accounts, Counters, KeepReason
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.host import HostTier, shared_pool
+from eager_offload.tiers.limits import host_bound
 from eager_offload.tiers.pool import Pool
 
 _warned_of_host_tier = threading.Event()
@@ -67,7 +67,7 @@ class Offloaders:
         Raises:
             ConfigError: one that was named cannot, or none could be found.
         """
-        is_named = self._config.tier == "disk" or self._config.disk_paths is not None
+        is_named = self._config.tier == "disk" or self._config.disk_path is not None
         is_plain = self.given_runtime is None and self._config.tier == "auto" and not keeps_cpu_tensors(self._config)
         if not is_named and not is_plain:
             return
@@ -286,10 +286,10 @@ class Offloaders:
     def _new_tiers(self, runtime: Runtime) -> list[Tier]:
         """The tiers of ``runtime``, the one that is to be filled first in front."""
         config, on_device = self._config, isinstance(runtime, AcceleratorRuntime)
-        if config.tier == "auto" and on_device and config.disk_paths is not None:
+        if config.tier == "auto" and on_device and config.disk_path is not None:
             return [self._host_tier(runtime), self._disk_tier()]
         on_host_runtime = isinstance(runtime, HostRuntime)
-        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_paths is not None)):
+        if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_path is not None)):
             return [self._disk_tier()]
         if on_host_runtime and not _warned_of_host_tier.is_set():
             _warned_of_host_tier.set()
@@ -300,7 +300,7 @@ class Offloaders:
         if self._disk is None:
             config = self._config
             budget, given = _bytes(config.disk_budget), config.written("disk_budget")
-            self._disk = self._around(DiskTier(config.disk_paths, budget, given=given, verify=config.verify))
+            self._disk = self._around(DiskTier(config.disk_path, budget, given=given, verify=config.verify))
         return self._disk
 
     def _host_tier(self, runtime: Runtime) -> Tier:
@@ -315,18 +315,14 @@ class Offloaders:
 
 def _new_pool(runtime: Runtime, *, pin_memory: bool) -> Pool:
     """A pool over the host buffers of ``runtime``, which takes no more than the machine has to give."""
-    guard, allocate = process_guard(), runtime.host_buffer
+    allocate = runtime.host_buffer
     more: dict[str, Any] = {}
     if isinstance(runtime, AcceleratorRuntime):
         allocate = partial(runtime.host_buffer, pin_memory=pin_memory)
         # Pinning costs milliseconds, and the next step needs the same slabs again: none goes back before the end.
         more = {"idle_bytes": sys.maxsize, "sizes": runtime.slab_sizes(pin_memory=pin_memory)}
-
-    def given_back() -> None:
-        runtime.poll()  # what is pinned has to be unpinned before it is back
-        guard.forget()
-
-    return Pool(allocate, admit=guard.admit, given_back=given_back, **more)
+    # What is pinned has to be unpinned before it is back.
+    return Pool(allocate, bound=host_bound, given_back=runtime.poll, **more)
 
 
 def _bytes(budget: int | str) -> int | None:

@@ -14,7 +14,7 @@ from eager_offload.live_bytes import LiveBytes, LiveStorage
 from eager_offload.runtime.base import Event
 from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import torch
 from eager_offload.engine.transfer import CountedBytes
 from eager_offload.runtime.base import Event, Moment, Runtime
 from eager_offload.stats import Counters
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 #: How many entries the list holds.
 _MOST = 1 << 16

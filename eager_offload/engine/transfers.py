@@ -44,7 +44,7 @@ _NO_THREAD = (
 )
 
 
-#: How many copies a stream is given for each lane of a tier, however large they are.
+#: How many copies a stream is given, however large they are.
 _ALWAYS = 2
 #: For how long a stream is given more; seconds.
 _AHEAD_SECONDS = 1e-3
@@ -299,7 +299,7 @@ class Transfers:
             self._held_back_bytes = 0
         while self._held_back:
             transfer = next(iter(self._held_back))
-            if len(self._out) >= _ALWAYS * max([tier.lanes for tier in self.tiers]):
+            if len(self._out) >= _ALWAYS:
                 carried = (self.out_rate.value or 0.0) * _AHEAD_SECONDS
                 ahead = min(carried, self.accounts.counters.live.without_offload * _AHEAD_PART)
                 most = max(ahead, self.runtime.given_bytes)
@@ -351,7 +351,7 @@ class Transfers:
         transfer = Transfer(slot, layout.nbytes, counters)
         transfer.held_after = held_after
         self._enqueue(transfer, target, slot, slot, after, what, key)
-        counters.bytes_in += slot.record.carried
+        counters.bytes_in += slot.nbytes
         self.hold(transfer.nbytes, transfer)
         return target, transfer
 
@@ -392,7 +392,7 @@ class Transfers:
         if not transfer.held_after:
             self.release(transfer)
         runtime, counters, event = self.runtime, transfer.counters, transfer.event
-        counters.in_seconds += self.in_rate.add(transfer.slot.carried, runtime.copy_seconds(event))
+        counters.in_seconds += self.in_rate.add(transfer.moved, runtime.copy_seconds(event))
         counters.processor_seconds += runtime.processor_seconds(event)
         return True
 
@@ -475,15 +475,14 @@ class Transfers:
         if self._out.pop(transfer, self) is self:
             return
         failure = replaced(transfer) or failure
-        counters, carried, record = transfer.counters, transfer.slot.carried, transfer.record
+        counters, record = transfer.counters, transfer.record
         assert record is not None
         self._leaving.pop(record, None)
         self.inflight_bytes -= transfer.moved
         self.release(transfer)
         counters.processor_seconds += self.runtime.processor_seconds(transfer.event)
         if failure is None:
-            counters.out_seconds += self.out_rate.add(carried, self.runtime.copy_seconds(transfer.event))
-            counters.bytes_out -= transfer.moved - carried
+            counters.out_seconds += self.out_rate.add(transfer.moved, self.runtime.copy_seconds(transfer.event))
             record.state = AWAY
             if record.is_gone and not record.asked:
                 record.counters.released_bytes += record.logical_bytes

@@ -224,7 +224,7 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
     if offload is None:
         return
     config = offload.config
-    if config.enabled and (config.tier == "disk" or config.disk_paths is not None):
+    if config.enabled and (config.tier == "disk" or config.disk_path is not None):
         raise CaptureStateError(
             f"an Offload with tier={config.tier!r} and disk_path={config.disk_path!r} cannot be captured: the host "
             "carries out what a disk does, and a replay has no host. Give one with tier='host' and no disk_path"

@@ -28,7 +28,7 @@ from eager_offload.errors import tell
 from eager_offload.integrations.calls import warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.integrations.settings import Given, missing, offload_from
-from eager_offload.tiers.ranks import set_local_ranks
+from eager_offload.tiers.limits import set_local_ranks
 
 __all__ = ["OffloadCallback"]
 

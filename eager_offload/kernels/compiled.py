@@ -17,7 +17,7 @@ from eager_offload.kernels.signature import Signature
 #: A compiled kernel: takes the tensors of a call.
 Launch: TypeAlias = Callable[..., object]
 
-#: Those that kernels hold, by the text of all that they depend on; see [Note: finalizers] in ``tiers/finalizers.py``.
+#: Those that kernels hold, by the text of all that they depend on; see [Note: finalizers] in ``tiers/forking.py``.
 #: Nothing has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
 _kept: dict[str, weakref.ref[Launch]] = {}
 _lock = threading.Lock()

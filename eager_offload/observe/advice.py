@@ -137,7 +137,7 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             yield f"{what}, from the first byte on: the first warning tells why. Look after the disk, or name another."
         else:
             instead = ", or free room there" if stats.disk_bytes_peak else ""
-            if config.tier == "auto" and config.disk_paths is None and stats.host_bytes_peak and not instead:
+            if config.tier == "auto" and config.disk_path is None and stats.host_bytes_peak and not instead:
                 instead = ", or give a disk_path to spill to"
             yield f"{what}. Raise {budgets_text(config, stats.host_bytes_peak, stats.disk_bytes_peak)}{instead}."
     if count := stats.demotions.get("host_to_disk", 0):
@@ -236,8 +236,7 @@ def _planned_waits(stats: OffloadStats) -> str:
 def _slow_link(stats: OffloadStats, config: OffloadConfig) -> str:
     """Returns the advice for transfers that run all the time while compute waits for them."""
     rate = _rate(stats)
-    less = "A list of paths on several disks as disk_path shares the load; else " if stats.disk_bytes_peak else ""
-    less = less or "To move less, "
+    less = "To move less, "
     if config.slowdown is None and config.keep_last_bytes == "auto":
         less += 'policy="free" moves what the link hides and no more; or '
     return (

@@ -36,10 +36,8 @@ from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.machine import Machine, measure
 from eager_offload.offload import Offload
-from eager_offload.tiers.directories import filesystem_of, usual_directories
-from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
+from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
 from eager_offload.version import VERSION
 
 _T = TypeVar("_T")
@@ -50,6 +48,8 @@ FORMAT = 3
 _ONE_PROBE = 10.0
 #: Bytes that a measurement of a disk needs at least, takes at most, and the divisor of the free bytes that it may take.
 _LEAST_ON_DISK, _MOST_ON_DISK, _PART_OF_FREE = 16 << 20, 64 << 20, 16
+#: Where Linux lists the nodes of memory: "0" is one, several are written "0-1" or "0,2".
+NODES = Path("/sys/devices/system/node/online")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _accelerators() -> list[str]:
 def _memory() -> Memory:
     headroom = host_headroom()
     limit, total = headroom.binding, psutil.virtual_memory().total
-    return Memory(total, headroom.nbytes, host_budget(), local_ranks(), limit.reason, limit.remedy)
+    return Memory(total, headroom.nbytes, host_budget(), ranks_here().number, limit.reason, limit.remedy)
 
 
 def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
@@ -210,7 +210,7 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
     try:
         free = shutil.disk_usage(path).free
         disk = Disk(str(path), filesystem_of(path), path.stat().st_dev, free, disk_budget(path))
-        tier = DiskTier([path], min(_MOST_ON_DISK, free // _PART_OF_FREE))
+        tier = DiskTier(path, min(_MOST_ON_DISK, free // _PART_OF_FREE))
     except (OSError, ConfigError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error.__cause__ or error)
         return [Disk(str(path), refused=said or str(error))]
@@ -315,6 +315,12 @@ def verdict(devices: Mapping[str, Machine | None], tests: Sequence[SelfTest], se
             flops = machine.single_flops if name == "cpu" else machine.flops
             ratios[name] = flops * _seconds_a_byte(machine.out, machine.back)
             advice.append(_when_it_pays(name, ratios[name]))
+    nodes = NODES.read_text().strip() if NODES.exists() else ""
+    if passed and passed != ["cpu"] and not nodes.isdecimal() and nodes:
+        advice.append(
+            f"This machine has several nodes of memory ({nodes}): torchrun --numa-binding=node takes the host memory "
+            "of each process from the node next to its device."
+        )
     if wrong:
         summary = f"Gradients came out wrong on {', '.join(wrong)}: do not use it here, and please report this."
     elif not passed:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ from eager_offload.planning.choose import Chosen
 from eager_offload.planning.problem import Problem
 from eager_offload.planning.replay import Outcome
 from eager_offload.planning.states import States
+from eager_offload.version import digest
 
 #: The form of the file.
 _FORMAT = 5
@@ -94,7 +94,7 @@ _Plan = TypeVar("_Plan", bound=PlanFields)
 def write(plan: PlanFields, path: str | os.PathLike[str]) -> None:
     """Writes ``plan`` to ``path``, as JSON."""
     content = _text(plan)
-    Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{_digest(content)}","plan":{content}}}', "utf-8")
+    Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{digest(content)}","plan":{content}}}', "utf-8")
 
 
 def read(kind: type[_Plan], path: str | os.PathLike[str]) -> _Plan:
@@ -107,7 +107,7 @@ def read(kind: type[_Plan], path: str | os.PathLike[str]) -> _Plan:
         content = json.loads(Path(path).read_text("utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        if content["digest"] != _digest(_text(content["plan"])):
+        if content["digest"] != digest(_text(content["plan"])):
             raise ValueError("it is not as it was written")
         found: _Plan = _read(kind, content["plan"])
     except (ValueError, TypeError, KeyError) as error:
@@ -124,10 +124,6 @@ def _text(plan: object) -> str:
         return {field.name: getattr(one, field.name) for field in fields(one)}
 
     return json.dumps(plan, separators=(",", ":"), default=content)
-
-
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 _hints = cache(get_type_hints)

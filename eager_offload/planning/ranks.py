@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -16,6 +15,7 @@ from eager_offload.errors import ConfigError, OffloadError, PlanError
 from eager_offload.machine import Machine
 from eager_offload.planning.sharding import Sharding
 from eager_offload.planning.states import States
+from eager_offload.version import digest
 
 
 class Asked(NamedTuple):
@@ -82,9 +82,8 @@ def model_text(model: nn.Module) -> str:
     parts = [f"{name} {type(module).__qualname__} {module.training}" for name, module in model.named_modules()]
     for name, one in (*model.named_parameters(), *model.named_buffers()):
         parts.append(f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     nbytes = sum(one.numel() * one.itemsize for one in model.parameters())
-    return f"{type(model).__name__} of {size_text(nbytes)} in {len(parts)} parts, {digest[:12]}"
+    return f"{type(model).__name__} of {size_text(nbytes)} in {len(parts)} parts, {digest(*parts)[:12]}"
 
 
 def _compare(models: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderWayAtFork, tell_after_fork
-from eager_offload.tiers.slabs import SlabSizes
+from eager_offload.tiers.pool import SlabSizes
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
 #: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make those

@@ -11,7 +11,7 @@ import torch
 from eager_offload._torch import sanitizer
 from eager_offload.errors import CaptureStateError, StaleEventError
 from eager_offload.runtime.captures import CAPTURES, Capture
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 
 
 class AcceleratorEvent:

@@ -27,8 +27,7 @@ from eager_offload.rates import TIMES, LinkRates, Rate
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Slot
-from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, tell_after_fork
+from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
 from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool
@@ -170,8 +169,7 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        thread = stream if not slot.lane else stream.lane(slot.lane)
-        submitted: HostEvent = thread.submit(partial(self._carry, call, end, slot, pending))
+        submitted: HostEvent = stream.submit(partial(self._carry, call, end, slot, pending))
         return submitted
 
     def _carry(self, *given: Any) -> None:

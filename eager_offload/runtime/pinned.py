@@ -3,7 +3,7 @@
 [Note: two ways to pin]
 Where the driver can be asked to *register* memory, a slab is pages of our own, exact to the page, pinned where it lies.
 Otherwise torch's allocator pins, and that rounds up to a power of two and keeps what it got: then every slab is asked
-for as one (``PowersOfTwo`` in ``tiers/slabs.py``). Which of the two it is, is found out by registering a page.
+for as one (``PowersOfTwo`` in ``tiers/pool.py``). Which of the two it is, is found out by registering a page.
 
 [Note: a slab is a piece]
 One registration covers one slab and no more. The driver refuses very large ones, and a copy that straddles two, so the
@@ -16,11 +16,6 @@ each worker of a data loader. So a child gets none of it (``MADV_DONTFORK``, unt
 Nothing of the library touches a slab there: the child has no device, and unpack raises before it looks. Nor may it
 unmap one, since something of its own may be at these addresses: see ``LEFT_TO_THE_PARENT``. What torch's allocator
 pins is the driver's memory, which fork leaves out as it is.
-
-[Note: the node of the device]
-Pages are taken from the node of memory that is nearest to the device which is selected when a slab is taken: that is
-where the copies go, as long as a process uses one device. What several devices share a pool for may come from the
-node of any of them.
 """
 
 from __future__ import annotations
@@ -36,11 +31,10 @@ from torch import Tensor
 from eager_offload._torch import host_registration
 from eager_offload.config import size_text
 from eager_offload.errors import warn
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import pinning_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab, node_of_device, prefer_node, resident_slab, view_of
-from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
+from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
+from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20
@@ -73,14 +67,12 @@ class PinnedMemory:
     """Pins slabs. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/finalizers.py`.
+        #: Of the slabs that are alive, and of those that have gone; see [Note: finalizers] in `tiers/forking.py`.
         self._records: set[_OwnerRecord] = set()
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
         self._warned: set[str] = set()
-        #: The node of memory nearest to a device, by the device's index.
-        self._nodes: dict[int, int | None] = {}
 
     @property
     def sizes(self) -> SlabSizes:
@@ -102,13 +94,13 @@ class PinnedMemory:
             return self.pageable(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
-        """A slab that is not pinned, near the device that is selected.
+        """A slab that is not pinned.
 
         Raises:
             MemoryError: the system has no room.
         """
         with torch.inference_mode(False):
-            return resident_slab(nbytes, node=self._node())
+            return resident_slab(nbytes)
 
     def poll(self) -> None:
         """Unpins the slabs that have gone; what the process inherited from a parent stays as it is.
@@ -160,9 +152,6 @@ class PinnedMemory:
         if nbytes > _MOST_REGISTERED:
             raise RuntimeError(f"one piece may have {_MOST_REGISTERED} bytes")
         pages = anonymous_slab(nbytes, inherited=False)
-        node = self._node()
-        if node is not None:
-            prefer_node(pages.data_ptr(), nbytes, node)
         owner = _Owner()
         record = _OwnerRecord(owner, self.returned.append)
         record.pages = pages
@@ -173,13 +162,6 @@ class PinnedMemory:
             self._records.discard(record)
             raise
         return torch.frombuffer(view_of(pages.data_ptr(), nbytes, owner), dtype=torch.uint8)
-
-    def _node(self) -> int | None:
-        """See [Note: the node of the device]; ``None`` where any memory is as near as any other."""
-        index = torch.accelerator.current_device_index()
-        if index not in self._nodes:
-            self._nodes[index] = node_of_device(pci_address(index))
-        return self._nodes[index]
 
     def _torch_slab(self, nbytes: int) -> Tensor:
         # Pinned memory starts at a page as it is. Room to spare would double a slab whose size is a power of two.
@@ -230,13 +212,3 @@ def _check_code(code: object, call: str) -> None:
         with suppress(RuntimeError):
             torch.empty(1, device=torch.accelerator.current_accelerator()).fill_(1)
         raise RuntimeError(f"{call} failed with error {number}")
-
-
-def pci_address(index: int) -> str | None:
-    """Where a device is on the PCI bus, such as ``0000:3b:00.0``; ``None`` where it does not say."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(index)
-    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    return None if domain is None or bus is None or device is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"

@@ -6,14 +6,14 @@
 [Note: stages overlap]
 Each storage that travels has staging room of its own, so while one is written, the next ones are copied off the device,
 and while one is copied back, the next is read: the room that was read into last is held, or the next read would be
-given that one again and wait for its copy. Room is bounded for each way, for all disks together. A storage that is
+given that one again and wait for its copy. Room is bounded for each way. A storage that is
 larger than the bound has all of it alone.
 
 [Note: no room]
 The caller holds a lock, so it waits neither for room nor for the system, which takes long to pin memory: it takes what
-is pinned and free. Otherwise the copy off the device is left to the writer, which waits, like the reader, until another
-thread has done with some, or pins more. From then on all copies are left to it, until the last of these has its room:
-room that is taken for a later write would be waited for in vain. Before the writer writes what was left to it, it has
+is pinned and free. Otherwise the copy off the device is left to the writer, which pins more, like the reader. From then
+on all copies are left to it, until the last of these has its room: else a later write would have the room of an earlier
+one. Before the writer writes what was left to it, it has
 the next ones copied, in order, as far as there is room, so that the stages overlap here too.
 
 [Note: where the bytes are safe]
@@ -23,21 +23,20 @@ write that fails costs nothing but the attempt. It is the window that bounds wha
 [Note: what orders the stages]
 The writer waits, as a host does, for the copy into staging; room goes back after the write. The reader waits for the
 last copy out of the room it was given, which goes back once the next copy is enqueued, and the stream of that copy for
-whatever the caller said. A stream that is to
-wait for a reload can do so once the reader has enqueued the copy: until then the host waits. Nothing waits for the
-threads' other transfers of the same slot: a thread holds the slot that it writes or reads, so that no slot is given
-anew before.
+whatever the caller said. A stream that is to wait for a reload can do so once the reader has enqueued the copy: until
+then the host waits. Nothing waits for the threads' other transfers of the same slot: a thread holds the slot that it
+writes or reads, so that no slot is given anew before.
 """
 
 from __future__ import annotations
 
 import errno
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import NoReturn
 
 import torch
@@ -48,11 +47,9 @@ from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import Fence, MustGrow, Slot
-from eager_offload.tiers.finalizers import FinalizerRecord
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import HostSlot
+from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
+from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock
+from eager_offload.tiers.pool import HostSlot, Pool, Quota
 
 #: Bytes of staging memory for each way, for the whole process.
 STAGING_BYTES = 256 << 20
@@ -99,7 +96,7 @@ class StagedEvent:
 
 
 class _Part:
-    """Staging memory for one transfer: it is taken once there is ``memory``, until this has died."""
+    """A transfer's part of the staging memory: it is taken once there is ``memory``, until this has died."""
 
     memory: HostSlot | None = None
 
@@ -119,85 +116,64 @@ class _Offload(_Part):
 
 
 class _Room:
-    """Staging memory of one way.
-
-    [Note: parts that are taken]
-    An interrupt may come between any two lines of the thread that packs, and the room is the process's. So nothing
-    counts what is taken: it is what is alive, of which there are records. A record leaves the set by a method written
-    in C, as in tiers/finalizers.py, and a thread that waits has records of its own, which put something into its queue.
-    """
+    """Staging memory of one way. One transfer thread takes it; a thread that packs takes what is here and free."""
 
     def __init__(self, device: Runtime, limit: int) -> None:
         self._device = device
         self._limit = limit
+        self._quota = Quota(limit, Shortage("all of the staging memory is in use", "wait"))
         self._pool: Pool | None = None
         self._latest: HostSlot | None = None
-        #: Of all parts that are alive, with memory or without.
-        self._parts: set[FinalizerRecord[_Part]] = set()
-        #: Of the thread that may wait for the system. It waits for other parts without: they may need it to go on.
-        self.turn = ForkSafeLock()
-        tell_after_fork(self)
-
-    def after_fork(self) -> None:
-        self._parts.clear()  # a thread that is not in the child keeps its part for ever
-
-    def add(self, part: _Part) -> None:
-        """Counts ``part`` from when it has memory; call it before."""
-        self._parts.add(FinalizerRecord(part, self._parts.discard))
 
     def take_at_once(self, part: _Part) -> bool:
         """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
         if self._pool is None:
             return False
         try:
-            part.memory = self._pool.take(part.nbytes, HostSlot, limit=self._limit)
+            part.memory = self._pool.take(part.nbytes, HostSlot, self._quota)
         except OffloadError:
             raise
         except (MustGrow, MemoryError, RuntimeError):
             return False
         return True
 
-    def take(self, part: _Part, *, waits: bool = True) -> bool:
-        """Gives ``part`` memory; may wait for the system, and while others have too much.
+    def take(self, part: _Part, *, beyond: bool = True) -> bool:
+        """Gives ``part`` memory; may wait for the system.
+
+        Args:
+            beyond: whether it goes beyond the bound where that has no room, since nothing else is on its way.
 
         Returns:
-            ``False`` where the system has no memory, or where it would have to wait for others.
+            ``False`` where there is none.
         """
-        died: SimpleQueue[FinalizerRecord[_Part]] = SimpleQueue()
-        while True:
-            with self.turn.lock:
-                if part.memory is not None:  # by the thread of another lane
-                    return True
-                pool = self._pool
-                if pool is None:
-                    sizes = self._device.slab_sizes()
-                    pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
-                # Before it looks for memory: what dies after that ends the wait.
-                others = [FinalizerRecord(other, died.put) for other in self._taken()]
-                part.memory = pool.allocate(part.nbytes, limit=self._limit)
-                if part.memory is None and self._latest is not None:
-                    self._latest = None
-                    part.memory = pool.allocate(part.nbytes, limit=self._limit)
-                if part.memory is None and not others:
-                    part.memory = pool.allocate(part.nbytes)
-                if part.memory is not None or not others or not waits:
-                    return part.memory is not None
-            died.get()
-
-    def _taken(self) -> list[_Part]:
-        parts = [record() for record in list(self._parts)]
-        return [part for part in parts if part is not None and part.memory is not None]
+        if part.memory is not None:  # a write before this one has had it copied
+            return True
+        pool, quota = self._pool, self._quota
+        if pool is None:
+            sizes = self._device.slab_sizes()
+            pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
+            pool.join(quota)
+        part.memory = pool.allocate(part.nbytes, quota)
+        if part.memory is None and self._latest is not None:
+            self._latest = None
+            part.memory = pool.allocate(part.nbytes, quota)
+        if part.memory is None and beyond:
+            quota.budget = sys.maxsize
+            try:
+                part.memory = pool.allocate(part.nbytes, quota)
+            finally:
+                quota.budget = self._limit
+        return part.memory is not None
 
     def hold(self, slot: HostSlot) -> None:
         """Has the next room lie beside ``slot``, where both fit; see [Note: stages overlap]."""
         self._latest = slot
 
     def close(self) -> None:
-        with self.turn.lock:
-            self._latest = None
-            pool, self._pool = self._pool, None
+        self._latest = None
+        pool, self._pool = self._pool, None
         if pool is not None:
-            pool.close()
+            pool.leave(self._quota)
 
 
 class Staging:
@@ -226,18 +202,17 @@ class Staging:
         self, slot: Slot, source: Tensor, stream: torch.Stream, after: Sequence[Event], *, timed: bool
     ) -> StagedEvent:
         """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
-        event, writer, is_left = StagedEvent(), self._writer.lane(slot.lane), False
+        event, is_left = StagedEvent(), False
         part = _Offload(event, slot, source, stream, _of_device(after), timed)
-        self._out.add(part)
         with self._order.lock:
             try:
                 if self._first_left() is None and self._out.take_at_once(part):
                     self._copy_off(part)
-                    event.work = writer.submit(partial(self._write, part))
+                    event.work = self._writer.submit(partial(self._write, part))
                 else:
                     is_left = True
                     self._left.append(FinalizerRecord(part))
-                    event.work = writer.submit(partial(self._write_left, part))
+                    event.work = self._writer.submit(partial(self._write_left, part))
             except BaseException:
                 if not is_left:  # else the writer may have it, and has to find it as it was
                     self._keep(part)
@@ -276,9 +251,7 @@ class Staging:
     ) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        event.work = self._reader.lane(slot.lane).submit(
-            partial(self._read, event, target, slot, stream, _of_device(after), timed)
-        )
+        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after), timed))
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
@@ -288,12 +261,11 @@ class Staging:
         """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
         if not self._out.take(part):
             _refuse(part.slot)
-        with self._out.turn.lock:
-            if part.event.copied is None:
-                self._copy_off(part)
-            with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
-                while (following := self._first_left()) is not None and self._out.take(following, waits=False):
-                    self._copy_off(following)
+        if part.event.copied is None:
+            self._copy_off(part)
+        with suppress(Exception):  # it keeps its memory, and the writer tries again when it comes to it
+            while (following := self._first_left()) is not None and self._out.take(following, beyond=False):
+                self._copy_off(following)
         self._write(part)
 
     def _write(self, part: _Offload) -> None:
@@ -307,7 +279,6 @@ class Staging:
     ) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
         device, part = self._device, _Part(slot.nbytes)
-        self._in.add(part)
         if not self._in.take(part):
             _refuse(slot)
         memory = part.memory

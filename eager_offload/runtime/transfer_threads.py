@@ -10,12 +10,17 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 
 from eager_offload.errors import OffloadError, reentered
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import ForkSafeLock, OwnThread, UnderWayAtFork, tell_after_fork
+from eager_offload.tiers.forking import (
+    FinalizerRecord,
+    ForkSafeLock,
+    Living,
+    OwnThread,
+    UnderWayAtFork,
+    tell_after_fork,
+)
 
 #: Seconds without work after which a transfer thread ends; the next copy starts a new one.
 _IDLE_SECONDS = 10.0
@@ -47,24 +52,26 @@ class HostEvent:
 
     def carry_out(self) -> None:
         """Does the work; an error is carried to the threads that wait."""
-        self.complete(None if self._work is None else self._attempt())
-
-    def _attempt(self) -> BaseException | None:
-        work, self._work = self._work, None  # or the event would hold the copy's tensors
-        assert work is not None
+        work, self._work, failure = self._work, None, None  # or the event would hold the copy's tensors
+        if work is None:
+            self.complete(None)
+            return
         self.began, before = time.perf_counter(), time.thread_time()
         try:
             work()
             self.seconds = time.perf_counter() - self.began
         except BaseException as error:  # a transfer thread never dies of it
-            _forget_locals(error)
+            # The lines of the traceback stay, for the report; the bytes that its frames held go.
+            link: BaseException | None = error
+            while link is not None:
+                traceback.clear_frames(link.__traceback__)
+                link = link.__cause__ or link.__context__
             # Without this frame, which holds the event, which holds the error.
-            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        else:
-            return None
+            failure = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         finally:
             self.processor_seconds = time.thread_time() - before
             del work  # frames of the traceback lead back to this one
+        self.complete(failure)
 
     def complete(self, error: BaseException | None) -> None:
         self._work = None
@@ -109,8 +116,6 @@ class HostEvent:
 class TransferThread:
     """A transfer stream: operations in order, carried out by one thread that starts when there is work.
 
-    Where slots lie on several disks, there is a thread for each: see ``lane``.
-
     [Note: handing over]
     To wake a thread is a system call, and then it wants the interpreter's lock while the caller still computes: for a
     small tensor both cost more than everything else that is done for it. So a thread that has run out of work *dozes*
@@ -137,8 +142,6 @@ class TransferThread:
         #: For starting a thread. A signal handler that comes in the midst of that would wait for a thread that waits
         #: for the lock: so a thread that holds it can begin nothing, with no ``Offload``.
         self._lock = ForkSafeLock()
-        #: See ``lane``; from number 1 on.
-        self._lanes: list[TransferThread] = []
         self._reset()
         _threads.add(self)
         tell_after_fork(self)
@@ -175,37 +178,19 @@ class TransferThread:
         return event
 
     def record(self) -> HostEvent:
-        """Enqueues a new event, which is over when everything enqueued before it is, in every lane."""
-        ends = [lane.record() for lane in self._lanes]
-        return self.submit(partial(_wait_for, ends) if ends else None)
-
-    def lane(self, number: int) -> TransferThread:
-        """The thread for what lies on the disk of that number, which is this one for the first.
-
-        What different lanes are given is carried out at once, in no order.
-        """
-        if number and number > len(self._lanes):
-            with self._lock.lock:
-                while number > len(self._lanes):
-                    lane = TransferThread(f"{self.name}-{len(self._lanes) + 1}")
-                    lane.pauses, lane.runs_dry, lane.is_wanted = self.pauses, self.runs_dry, self.is_wanted
-                    for user in [one() for one in list(self._users) if one is not None]:
-                        lane.serve(user)
-                    self._lanes.append(lane)
-        return self._lanes[number - 1] if number else self
+        """Enqueues a new event, which is over when everything enqueued before it is."""
+        return self.submit(None)
 
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
         return self._thread is threading.current_thread()
 
     def serve(self, user: object) -> None:
-        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/finalizers.py."""
+        """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/forking.py."""
         if self._thread is None:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
             self._users.add(FinalizerRecord(user, self._bell.put))
-        for lane in self._lanes:
-            lane.serve(user)
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
@@ -216,8 +201,6 @@ class TransferThread:
 
     def close(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
-        for lane in self._lanes:
-            lane.close()
         thread = self._thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._items.append(None)
@@ -394,16 +377,3 @@ def _stop_all() -> None:
     """
     for thread in _threads:
         thread.stop()
-
-
-def _wait_for(events: list[HostEvent]) -> None:
-    for event in events:
-        event.wait()
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Keeps the lines of a traceback, for the report, and lets go of the bytes that its frames held."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__

@@ -1,39 +1,37 @@
-"""The disk tier: saved bytes in a spill file, or in one on each of several disks.
-
-[Note: several disks]
-A slot lies on one disk, and slots go to the disks in turn, so that neighbours in a step are on different ones. Each
-disk has a thread of its own (``Slot.lane``), so as many transfers as there are disks run at once. A disk that has no
-more room is left out until the others have none either.
+"""The disk tier: saved bytes in a spill file.
 
 [Note: files that are left]
-Nothing more is cut from the files that are *left*: each closes with the last slot in it, which gives its room back. New
-ones take their place when one of several disks fails to write, when an interrupt came in the midst of a change (see
-[Note: slabs that are left] in ``pool.py``), and in a forked child.
+Nothing more is cut from a file that is *left*: it closes with the last slot in it, which gives its room back. A new one
+takes its place when an interrupt came in the midst of a change (see [Note: slabs that are left] in ``pool.py``), and in
+a forked child.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
+import psutil
 import torch
+from torch import Tensor
 
-from eager_offload.config import size_text
-from eager_offload.errors import CapacityError, ConfigError, reentered
+from eager_offload.config import PathLike, size_text
+from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, lacks_descriptor, reentered
 from eager_offload.rates import LinkRates, Rate
-from eager_offload.tiers.base import MustGrow, Shortage, Tier
-from eager_offload.tiers.directories import open_some, open_spill_files
-from eager_offload.tiers.disk_slots import Disk, DiskSlot, DiskSlotRecord
-from eager_offload.tiers.finalizers import Living
-from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
-from eager_offload.tiers.limits import disk_budget, disk_headroom
-from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
-from eager_offload.tiers.ranks import warning_of_guess
-from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.base import MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, Tier, pending
+from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
+from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warning_of_guess
+from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
@@ -41,121 +39,183 @@ _MEASURED_BYTES, _MEASURED_PIECE = 64 << 20, 8 << 20
 _MEASURING_SECONDS = 0.8
 
 
-class _Missing(MustGrow):
-    """The file of ``disk`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
+class DiskSlot(Slot):
+    """A range of a spill file, which it keeps open."""
 
-    def __init__(self, disk: Disk, nbytes: int, limit: int) -> None:
+    tier: ClassVar[str] = "disk"
+    __slots__ = ("_checksum", "_file", "_start", "_verify")
+
+    def __init__(
+        self, file: SpillFile, found: Range[Slab], nbytes: int, on_death: Callable[[Any], object], *, verify: bool
+    ) -> None:
+        record = SlotRecord(self, on_death)
+        record.range = found
+        super().__init__(nbytes, pending(found.fences), record)
+        self._file, self._start = file, found.start
+        self._verify = verify
+        self._checksum: int | None = None
+
+    def write(self, source: Tensor) -> None:
+        assert source.numel() == self.nbytes
+        if self._verify:
+            # Other views of a storage may be written while it leaves, as the gates of a GRU are: what is written to the
+            # disk has to be what the checksum is of.
+            copy = anonymous_slab(source.numel())
+            move_if_there(copy.data_ptr(), source.data_ptr(), source.numel())
+            source, self._checksum = copy, _checksum(copy)
+        self._transfer("write", source)
+
+    def read(self, target: Tensor) -> None:
+        assert target.numel() == self.nbytes
+        self._transfer("read", target)
+        if self._checksum is not None and self._checksum != _checksum(target):
+            raise CorruptionError(
+                f"{self.nbytes} bytes came back changed from the spill file in {str(self._file.directory)!r}: "
+                "their checksum does not match. Nothing was computed with them. Check the disk and the machine's "
+                "memory."
+            )
+
+    def _transfer(self, what: str, tensor: Tensor) -> None:
+        file = self._file
+        if file.inherited:
+            raise OffloadError(
+                f"cannot {what} {self.nbytes} bytes on disk: they belong to the process that this one was forked from. "
+                "What was saved before a fork can only be used by the parent; run forward and backward in one process."
+            )
+        try:
+            (file.write if what == "write" else file.read)(tensor.data_ptr(), self.nbytes, self._start)
+        except (OSError, MemoryError) as error:  # whose frames hold the tensor
+            raise file.failed(what, self.nbytes, error) from error.with_traceback(None)
+
+    def memory(self) -> memoryview:
+        return mapped_file(self._file.descriptor, self._start, self.nbytes, self)
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
+
+
+class _Missing(MustGrow):
+    """``file`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
+
+    def __init__(self, file: SpillFile, nbytes: int, limit: int) -> None:
         super().__init__(nbytes, limit)
-        self.disk, self.nbytes, self.limit = disk, nbytes, limit
+        self.file, self.nbytes, self.limit = file, nbytes, limit
 
 
 class DiskTier(Tier):
-    """Room on disk, up to ``budget`` bytes in all files.
+    """Room on disk, up to ``budget`` bytes.
 
-    The files have no name, grow as room is asked for, and give it back when the tier is closed and the last slot gone.
-    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with files of its
+    The file has no name, grows as room is asked for, and gives it back when the tier is closed and the last slot gone.
+    No disk is filled: see ``FLOOR_SHARE`` in ``spill.py``. After a fork the child has an empty tier with a file of its
     own.
 
     Args:
-        paths: directories, one file in each; slots go to them in turn. Where one of several fails to write, the others
-            serve alone from then on. ``None``: the first of the temporary, cache and working directories that is on a
+        path: a directory for the file. ``None``: the first of the temporary, cache and working directories that is on a
             disk and has room.
-        budget: bytes, or ``None`` for a part of what is free on the disks of its directories.
+        budget: bytes, or ``None`` for a part of what is free on the disk of the directory.
         given: ``budget`` as the user has written it, if that was a text: a shortage repeats it.
         verify: whether to checksum what is written (CRC-32) and check it when it is read.
-        file_type: makes the system calls.
+        file_type: of the file; a test's makes other system calls.
 
     Raises:
-        ConfigError: no such file can be made in one of ``paths``.
+        ConfigError: no such file can be made in ``path``.
         OSError: the process has no free file descriptor.
     """
 
     name: ClassVar[str] = "disk"
+    #: ``None`` once it is closed, and in a child that has not asked for room yet.
+    _file: SpillFile | None
 
     def __init__(
         self,
-        paths: Sequence[Path] | None,
+        path: PathLike | None,
         budget: int | None,
         *,
         given: str | None = None,
         verify: bool = False,
-        file_type: type[RawFile] = RawFile,
+        file_type: type[SpillFile] = SpillFile,
     ) -> None:
-        self._paths = paths
+        self._path = None if path is None else Path(path)
         self._verify = verify
         self._file_type = file_type
         self._closed = False
         self._lock = ForkSafeLock()
-        #: Of the thread that has files grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
+        #: Of the thread that has the file grow; it comes before ``_lock``: see [Note: growth] in ``pool.py``.
         self._growth = ForkSafeLock()
-        #: Empty in a forked child that has not asked for room yet.
-        self._disks = _disks_of(open_spill_files(paths, budget, file_type))
-        #: Whose files are left: only their slots keep them.
-        self._left: Living[Disk] = Living()
-        self._is_crashed = False
-        #: How many slots there were so far.
-        self._turn = 0
-        # Each disk counts once.
-        free = {one.file.device: disk_budget(one.file.directory) for one in self._disks} if budget is None else {}
-        self._budget = sum(free.values()) if budget is None else budget
-        self._given = None if budget is None else given or size_text(budget)
         self._peak = self._written = 0
+        self._is_crashed = False
+        self.after_fork()
+        file = self._file = _open(self._path, budget, file_type)
+        file.uncounted = self._uncounted
+        self._budget = disk_budget(file.directory) if budget is None else budget
+        self._given = None if budget is None else given or size_text(budget)
         tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begins without a file: the child opens its own when it asks for room."""
+        self._file = None
+        #: Of files whose slots alone keep them: see [Note: files that are left].
+        self._left: set[Slab] = set()
+        #: What is free in the file.
+        self._ranges = Ranges[Slab]()
+        #: Where slots end up; see [Note: slots give themselves back] in ``tiers/base.py``.
+        self._returned: deque[FinalizerRecord[Slot]] = deque()
+        #: Of the slots that are alive; see [Note: finalizers] in ``forking.py``.
+        self._records: set[FinalizerRecord[Slot]] = set()
+        #: Bytes in slots that are alive.
+        self._used = 0
+        #: Bytes that went to the disk, and are not in ``_written`` yet.
+        self._uncounted: deque[int] = deque()
 
     def reserve(self, nbytes: int) -> DiskSlot | None:
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
             self._reopen()
-            refusing = list[Disk]()
-            while True:
-                try:
-                    with self._lock.lock, self._crashing():
-                        return self._take(nbytes, refusing)
-                except _Missing as missing:
-                    disk, grown = missing.disk, missing.disk.grow(missing.nbytes, missing.limit)
-                if not grown:
-                    disk.is_full = True
-                    refusing.append(disk)
-                    continue
+            try:
                 with self._lock.lock, self._crashing():
-                    disk.add(grown)
+                    return self._take(nbytes)
+            except _Missing as missing:
+                file, grown = missing.file, missing.file.grow(missing.nbytes, missing.limit)
+            if not grown:
+                return None
+            with self._lock.lock, self._crashing():
+                if file is self._file:  # else the tier was closed meanwhile
+                    self._ranges.back[grown].append(Range(file.slab, file.slab.nbytes, grown))
+                file.slab.nbytes += grown
+                return self._take(nbytes)
 
     def at_hand(self, nbytes: int) -> DiskSlot | None:
         if self._lock.is_held():
             raise reentered()
         with self._lock.lock, self._crashing():
-            if self._needs_files():
+            if self._needs_file():
                 raise MustGrow
             return self._take(nbytes)
 
-    def _take(self, nbytes: int, refusing: Collection[Disk] = ()) -> DiskSlot | None:
-        """Returns a slot on one of the disks; ``None`` where budget or disks have no room for it. Inside the lock.
+    def _take(self, nbytes: int) -> DiskSlot | None:
+        """Returns a slot; ``None`` where the budget has no room for it. Inside the lock.
 
         Raises:
-            _Missing: there is none as long as a file does not grow, and its disk is not ``refusing``.
+            _Missing: there is none as long as the file does not grow.
         """
         self._poll()
-        size, lacking = round_up(nbytes, PAGE), None
-        first = self._turn % max(len(self._disks), 1)
-        for disk in (*self._disks[first:], *self._disks[:first]):
-            same = disk.ranges.back.get(size) or disk.ranges.fit(size)
-            if same:
-                self._turn += 1
-                slot = DiskSlot(disk, same[-1], nbytes, self._verify)
-                disk.records.add(slot.record)
-                same.pop()
-                disk.used += nbytes
-                self._peak = max(self._peak, self._used())
-                return slot
-            missing, limit = disk.missing(size), self._budget - self._length()
-            if missing <= limit and disk not in refusing:
-                lacking = disk, missing, limit
-                if not disk.is_full:
-                    break
-        if lacking is None:
+        size, file = round_up(nbytes, PAGE), self._file
+        if file is None:
             return None
-        raise _Missing(*lacking)
+        same = self._ranges.back.get(size) or self._ranges.fit(size)
+        if not same:
+            missing, limit = size - self._ranges.free_before(file.slab.nbytes), self._budget - self._length()
+            if missing > limit:
+                return None
+            raise _Missing(file, missing, limit)
+        slot = DiskSlot(file, same[-1], nbytes, self._returned.append, verify=self._verify)
+        self._records.add(slot.record)
+        same.pop()
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
+        return slot
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
@@ -168,42 +228,33 @@ class DiskTier(Tier):
             self._is_crashed = True
             raise
 
-    @property
-    def lanes(self) -> int:
-        return max(len(self._disks), 1)
-
     def warning(self) -> str | None:
         return None if self._given is not None else warning_of_guess()
 
     @property
     def shortage(self) -> Shortage:
-        """What binds now: disks that fail, the budget, or the disk that has the most room."""
+        """What binds now: a file that cannot grow, the budget, or the disk."""
         with self._lock.lock:
-            files, left = [disk.file for disk in self._disks], self._budget - self._length()
-            if not files:
+            file, length = self._file, self._length()
+            if file is None:
                 return Shortage("no directory serves any more", "name another one in disk_path")
-            growing = [file for file in files if file.refusal is None]
-            if not growing:
-                first = files[0]
+            if file.refusal is not None:
                 return Shortage(
-                    f"the spill file in {str(first.directory)!r} cannot grow: {first.refusal}",
+                    f"the spill file in {str(file.directory)!r} cannot grow: {file.refusal}",
                     "check the disk (the kernel's log says more), or name another one in disk_path",
                 )
-            roomiest = max(growing, key=SpillFile.room)
-            room, length = roomiest.room(), self._length()
+            left, room = self._budget - length, file.room()
             if left <= room and self._given is not None:
                 return Shortage(f"all of disk_budget is in use: {self._given}", "raise disk_budget")
         try:
-            limit = disk_headroom(roomiest.directory, length=length).binding
+            limit = disk_headroom(file.directory, length=length).binding
         except OSError as error:
-            return Shortage(
-                f"the disk of {roomiest.directory} does not answer ({error})", "name another one in disk_path"
-            )
+            return Shortage(f"the disk of {file.directory} does not answer ({error})", "name another one in disk_path")
         if limit.kind == "rlimit":
             return Shortage(limit.reason, limit.remedy)
         if left <= room:
             return Shortage(
-                f"the {size_text(self._budget)} that this process takes of the disk of {roomiest.directory} are in "
+                f"the {size_text(self._budget)} that this process takes of the disk of {file.directory} are in "
                 f"use, and it has {size_text(room)} more for others",
                 "free some room there and begin anew, or give a disk_budget",
             )
@@ -212,12 +263,12 @@ class DiskTier(Tier):
     @property
     def used_bytes(self) -> int:
         self.poll()
-        with self._lock.lock:
-            return self._used()
+        return self._used
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of the file, and of those that are left."""
+        self.poll()
         with self._lock.lock:
             return self._length()
 
@@ -228,7 +279,7 @@ class DiskTier(Tier):
     def restart_peak(self) -> None:
         self.poll()
         with self._lock.lock:
-            self._peak = self._used()
+            self._peak = self._used
 
     @property
     def written_bytes(self) -> int:
@@ -237,15 +288,14 @@ class DiskTier(Tier):
         return self._written
 
     @property
-    def directories(self) -> list[Path]:
-        """Where the files are."""
-        return [disk.file.directory for disk in self._disks]
+    def directory(self) -> Path | None:
+        """Where the file is."""
+        return None if self._file is None else self._file.directory
 
     @property
     def direct_io(self) -> bool:
-        """Whether transfers go around the page cache, on every disk."""
-        disks = self._disks
-        return bool(disks) and all(disk.file.memory_alignment is not None for disk in disks)
+        """Whether transfers go around the page cache."""
+        return self._file is not None and self._file.memory_alignment is not None
 
     def poll(self) -> None:
         """Takes up the slots that have died; once all have, gives the buffers of transfers back to the system."""
@@ -280,59 +330,55 @@ class DiskTier(Tier):
             self._closed = True
             self._leave()
 
-    def after_fork(self) -> None:
-        self._left, self._disks = Living(), ()
-
-    def _needs_files(self) -> bool:
-        """Returns whether there are none to cut slots from, or one that fails: see [Note: files that are left]."""
-        disks = () if self._is_crashed else self._disks
-        return not self._closed and (not disks or (len(disks) > 1 and any(disk.file.failing for disk in disks)))
+    def _needs_file(self) -> bool:
+        """Returns whether there is none to cut slots from: see [Note: files that are left]."""
+        return not self._closed and (self._file is None or self._is_crashed)
 
     def _reopen(self) -> None:
-        """Has new files where they are needed and can be had."""
+        """Has a new file where one is needed and can be had."""
         self.poll()
-        if not self._needs_files():
+        if not self._needs_file():
             return
-        directories, files = [disk.file.directory for disk in self._disks if not disk.file.failing], list[SpillFile]()
-        if self._disks:
-            files = open_some(directories, self._file_type)
-        else:
-            with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
-                files = open_spill_files(self._paths, self._budget, self._file_type)
-        with self._lock.lock:
-            if files and not self._closed:
-                self._leave()
-                self._disks = _disks_of(files)
+        with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
+            file = _open(self._path, self._budget, self._file_type)
+            with self._lock.lock:
+                if not self._closed:
+                    self._leave()
+                    self._file, file.uncounted = file, self._uncounted
 
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Lets go of the files, each of which closes when the last slot that refers to it goes."""
-        for disk in self._disks:
-            self._left.add(disk)
-        self._disks = ()
-
-    def _all(self) -> list[Disk]:
-        return [*self._disks, *self._left]
+        """Lets go of the file, which closes when the last slot that refers to it goes."""
+        if self._file is not None:
+            self._left.add(self._file.slab)
+        self._file, self._ranges = None, Ranges()
 
     def _poll(self) -> None:
+        """Takes up what has died; with the last slot, gives the buffers of transfers back to the system."""
         if self._is_crashed:
             self._leave()
-            for disk in self._left:
-                disk.used = sum([cast(DiskSlotRecord, record).nbytes for record in disk.records])
+            self._records = {record for record in self._records if record() is not None}
+            self._used = sum([cast(SlotRecord, record).nbytes for record in self._records])
             self._is_crashed = False
-        for disk in self._all():
-            self._written += disk.poll()
-
-    def _used(self) -> int:
-        return sum([disk.used for disk in self._all()])
+        while self._returned:
+            record: Any = self._returned[0]
+            if record in self._records:
+                self._used -= record.nbytes
+                if self._file is not None and record.range.slab is self._file.slab:
+                    record.range.fences = record.fences
+                    self._ranges.back[record.range.nbytes].append(record.range)
+                self._records.discard(record)
+            self._returned.popleft()
+            if self._used == 0 and self._file is not None:
+                self._file.bounce.release_idle()
+        if self._left:
+            self._left &= {cast(SlotRecord, record).range.slab for record in self._records}
+        while self._uncounted:
+            self._written += self._uncounted.popleft()
 
     def _length(self) -> int:
-        return sum([disk.slab.nbytes for disk in self._all()])
-
-
-def _disks_of(files: Sequence[SpillFile]) -> tuple[Disk, ...]:
-    return tuple([Disk(file, lane) for lane, file in enumerate(files)])
+        return (0 if self._file is None else self._file.slab.nbytes) + sum([slab.nbytes for slab in self._left])
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -345,3 +391,74 @@ def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:
         if sum(seconds) > _MEASURING_SECONDS:
             break
     return seconds
+
+
+# -- directories -----------------------------------------------------------------------------------------------------
+
+#: Filesystems whose files are memory: to spill there moves nothing out of it.
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+#: Bytes that have to be free in a directory that the user did not name, or the budget where that is less.
+_ROOM = 1 << 30
+_ACCEPTED = "a writable directory on a disk (not tmpfs), or None for one that is found"
+
+
+def _open(path: Path | None, budget: int | None, file_type: type[SpillFile]) -> SpillFile:
+    """Opens a new spill file in ``path``; for ``None``, in the first usual directory that serves.
+
+    Args:
+        budget: what the file may come to hold, in bytes, if that is known.
+
+    Raises:
+        ConfigError: the named directory cannot serve, or none could be found.
+        OSError: the process has no free file descriptor, see ``lacks_descriptor``; which says nothing of directories.
+    """
+    reasons = []
+    for one in usual_directories() if path is None else [path]:
+        try:
+            _check(one, 0 if path is not None else _ROOM if budget is None else min(_ROOM, budget))
+            return file_type(one)
+        except OSError as error:
+            if lacks_descriptor(error):
+                raise
+            why = str(error)
+            if error.errno == errno.EFBIG and (most := file_size_limit()) is not None:
+                why = f"no file of this process may exceed {most} bytes (RLIMIT_FSIZE, ulimit -f)"
+            if path is not None:
+                raise ConfigError(f"disk_path: {str(path)!r} cannot serve: {why}; accepted is {_ACCEPTED}.") from error
+            reasons.append(f"{str(one)!r}: {why}")
+    raise ConfigError(f"disk_path: given None, and no place was found ({'; '.join(reasons)}); accepted is {_ACCEPTED}.")
+
+
+def _check(path: Path, room: int) -> None:
+    """Raises ``OSError`` where a directory cannot take a spill file, or has not ``room`` bytes free."""
+    if not hasattr(os, "pwritev"):
+        raise OSError('this system has no pwritev, which the disk tier needs: take tier="host"')
+    if not path.exists():
+        raise FileNotFoundError("it does not exist")
+    if not path.is_dir():
+        raise NotADirectoryError("it is no directory")
+    kind = filesystem_of(path)
+    if kind in IN_MEMORY:
+        raise OSError(f"it is on {kind}, which is memory itself")
+    free = shutil.disk_usage(path).free
+    if free < room:
+        raise OSError(f"only {free} bytes are free there")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError("it is not writable")
+
+
+def filesystem_of(path: Path) -> str:
+    """Returns the type of the filesystem of ``path``, such as ``"ext4"``; empty where the system does not say."""
+    real = Path(os.path.realpath(path))
+    around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    # Of several mounts on one point the last is the one that is seen.
+    return max(reversed(around), key=lambda part: len(Path(part.mountpoint).parts)).fstype if around else ""
+
+
+def usual_directories() -> list[Path]:
+    """Returns the directories that are tried where the user names none, in their order, each once."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    places = [Path(tempfile.gettempdir()), Path(cache).expanduser()]
+    with suppress(FileNotFoundError):  # it may be gone
+        places.append(Path.cwd())
+    return list(dict.fromkeys(places))

@@ -3,9 +3,20 @@
     machine     available memory; what the kernel commits to, where it is set to keep its word
     groups      limits of the control groups that the process is in (``cgroups.py``)
     process     its own limits: address space, data, file size
-    node        how many processes of the run share all this (``ranks.py``)
+    node        how many processes of the run share all this
 
 What is found is the least of these. It is asked for anew whenever it is needed, because others take memory too.
+
+[Note: how often]
+To look takes a few hundred microseconds. What one look has found admits slabs up to an eighth of it and up to a GiB, so
+the nearer the limit, the more often; and what one look has refused is refused for the next 256 MiB that are asked for.
+Both are forgotten when slabs have gone back to the system. When a forward begins, there is another look if a tier has
+refused anything or has handed out a GiB since the last one.
+
+[Note: what is left for others]
+Of every limit a 16th is never taken: the kernel kills the process that crosses a limit, not the one that took most, and
+between two looks others take memory too. Slabs have all their pages from the start, so that a look sees what was taken
+before.
 """
 
 from __future__ import annotations
@@ -15,19 +26,22 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch.distributed as dist
 
 from eager_offload.config import size_text
+from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.cgroups import group_limits, read
-from eager_offload.tiers.ranks import Ranks, ranks_here
+from eager_offload.tiers.forking import ForkSafeLock
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
 #: still has to allocate itself: data loading, checkpoints on their way to disk, the page cache that feeds both.
 HOST_FRACTION = 0.5
-#: The part of each limit on memory that is left for others while training goes on: see ``guard.py``.
+#: The part of each limit on memory that is left for others while training goes on: see ``limits.py``.
 RESERVED_PART = 1 / 16
 #: The part of a disk's free room that spill files may take. The rest is for the checkpoints that a run writes.
 DISK_FRACTION = 0.75
@@ -87,9 +101,9 @@ class Limit:
     def budget(self, held: int = 0) -> int:
         """Returns the bytes for its saved tensors, which have ``held`` of them already.
 
-        The budgets of all processes of a run together do not grow by what one has taken before the others.
+        The others of a run are taken to have as many.
         """
-        return int((self.room + held) // self.sharers * HOST_FRACTION)
+        return int((self.nbytes + held) * HOST_FRACTION)
 
 
 class Headroom(NamedTuple):
@@ -249,3 +263,183 @@ def _kibibytes(text: str | None) -> dict[str, int]:
 def _divided(ranks: Ranks) -> str:
     guess = ", since nothing tells how many of them are on this node" if ranks.is_guess else ""
     return f", shared by {ranks.number} processes of this run{guess}" if ranks.number > 1 else ""
+
+
+# -- how many processes share this node -------------------------------------------------------------------------------
+
+#: The variables in which launchers give the number of processes that they started on this node: torchrun (and launchers
+#: that start processes as it does), worker groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
+_NUMBERS = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+#: Where all ranks meet, if they are all on this node.
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+class Ranks(NamedTuple):
+    """Ranks of a run that share this node."""
+
+    number: int
+    """At most this many."""
+    is_guess: bool = False
+    """Whether it is all of the run, since nothing tells where they are."""
+
+
+#: What a framework has said that starts processes by itself; 0: nothing.
+_reported = 0
+#: Whether the user has been told that nobody has counted the ranks of this node.
+_has_warned = False
+
+
+def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Returns how many processes share this node's memory and disks; 1 where nothing says that there are more.
+
+    A value that makes no sense is passed over.
+
+    Args:
+        environ: the environment; that of this process where it is left out.
+    """
+    environ = os.environ if environ is None else environ
+    if number := next(filter(None, (_positive(environ.get(name, "")) for name in _NUMBERS)), _reported):
+        return Ranks(number)
+    has_group = dist.is_available() and dist.is_initialized()
+    total = _positive(environ.get("WORLD_SIZE", "")) or (dist.get_world_size() if has_group else 1)
+    is_here = environ.get("MASTER_ADDR", "").strip().lower() in _HERE  # started by hand, as by torch.multiprocessing
+    return Ranks(total, is_guess=total > 1 and not is_here)
+
+
+def rank() -> int:
+    """Returns which process of its run this is, as launchers like torchrun say; 0 without one."""
+    return _positive(os.environ.get("RANK", ""))
+
+
+def set_local_ranks(ranks: int) -> None:
+    """Says how many processes share this node, for frameworks that start them without a launcher's variables.
+
+    A launcher's word comes before it. 0 takes it back.
+    """
+    global _reported
+    _reported = max(ranks, 0)
+
+
+def warning_of_guess() -> str | None:
+    """Returns what the user is to be told, once in a process, where nothing tells how many ranks share this node."""
+    global _has_warned
+    if _has_warned or not (found := ranks_here()).is_guess:
+        return None
+    _has_warned = True
+    return (
+        f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its share "
+        "of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give host_budget and "
+        "disk_budget in bytes"
+    )
+
+
+def _positive(text: str) -> int:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+# -- what the process may still take ----------------------------------------------------------------------------------
+
+#: What one look admits without another: this part of what it has found, and at most so many bytes.
+_TRUSTED, _TRUSTED_BYTES = 8, 1 << 30
+#: Bytes that are refused without another look.
+_REFUSED = 256 << 20
+
+
+class NoRoomError(MemoryError):
+    """No more may be taken: by a budget, or too little would be left for others."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.reason)
+        self.shortage = shortage
+
+
+class HostBound:
+    """Says how much host memory the process may take, slab by slab. Thread-safe.
+
+    [Note: a budget that follows the machine]
+    What saved tensors hold by ``host_budget="auto"`` is at most ``HOST_FRACTION`` of what this process could take if
+    they held nothing, and its other ranks as much as it does. That is asked when a slab is taken: other programs come
+    and end, and a virtual machine may have more memory the more of it is touched. What is held already stays.
+
+    [Note: a budget in bytes]
+    What the user gives in bytes holds, however little the machine says that it has: it may have more, and nobody else
+    knows. Where this would refuse, one warning says so. Only the system itself refuses.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        #: Bytes that the last look admits yet.
+        self._admitted = 0
+        #: What the last look refused: as many bytes or more are refused again.
+        self._refused: tuple[int, Shortage] | None = None
+        self._refused_bytes = 0
+
+    def admit(self, nbytes: int, held: int | None = None) -> None:
+        """Counts ``nbytes`` more that are taken from the system.
+
+        Args:
+            held: bytes that are held by budgets that follow the machine, where one of these asks; for ``None`` it only
+                counts what is left for others.
+
+        Raises:
+            NoRoomError: they may not be.
+        """
+        with self._lock.lock:
+            if nbytes <= self._admitted:
+                self._admitted -= nbytes
+                return
+            if held is not None:
+                self.refuse_again(nbytes)
+            try:
+                limits = host_headroom().limits
+            except OSError as error:  # no free file descriptor to look with
+                reason, remedy = f"what the system has left cannot be read ({error.strerror})", "close files"
+                raise NoRoomError(Shortage(reason, remedy)) from error
+            limit = min(limits, key=attrgetter("spare"))
+            left = limit.spare
+            shortage = Shortage(
+                f"{size_text(nbytes)} more of host memory would leave less than "
+                f"{size_text(int(limit.capacity * RESERVED_PART))} of it for others, for {limit.reason}",
+                limit.remedy,
+            )
+            if held is not None:
+                limit = min(limits, key=lambda limit: limit.budget(held))
+                budget = limit.budget(held)
+                if budget - held < left:
+                    left = budget - held
+                    shortage = Shortage(
+                        f'all of host_budget="auto" is in use: {size_text(budget)}, which is {HOST_FRACTION:.0%} of '
+                        f"what this process could take ({limit.reason})",
+                        f"{limit.remedy}, or give host_budget in bytes",
+                    )
+            if nbytes > left:
+                if held is not None:
+                    self._admitted, self._refused, self._refused_bytes = 0, (nbytes, shortage), 0
+                raise NoRoomError(shortage)
+            if held is not None:
+                self._admitted, self._refused = min((left - nbytes) // _TRUSTED, _TRUSTED_BYTES), None
+
+    def refuse_again(self, nbytes: int) -> None:
+        """Raises ``NoRoomError`` where ``admit`` would for a budget that follows the machine, without a look."""
+        with self._lock.lock:
+            refused = self._refused
+            if refused is not None and nbytes >= refused[0] and self._refused_bytes < _REFUSED:
+                self._refused_bytes += nbytes
+                raise NoRoomError(refused[1])
+
+    def missing_bytes(self) -> int:
+        """Looks, and returns how many bytes should go back to the system so that enough is left for others."""
+        try:
+            return max(-min(limit.spare for limit in host_headroom().limits), 0)
+        except OSError:
+            return 0
+
+    def forget(self) -> None:
+        """Slabs have gone back to the system: what the last look has found does not hold any more."""
+        with self._lock.lock:
+            self._admitted, self._refused = 0, None
+
+
+#: Of this process: all memory comes from the same machine.
+host_bound = HostBound()

@@ -7,13 +7,10 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -129,102 +126,18 @@ def is_in_page_cache(descriptor: int, offset: int) -> bool:
     return answered and bool(state.value & 1)
 
 
-class Span(NamedTuple):
-    """A part of a range of bytes."""
-
-    #: Counted from the beginning of the range.
-    at: int
-    nbytes: int
-
-
-#: Bytes; what was never touched is left out where it is at least so long. More pieces would cost more than they save.
-_LEAST_HOLE = 1 << 20
-#: Bytes that are looked at in one go.
-_LOOK = 2 << 20
-
-
-def touched_spans(address: int, nbytes: int) -> list[Span]:
-    """Returns the parts of a range of memory that hold anything: the others were never touched, and read as zeros.
-
-    A kernel may ask for a workspace of which it then uses less than half (oneDNN's recurrent layers do): the rest takes
-    no memory until it is touched. The system says which pages are there. One that is not may also be swapped out,
-    or of a file, so what is left out is what is not there *and* reads as zeros; to read it takes no memory.
-
-    Returns:
-        In order; the whole range where the system does not say.
-    """
-    first, pages = _pages_there(address, nbytes)
-    found, done = [], 0
-    for hole in re.finditer(_NOT_THERE, pages):
-        # Multiples of a page from the beginning of the range, which need not begin at a page.
-        start = round_up(first + hole.start() * PAGE - address, PAGE)
-        end = (first + hole.end() * PAGE - address) // PAGE * PAGE
-        if end - start >= _LEAST_HOLE and _is_zero_if_there(address + start, end - start):
-            if start > done:
-                found.append(Span(done, start - done))
-            done = end
-    if done < nbytes:
-        found.append(Span(done, nbytes - done))
-    return found
-
-
 def resident_bytes(address: int, nbytes: int) -> int:
     """Returns the bytes of a range of memory whose pages are there; all of them where the system does not say."""
-    return nbytes - _pages_there(address, nbytes)[1].count(0) * PAGE
-
-
-def _pages_there(address: int, nbytes: int) -> tuple[int, bytes]:
-    """Returns the address of the first page that lies in a range, and for each of them 0 if it is not there.
-
-    Nothing is said where the system does not say.
-    """
     first = -(-address // PAGE) * PAGE
     size = (address + nbytes) // PAGE * PAGE - first
     if size <= 0 or mmap.PAGESIZE != PAGE:
-        return first, b""
+        return nbytes
     pages = ctypes.create_string_buffer(size // PAGE)
     try:
         answered = _system_calls().mincore(first, size, pages) == 0
     except AttributeError:  # a system without it
         answered = False
-    return first, pages.raw if answered else b""
-
-
-#: In what ``mincore`` says, a byte for each page: as many pages that are not there as the shortest hole has.
-_NOT_THERE = re.compile(rb"\x00{%d,}" % (_LEAST_HOLE // PAGE))
-
-
-def clear(address: int, nbytes: int) -> None:
-    """Fills a range of memory with zeros; pages that were never touched stay so."""
-    for at in range(0, nbytes, _LOOK):
-        size = min(_LOOK, nbytes - at)
-        if not _is_zero(address + at, size):
-            ctypes.memset(address + at, 0, size)
-
-
-def _is_zero_if_there(address: int, nbytes: int) -> bool:
-    """Returns ``_is_zero`` of memory that its owner may give back to the system meanwhile."""
-    buffer = ctypes.create_string_buffer(_LEAST_HOLE)
-    place = ctypes.addressof(buffer)
-    try:
-        for at in range(0, nbytes, _LEAST_HOLE):
-            size = min(_LEAST_HOLE, nbytes - at)
-            move_if_there(place, address + at, size)
-            if not _is_zero(place, size):
-                return False
-    except OSError:
-        return False  # the copy itself raises the error
-    return True
-
-
-def _is_zero(address: int, nbytes: int) -> bool:
-    if ctypes.c_ubyte.from_address(address).value:
-        return False
-    compare = _system_calls().memcmp
-    # Each byte with the next one; not all of the range in one call, since an exit or a fork would wait for it.
-    return all(
-        compare(address + at, address + at + 1, min(_LOOK, nbytes - 1 - at)) == 0 for at in range(0, nbytes - 1, _LOOK)
-    )
+    return nbytes - pages.raw.count(0) * PAGE if answered else nbytes
 
 
 def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
@@ -242,7 +155,6 @@ def _system_calls() -> ctypes.CDLL:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, _OFFSET]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
@@ -285,69 +197,13 @@ def anonymous_slab(nbytes: int, *, huge: bool = True, inherited: bool = True) ->
 _MADV_POPULATE_WRITE = 23
 
 
-def resident_slab(nbytes: int, *, node: int | None = None) -> Tensor:
+def resident_slab(nbytes: int) -> Tensor:
     """Returns an ``anonymous_slab`` whose pages are all there: what the system says of its memory counts them.
-
-    Args:
-        node: of memory, where the pages come from if it has any; see ``prefer_node``.
 
     Raises:
         MemoryError: the system has no room.
     """
     slab = anonymous_slab(nbytes)
-    if node is not None:
-        prefer_node(slab.data_ptr(), nbytes, node)
     if sys.platform != "linux" or _system_calls().madvise(slab.data_ptr(), nbytes, _MADV_POPULATE_WRITE):
         ctypes.memset(slab.data_ptr(), 0, nbytes)
     return slab
-
-
-# -- nodes of memory --------------------------------------------------------------------------------------------------
-
-#: The number of the system call by processor, as ``platform.machine`` names it. The C library has no name for it.
-_MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
-_MPOL_PREFERRED = 1
-_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-
-
-def node_of_device(pci_address: str | None, root: Path = Path("/")) -> int | None:
-    """Returns the node that a device is nearest to; ``None`` where it is not known or there is only one.
-
-    Args:
-        pci_address: such as ``0000:3b:00.0``.
-        root: what stands in place of ``/``.
-    """
-    if pci_address is None:
-        return None
-    try:
-        online = (root / "sys/devices/system/node/online").read_text().strip()
-        node = int((root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    # "0" is one node; several are written "0-1" or "0,2". A virtual machine may say -1 for a device: unknown.
-    return node if node >= 0 and not online.isdecimal() else None
-
-
-def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Has pages that were not touched yet come from ``node`` as long as it has any; whether the system took it.
-
-    A machine with several sockets has several nodes of memory. A copy between a device and a node of another socket
-    goes over the link between the two, which is slower and shared by all processes. What a process allocates comes from
-    the node that its thread happens to run on, so pages for a device are bound to that device's node before they are
-    first touched. It is a preference: where the node is full, or the system refuses (containers often do), pages come
-    from where they would have come from anyway.
-
-    Args:
-        address: a multiple of the page size.
-    """
-    number = _MBIND.get(platform.machine())
-    if number is None or sys.platform != "linux":
-        return False
-    words = node // _WORD_BITS + 1
-    mask = (ctypes.c_ulong * words)()
-    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    # The kernel reads one bit less than this says.
-    arguments = (number, address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), words * _WORD_BITS + 1, 0)
-    syscall = _system_calls().syscall
-    syscall.restype = ctypes.c_long
-    return bool(syscall(*(ctypes.c_long(argument) for argument in arguments)) == 0)

@@ -2,32 +2,239 @@
 
 The allocators of torch round a pinned block up to a power of two and keep it, and allocating each block from the
 system costs milliseconds when it has to be pinned. So memory is taken in slabs, cut to size here, and given back a slab
-at a time. ``ranges.py`` says which bytes are free.
+at a time. ``Ranges`` says which bytes are free.
+
+[Note: quotas]
+Several tiers may share a pool, and what is idle in it serves all of them. A budget in bytes that a user gave bounds
+the slots of one tier that are alive, and all budgets, if each is in bytes, added up what the pool holds. Budgets that
+follow the machine are one, however many have it: it is asked before a slab is taken (``HostBound``).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError, reentered
-from eager_offload.tiers.base import Fence, MustGrow, Slot
-from eager_offload.tiers.finalizers import FinalizerRecord, Living
-from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, tell_after_fork
-from eager_offload.tiers.guard import NoHeadroomError
-from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.quotas import OverBudgetError, Quota, bound_of
-from eager_offload.tiers.ranges import Range, Ranges, pending
-from eager_offload.tiers.slabs import ExactSizes, HostSlab, HostSlot, HostSlotRecord, Lease, SlabSizes
+from eager_offload.tiers.base import Fence, MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, pending
+from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord, ForkSafeLock, Living, tell_after_fork
+from eager_offload.tiers.limits import HostBound, NoRoomError
+from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, view_of
+
+#: A new shared slab is at most this part of what is held, so that the empty rest of the newest one stays small.
+_SHARE = 32
+#: Bytes up to which a slab is taken for several requests: smaller ones would cost more in calls than they save in room.
+_LEAST = 1 << 20
+
+
+# -- how large a slab is --------------------------------------------------------------------------------------------
+
+
+class ExactSizes:
+    """How large slabs are, in bytes, where the system gives what is asked for, to the page.
+
+    Args:
+        most: bytes; the largest slab that is taken for several requests.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def wanted(self, need: int, held: int) -> int:
+        """Returns the size of the slab that ``need``, in whole pages, calls for while ``held`` are held."""
+        most = min(max(held // _SHARE, _LEAST), self._most)
+        return max(most // need, 1) * need
+
+    def within(self, need: int, room: int) -> int:
+        """Returns the largest size up to ``room``, or 0 where none holds ``need``."""
+        return room // need * need
+
+    def least(self, need: int) -> int:
+        """Returns the smallest size that holds ``need``."""
+        return need
+
+
+class PowersOfTwo:
+    """The same where it rounds everything up to a power of two, as torch's allocator of pinned memory does.
+
+    Nothing is rounded if a power of two is asked for, so every slab is one. What is left over behind the last whole
+    multiple of a request serves smaller ones at best, so a slab is so large that this is at most a 20th of it, as long
+    as it does not double what is held (nor goes beyond 1 GiB at first): the end of the last slab is empty too.
+    """
+
+    _LEAST, _SHARE, _FREELY = 1 << 20, 8, 1 << 30
+    _LEFT_OVER = 20
+
+    def wanted(self, need: int, held: int) -> int:
+        most = max(self._FREELY, _power_of_two(held + 1) // 2)
+        best = size = max(self.least(need), min(max(_power_of_two(held // self._SHARE), self._LEAST), self._FREELY))
+        while size <= most:
+            if size % need * self._LEFT_OVER <= size:
+                return size
+            if size % need * best < best % need * size:
+                best = size
+            size *= 2
+        return best
+
+    def within(self, need: int, room: int) -> int:
+        size = _power_of_two(room + 1) // 2
+        return size if size >= need else 0
+
+    def least(self, need: int) -> int:
+        return _power_of_two(need)
+
+
+#: What a pool asks the system for.
+SlabSizes: TypeAlias = ExactSizes | PowersOfTwo
+
+
+def _power_of_two(nbytes: int) -> int:
+    """Returns the smallest one that is not below ``nbytes``, and not below a page."""
+    return max(1 << max(nbytes - 1, 0).bit_length(), PAGE)
+
+
+# -- slabs ----------------------------------------------------------------------------------------------------------
+
+
+class HostSlab(Slab):
+    """Host memory."""
+
+    __slots__ = ("address", "buffer", "slots", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.numel())
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        #: The bytes as a buffer; slices of it keep the memory.
+        self.buffer = view_of(self.address, self.nbytes, tensor)
+        #: How many slots are alive in it.
+        self.slots = 0
+
+    def leave(self) -> None:
+        """Lets go of the memory, which the slices of the buffer alone have from now on. Idempotent."""
+        with suppress(AttributeError):
+            del self.tensor, self.buffer
+
+
+# -- slots ----------------------------------------------------------------------------------------------------------
+
+
+class HostSlotRecord(SlotRecord):
+    """What a slot leaves behind, or a tensor that owned its bytes."""
+
+    __slots__ = ("quota",)
+    quota: Quota | None
+
+
+class HostSlot(Slot):
+    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``."""
+
+    tier: ClassVar[str] = "host"
+    writes_storages = True
+    __slots__ = ("_slab", "_start")
+
+    def __init__(
+        self,
+        found: Range[HostSlab],
+        nbytes: int,
+        on_death: Callable[[Any], object],
+        quota: Quota | None,
+    ) -> None:
+        record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
+        self.nbytes = record.nbytes = nbytes
+        record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
+        record.range, record.quota = found, quota
+        self._slab, self._start = found.slab, found.start
+
+    @property
+    def address(self) -> int:
+        """Where the bytes are; a slot does not move."""
+        return self._slab.address + self._start
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
+        return self._slab.tensor[self._start : self._start + self.nbytes]
+
+    def write(self, source: Tensor | torch.UntypedStorage) -> None:
+        assert not isinstance(source, Tensor) or source.numel() == self.nbytes
+        move_if_there(self.address, source.data_ptr(), self.nbytes)
+
+    def read(self, target: Tensor) -> None:
+        assert target.numel() == self.nbytes
+        move(target.data_ptr(), self.address, self.nbytes)
+
+    def memory(self) -> memoryview:
+        return view_of(self.address, self.nbytes, self)
+
+
+class Lease:
+    """``nbytes`` bytes of host memory for a tensor, which owns them: they go back when its storage dies."""
+
+    __slots__ = ("record", "view")
+
+    def __init__(
+        self,
+        found: Range[HostSlab],
+        nbytes: int,
+        on_death: Callable[[Any], object],
+        quota: Quota | None,
+    ) -> None:
+        assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
+        # The storage holds this very view until it is freed, so the view's death is the storage's.
+        view: Any = found.slab.buffer[found.start : found.start + nbytes]
+        self.view, record = view, HostSlotRecord(view, on_death)
+        self.record = record
+        record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, quota
+
+
+# -- quotas -----------------------------------------------------------------------------------------------------------
+
+
+class Quota:
+    """What one tier holds of a pool, and the most that it may hold; the pool's lock guards it. All in bytes.
+
+    Args:
+        budget: the most; ``None`` where it follows the machine, as ``HostBound`` says.
+        over: what to tell where the budget has no more.
+    """
+
+    __slots__ = ("__weakref__", "budget", "held_bytes", "over", "overdraft", "peak_bytes", "refusal", "used_bytes")
+
+    def __init__(self, budget: int | None, over: Shortage) -> None:
+        self.budget = budget
+        self.over = over
+        #: Why it was last given nothing.
+        self.refusal = over
+        #: The most that ``used_bytes`` has been.
+        self.peak_bytes = 0
+        #: Why the machine should not give all of the budget, once it has given more than it should.
+        self.overdraft: Shortage | None = None
+        #: In slots that are alive, as they were asked for; and with rounding.
+        self.used_bytes = self.held_bytes = 0
+
+    def refuse(self, error: Exception) -> None:
+        """Notes why it is given nothing."""
+        if isinstance(error, NoRoomError):
+            self.refusal = error.shortage
+        else:
+            text = str(error).partition("\n")[0]
+            remedy = "end other programs that take memory, or set a lower host_budget"
+            self.refusal = Shortage(f"the system refused it ({text})", remedy)
+
+
+# -- the pool ---------------------------------------------------------------------------------------------------------
 
 Owner = TypeVar("Owner", HostSlot, Lease)
 
+#: Where what asks has no quota of its own.
+_FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
 
@@ -45,7 +252,7 @@ class Pool:
 
     [Note: how slabs are cut]
     A request, rounded up to whole pages, takes a free range of its size, else a part of the smallest that holds it: see
-    ``ranges.py``. If there is none, a new slab is taken for as many such requests as go into a 32nd of what is held
+    ``base.py``. If there is none, a new slab is taken for as many such requests as go into a 32nd of what is held
     already and into ``slab_bytes``, or for one: a step's tensors are mostly alike, so nothing is left over at its end,
     and the last, half-empty slab weighs little. Slots do not reach from one slab into the next.
 
@@ -79,8 +286,8 @@ class Pool:
         slab_bytes: the largest slab that is taken for several requests.
         idle_bytes: how much idle memory is kept for reuse.
         sizes: how large slabs are, in place of ``slab_bytes``.
-        admit: is asked before so many bytes are taken from the system, and raises ``NoHeadroomError`` where too little
-            would be left. A quota that a user gave in bytes is given them all the same, and has the reason.
+        bound: is asked before bytes are taken from the system. A quota that a user gave in bytes is given what it
+            refuses all the same, and has the reason.
         given_back: is called when slabs have gone back to the system, inside the pool's lock.
         wakes: is called with the first slot or lease and with the first after a rest, inside the pool's lock.
     """
@@ -92,14 +299,14 @@ class Pool:
         slab_bytes: int = 64 << 20,
         idle_bytes: int = 256 << 20,
         sizes: SlabSizes | None = None,
-        admit: Callable[[int], object] = lambda _: None,
+        bound: HostBound | None = None,
         given_back: Callable[[], object] = lambda: None,
         wakes: Callable[[], object] = lambda: None,
     ) -> None:
         self._allocate_slab = allocate_slab
         self._sizes = ExactSizes(slab_bytes) if sizes is None else sizes
         self._idle_bytes = idle_bytes
-        self._admit = admit
+        self.bound = bound
         self._given_back = given_back
         self._wakes = wakes
         self._quotas: Living[Quota] = Living()
@@ -116,7 +323,7 @@ class Pool:
     def _reset(self) -> None:
         #: Where slots end up, until ``poll``; see [Note: slots give themselves back] in ``tiers/base.py``.
         self.returned: deque[FinalizerRecord[Slot]] = deque()
-        #: Of what is alive; see [Note: finalizers] in ``finalizers.py``.
+        #: Of what is alive; see [Note: finalizers] in ``forking.py``.
         self._records: set[FinalizerRecord[Slot]] = set()
         #: Its ``append``, for the records: each would make another one.
         self._on_return = self.returned.append
@@ -143,10 +350,10 @@ class Pool:
         LEFT_TO_THE_PARENT.extend([self.returned, self._records, self._slabs, self._left])
         self._reset()
         for quota in self._quotas:
-            quota.reset()
+            quota.used_bytes = quota.held_bytes = 0
 
     def join(self, quota: Quota) -> None:
-        """Has ``quota`` bound what is held for it, and all that is held: see ``quotas.py``."""
+        """Has ``quota`` bound what is held for it, and all that is held: see [Note: quotas]."""
         with self._lock.lock:
             self._quotas.add(quota)
             self.is_closed = False
@@ -157,19 +364,18 @@ class Pool:
             self._quotas.discard(quota)
             self.is_closed = not self._quotas
             self._poll()
-            limit = bound_of(self._quotas)
+            limit = self._limit()
             if limit is not None and self._held > limit:
                 self._poll(max(self._idle_now - (self._held - limit), 0))
 
-    def allocate(self, nbytes: int, *, limit: int | None = None, quota: Quota | None = None) -> HostSlot | None:
-        """Returns a slot of ``nbytes`` bytes, or ``None`` where ``limit``, ``quota`` or the system has no room.
+    def allocate(self, nbytes: int, quota: Quota | None = None) -> HostSlot | None:
+        """Returns a slot of ``nbytes`` bytes, or ``None`` where ``quota`` or the system has no room.
 
         Args:
-            limit: what the pool may hold with the new slot, in bytes.
             quota: whose it is; it is given the reason where there is no room.
         """
         try:
-            return self._grown(partial(self.take, nbytes, HostSlot, limit=limit, quota=quota), quota)
+            return self._grown(partial(self.take, nbytes, HostSlot, quota), quota)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, OffloadError) and not isinstance(error, HostAllocationUnderCaptureError):
                 raise
@@ -194,13 +400,7 @@ class Pool:
         return torch.frombuffer(self._grown(take).view, dtype=torch.uint8)
 
     def take(
-        self,
-        nbytes: int,
-        kind: type[Owner],
-        *,
-        limit: int | None = None,
-        quota: Quota | None = None,
-        memory: Tensor | None = None,
+        self, nbytes: int, kind: type[Owner], quota: Quota | None = None, *, memory: Tensor | None = None
     ) -> Owner:
         """Returns an owner of ``nbytes`` bytes of what is held already, or of ``memory``.
 
@@ -209,7 +409,7 @@ class Pool:
             memory: a slab that the system has given for it.
 
         Raises:
-            OverBudgetError: ``limit`` or ``quota`` has no room.
+            NoRoomError: ``quota`` has no room.
             MustGrow: there is room, but the system has to give a slab first.
             MemoryError, RuntimeError: the pool has crashed.
         """
@@ -224,13 +424,13 @@ class Pool:
                     self._wakes()
                     self._rests = False
                 size = nbytes + -nbytes % PAGE
-                if quota is not None and quota.held_bytes + size > quota.budget:
-                    raise OverBudgetError(f"{nbytes} more bytes would go beyond the budget of {quota.budget} bytes")
+                if quota is not None and quota.budget is not None and quota.held_bytes + size > quota.budget:
+                    raise NoRoomError(quota.over)
                 if memory is not None:  # nothing polls before it is cut: that would give it back if little may be idle
                     self._add(memory)
                 same = self._ranges.back.get(size) or self._ranges.fit(size)
                 if not same:
-                    raise self._new_slab(size, limit)
+                    raise self._new_slab(size, quota)
                 owner = kind(same[-1], nbytes, self._on_return, quota)
                 self._records.add(owner.record)
                 slab = same.pop().slab
@@ -245,7 +445,7 @@ class Pool:
                     if used > quota.peak_bytes:
                         quota.peak_bytes = used
                 return owner
-            except (MustGrow, OverBudgetError):
+            except (MustGrow, NoRoomError):
                 raise
             except BaseException:
                 self._is_crashed = True
@@ -280,18 +480,21 @@ class Pool:
         return self._admitted(least, quota)
 
     def _admitted(self, nbytes: int, quota: Quota | None) -> Tensor:
-        try:
-            self._admit(nbytes)
-        except NoHeadroomError as error:
-            if quota is None or quota.pooled:
-                raise
-            quota.overdraft = error.shortage
+        if self.bound is not None:
+            given = quota is not None and quota.budget is not None
+            held = self._held - sum([one.held_bytes for one in self._quotas if one.budget is not None])
+            try:
+                self.bound.admit(nbytes, None if given else held)
+            except NoRoomError as error:
+                if quota is None or not given:
+                    raise
+                quota.overdraft = error.shortage
         return self._allocate_slab(nbytes)
 
     @property
     def is_given(self) -> bool:
         """Whether users gave some of its budgets in bytes: what they hold stays, however short the machine is."""
-        return any(not quota.pooled for quota in self._quotas)
+        return any(quota.budget is not None for quota in self._quotas)
 
     def reserve(self, nbytes: int, quota: Quota) -> None:
         """Takes memory from the system until ``quota`` has ``nbytes`` bytes, in slots or free.
@@ -313,11 +516,11 @@ class Pool:
         """Returns the size of the next slab to be reserved; 0 for none."""
         with self._lock.lock, self._crashing():
             self._poll()
-            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), bound_of(self._quotas)
+            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
             if missing <= 0:
                 return 0
-            if nbytes > quota.budget or (limit is not None and self._held + missing > limit):
-                raise OverBudgetError(f"{nbytes} bytes would go beyond the budget of {quota.budget} bytes")
+            if limit is not None and self._held + missing > limit:
+                raise NoRoomError(quota.over)
             return self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
 
     def restart_peak(self, quota: Quota) -> None:
@@ -382,7 +585,7 @@ class Pool:
         """Marks the pool as crashed by an exception that is not its own."""
         try:
             yield
-        except (MustGrow, OverBudgetError):
+        except (MustGrow, NoRoomError):
             raise
         except BaseException:
             self._is_crashed = True
@@ -396,18 +599,25 @@ class Pool:
         self._held += slab.nbytes
         self._idle_now += slab.nbytes
 
-    def _new_slab(self, need: int, limit: int | None) -> _NewSlab:
+    def _limit(self) -> int | None:
+        """Returns the bytes that the quotas allow in all; ``None`` where only the machine bounds them."""
+        budgets = [quota.budget for quota in self._quotas]
+        return sum(budgets) if budgets and None not in budgets else None  # type: ignore[arg-type]
+
+    def _new_slab(self, need: int, quota: Quota | None) -> _NewSlab:
         """Returns the slab that ``need`` calls for, or a smaller one where that is all there is room for.
 
         Raises:
-            OverBudgetError: there is none.
+            NoRoomError: there is none.
         """
-        wanted, limit = self._sizes.wanted(need, self._held), bound_of(self._quotas, limit)
+        wanted, limit = self._sizes.wanted(need, self._held), self._limit()
         if limit is not None and self._held + wanted > limit:
             self._poll(0)
             wanted = min(wanted, self._sizes.within(need, limit - self._held))
             if wanted <= 0:
-                raise OverBudgetError(f"{need} more bytes would go beyond the limit of {limit} bytes")
+                raise NoRoomError(_FULL if quota is None else quota.over)
+        elif self.bound is not None and quota is not None and quota.budget is None:
+            self.bound.refuse_again(need)
         return _NewSlab(wanted, self._sizes.least(need))
 
     def _poll(self, keep: int | None = None) -> None:
@@ -428,6 +638,8 @@ class Pool:
             self._let_idle_go(keep)
         if self._held < held:
             self._given_back()
+            if self.bound is not None:
+                self.bound.forget()
 
     def _take_back(self) -> None:
         """Takes up what has died."""
@@ -482,7 +694,7 @@ class Pool:
         for slab in self._left:
             slab.slots = 0
         for quota in {*self._quotas, *[record.quota for record in records if record.quota is not None]}:
-            quota.reset()
+            quota.used_bytes = quota.held_bytes = 0
         for record in records:
             slab, quota = record.range.slab, record.quota
             slab.slots += 1

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from eager_offload.config import size_text
 from eager_offload.errors import TransferError
-from eager_offload.tiers.forking import tell_after_fork
+from eager_offload.tiers.base import Slab
+from eager_offload.tiers.forking import FinalizerRecord, tell_after_fork
 from eager_offload.tiers.limits import file_size_limit
-from eager_offload.tiers.memory import PAGE, anonymous_slab, move, move_if_there, round_up, view_of
-from eager_offload.tiers.rawfile import RawFile
+from eager_offload.tiers.memory import PAGE, anonymous_slab, is_in_page_cache, move, move_if_there, round_up, view_of
 
 #: What stays free on every disk for other programs: this share of the disk, and at most so many bytes.
 FLOOR_SHARE, FLOOR_BYTES = 1 / 20, 4 << 30
+#: Bytes; a file grows by this much, or by the request where that is more.
+_GROWTH = 64 << 20
 
 #: Bytes a bounce buffer, and how many there may be: that many transfers run at once, the others wait for one.
 _BOUNCE_BYTES = 4 << 20
@@ -38,6 +44,18 @@ _Move: TypeAlias = Callable[[memoryview, int], int]
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 #: What is said where there is no room: on the disk, for its owner, for one file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Usage(NamedTuple):
+    """How full a disk is, and what one file has of it; bytes."""
+
+    total: int
+    #: What this process may still take.
+    free: int
+    #: Where the file ends.
+    length: int
+    #: What the file takes of the disk.
+    occupied: int
 
 
 class _Bounce:
@@ -67,7 +85,11 @@ class _Bounce:
 
 
 class SpillFile:
-    """One file, which closes with the last reference. Threads may read and write it at once; one may have it grow.
+    """One file without a name, of which slots are cut; it closes with the last reference.
+
+    Threads may read and write it at once; one may have it grow. What only its owner may read has mode 0600 while it has
+    a name. The methods from ``read_into`` to ``close`` are a system call or two each and raise ``OSError`` as those do:
+    a test's subclass has them fail, or do half of their work.
 
     [Note: direct I/O]
     A buffered write would leave a copy in the page cache, and the memory that offloading frees would be gone again. So
@@ -82,126 +104,29 @@ class SpillFile:
         OSError: the directory cannot take the file.
     """
 
-    def __init__(self, directory: Path, file_type: type[RawFile]) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        #: Bytes that went to the disk and are not counted yet; the space takes them out.
-        self.written: deque[int] = deque()
-        #: Whether writing or growing failed for another reason than that something was full.
-        self.failing = False
-        #: Why the file could not grow the last time, if the reason was another than that; ``None`` once it has grown.
+        #: All of it, of which the tier cuts slots.
+        self.slab = Slab(0)
+        #: Bytes that went to the disk and are not counted yet; the tier takes them out.
+        self.uncounted: deque[int] = deque()
+        #: Why the file could not grow the last time, if it was not full; ``None`` once it has grown.
         self.refusal: str | None = None
         #: Whether this process is a child and the file its parent's.
         self.inherited = False
-        self._raw = file_type(directory)
-        self.device = self._raw.device
         self.bounce = _Bounce()
+        #: What the operating system knows the file by; -1 once it is closed.
+        self.descriptor = descriptor = _open_unnamed(directory)
+        self._record = _Open(self, methodcaller("close"))
+        self._record.close = partial(os.close, descriptor)
+        _open_files.difference_update([record for record in list(_open_files) if record() is None])
+        _open_files.add(self._record)
+        if hasattr(os, "posix_fadvise"):
+            # What is read next is not what lies next, and what is read ahead into the page cache stays there.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         #: What the address of a source has to be a multiple of, in bytes; ``None``: through the page cache.
         self.memory_alignment = self._probe()
         tell_after_fork(self)
-
-    @property
-    def descriptor(self) -> int:
-        """What the operating system knows the file by."""
-        return self._raw.descriptor
-
-    def room(self) -> int:
-        """Returns the bytes by which the file may grow: those free on its disk above the floor, up to its limit."""
-        try:
-            usage = self._raw.usage()
-        except OSError:
-            return 0
-        floor, most = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES), file_size_limit()
-        # What was not promised is not in use yet, and will be.
-        free = usage.free - floor - max(usage.length - usage.occupied, 0)
-        return max(free if most is None else min(free, most - usage.length), 0)
-
-    def extend(self, length: int, nbytes: int) -> bool:
-        """Makes the file, which is used up to ``length``, reach ``nbytes`` further; returns whether it does."""
-        try:
-            self._lengthen(length, nbytes)
-        except OSError as error:
-            if error.errno not in _FULL:
-                self.refusal = error.strerror or str(error)
-                self._judge(error)
-            with suppress(OSError):
-                self._raw.truncate(length)
-            return False
-        self.refusal = None
-        return True
-
-    def write(self, address: int, nbytes: int, offset: int) -> None:
-        """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
-
-        Raises:
-            OSError, MemoryError: the operating system refused.
-        """
-        try:
-            if self.memory_alignment is None:
-                self._through_the_cache(self._write_some, address, nbytes, offset, flush=True)
-            else:
-                self._write_directly(address, nbytes, offset, self.memory_alignment)
-        except OSError as error:
-            self._judge(error)
-            raise
-
-    def read(self, address: int, nbytes: int, offset: int) -> None:
-        """Reads ``nbytes`` bytes at ``offset``, a multiple of ``PAGE``, into memory.
-
-        Raises:
-            OSError, MemoryError: the operating system refused.
-        """
-        if self.memory_alignment is None:
-            self._through_the_cache(self._raw.read_into, address, nbytes, offset, flush=False)
-            return
-        in_place = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
-        self._fully(self._raw.read_into, view_of(address, in_place), offset)
-        if in_place < nbytes:
-            self._read_through_bounce(address + in_place, nbytes - in_place, offset + in_place)
-
-    def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
-        """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
-        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-        if number == errno.EFBIG:
-            remedy = "raise the limit (ulimit -f)"
-            if file_size_limit() is None:
-                remedy = "set disk_path to a directory on a filesystem that takes larger files"
-        elif number in _FULL:
-            remedy = "free some room there, or set disk_path to a directory on another disk"
-        elif number == errno.ENOMEM:
-            remedy = "leave the system more memory for transfers: lower max_inflight_bytes and prefetch_bytes"
-        else:
-            remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
-        reason = os.strerror(number) if number is not None else str(error)
-        if number in _FULL and number != errno.EFBIG:
-            with suppress(OSError):
-                reason += f", with {size_text(self._raw.usage().free)} free"
-        return TransferError(
-            f"could not {what} {nbytes} bytes {'to' if what == 'write' else 'from'} the spill file in "
-            f"{str(self.directory)!r}: {reason}. What to do: {remedy}.",
-            errno=number,
-            tier="disk",
-            nbytes=nbytes,
-        )
-
-    def after_fork(self) -> None:
-        """Keeps the child from what its parent writes and reads, and from occupying its room on the disk."""
-        self.inherited = True
-        self._raw.close()
-
-    # -- growing and probing --------------------------------------------------------------------------------------
-
-    def _judge(self, error: OSError) -> None:
-        # EFAULT: the memory that was to be written is gone, which says nothing of the disk.
-        self.failing |= error.errno not in (*_FULL, errno.ENOMEM, errno.EFAULT)
-
-    def _lengthen(self, length: int, nbytes: int) -> None:
-        try:
-            self._raw.allocate(length, nbytes)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            # The filesystem cannot promise room; a write that finds none fails and is counted then.
-            self._raw.truncate(length + nbytes)
 
     def _probe(self) -> int | None:
         """Returns the least alignment of memory that direct I/O takes here and does right; ``None`` for none."""
@@ -212,39 +137,79 @@ class SpillFile:
             source = pages[alignment : alignment + 4 * PAGE]
             source[:] = alignment.to_bytes(2, "little") * (2 * PAGE)
             try:
-                self._raw.set_direct(True)
-                written = self._raw.write_from(source, 0)
-                if self._raw.read_into(target, 0) == written == len(source) and target == source:
-                    return None if self._goes_through_the_cache() else alignment
+                self.set_direct(True)
+                written = self.write_from(source, 0)
+                if self.read_into(target, 0) == written == len(source) and target == source:
+                    # Some take it and do as they like, ext4 with a journal of data for one: it is in the cache then.
+                    cached = self.is_cached(0)
+                    self.set_direct(not cached)
+                    return None if cached else alignment
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
             finally:
-                self._raw.truncate(0)
-        self._raw.set_direct(False)
+                self.truncate(0)
+        self.set_direct(False)
         return None
 
-    def _goes_through_the_cache(self) -> bool:
-        """Returns whether what was written to the beginning is in the page cache, although direct I/O was taken.
+    # -- room -----------------------------------------------------------------------------------------------------
 
-        Some take it and do as they like, ext4 with a journal of data for one. From here on it is not asked for then.
+    def room(self) -> int:
+        """Returns the bytes by which the file may grow: those free on its disk above the floor, up to its limit."""
+        try:
+            usage = self.usage()
+        except OSError:
+            return 0
+        floor, most = min(int(usage.total * FLOOR_SHARE), FLOOR_BYTES), file_size_limit()
+        # What was not promised is not in use yet, and will be.
+        free = usage.free - floor - max(usage.length - usage.occupied, 0)
+        return max(free if most is None else min(free, most - usage.length), 0)
+
+    def grow(self, need: int, limit: int) -> int:
+        """Makes the file longer than its slab, which takes the disk a while; the caller counts what is new.
+
+        Args:
+            need: bytes that are asked for.
+            limit: by how much it may grow, in bytes.
+
+        Returns:
+            By how much it did; 0 where the disk has no room.
         """
-        cached = self._raw.is_cached(0)
-        self._raw.set_direct(not cached)
-        return cached
+        # Asking for what is not there would fill the disk to the brim for a moment, at the cost of all else on it.
+        most, length = min(self.room(), limit), self.slab.nbytes
+        for step in dict.fromkeys((max(_GROWTH, need), limit // PAGE * PAGE, need)):
+            if not need <= step <= most:
+                continue
+            try:
+                try:
+                    self.allocate(length, step)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                    # The filesystem cannot promise room; a write that finds none fails and is counted then.
+                    self.truncate(length + step)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    self.refusal = error.strerror or str(error)
+                with suppress(OSError):
+                    self.truncate(length)
+            else:
+                self.refusal = None
+                return step
+        return 0
 
-    # -- moving ---------------------------------------------------------------------------------------------------
+    # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def _through_the_cache(self, move_some: _Move, address: int, nbytes: int, offset: int, *, flush: bool) -> None:
-        for at in range(0, nbytes, _CACHED_BYTES):
-            piece = min(_CACHED_BYTES, nbytes - at)
-            self._fully(move_some, view_of(address + at, piece), offset + at)
-            if flush:
-                self._raw.flush()
-            self._raw.forget(offset + at, round_up(piece, PAGE))
+    def write(self, address: int, nbytes: int, offset: int) -> None:
+        """Writes ``nbytes`` bytes of memory to ``offset``, a multiple of ``PAGE``, and up to the next one.
 
-    def _write_directly(self, address: int, nbytes: int, offset: int, alignment: int) -> None:
-        done = 0
+        Raises:
+            OSError, MemoryError: the operating system refused.
+        """
+        alignment, done = self.memory_alignment, 0
+        if alignment is None:
+            self._through_the_cache(self._write_some, address, nbytes, offset, flush=True)
+            return
         if address % alignment == 0 and nbytes >= PAGE:
             done = nbytes // PAGE * PAGE
             try:
@@ -255,27 +220,43 @@ class SpillFile:
                 # The probe's few pages passed and these did not: the device asks for more than it said.
                 self.memory_alignment, done = PAGE, 0
         if done < nbytes:
-            self._write_through_bounce(address + done, nbytes - done, offset + done)
+            with self.bounce.buffer() as base:
+                for at in range(done, nbytes, _BOUNCE_BYTES):
+                    piece = min(_BOUNCE_BYTES, nbytes - at)
+                    whole = view_of(base, round_up(piece, PAGE))
+                    move_if_there(base, address + at, piece)
+                    whole[piece:] = bytes(len(whole) - piece)
+                    self._fully(self._write_some, whole, offset + at)
 
-    def _write_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
-        with self.bounce.buffer() as base:
-            for at in range(0, nbytes, _BOUNCE_BYTES):
-                piece = min(_BOUNCE_BYTES, nbytes - at)
-                whole = view_of(base, round_up(piece, PAGE))
-                move_if_there(base, address + at, piece)
-                whole[piece:] = bytes(len(whole) - piece)
-                self._fully(self._write_some, whole, offset + at)
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Reads ``nbytes`` bytes at ``offset``, a multiple of ``PAGE``, into memory.
 
-    def _read_through_bounce(self, address: int, nbytes: int, offset: int) -> None:
-        with self.bounce.buffer() as base:
-            for at in range(0, nbytes, _BOUNCE_BYTES):
-                piece = min(_BOUNCE_BYTES, nbytes - at)
-                self._fully(self._raw.read_into, view_of(base, round_up(piece, PAGE)), offset + at)
-                move(address + at, base, piece)
+        Raises:
+            OSError, MemoryError: the operating system refused.
+        """
+        if self.memory_alignment is None:
+            self._through_the_cache(self.read_into, address, nbytes, offset, flush=False)
+            return
+        in_place = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
+        self._fully(self.read_into, view_of(address, in_place), offset)
+        if in_place < nbytes:
+            with self.bounce.buffer() as base:
+                for at in range(in_place, nbytes, _BOUNCE_BYTES):
+                    piece = min(_BOUNCE_BYTES, nbytes - at)
+                    self._fully(self.read_into, view_of(base, round_up(piece, PAGE)), offset + at)
+                    move(address + at, base, piece)
+
+    def _through_the_cache(self, move_some: _Move, address: int, nbytes: int, offset: int, *, flush: bool) -> None:
+        for at in range(0, nbytes, _CACHED_BYTES):
+            piece = min(_CACHED_BYTES, nbytes - at)
+            self._fully(move_some, view_of(address + at, piece), offset + at)
+            if flush:
+                self.flush()
+            self.forget(offset + at, round_up(piece, PAGE))
 
     def _write_some(self, source: memoryview, offset: int) -> int:
-        moved = self._raw.write_from(source, offset)
-        self.written.append(moved)
+        moved = self.write_from(source, offset)
+        self.uncounted.append(moved)
         return moved
 
     def _fully(self, move_some: _Move, memory: memoryview, offset: int) -> None:
@@ -296,3 +277,124 @@ class SpillFile:
                 raise OSError(errno.EIO, "the call moves no bytes, however often it is repeated")
             else:
                 in_vain += 1
+
+    def failed(self, what: str, nbytes: int, error: OSError | MemoryError) -> TransferError:
+        """Returns what a user reads when a transfer of ``nbytes`` bytes met with ``error`` here."""
+        number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+        if number == errno.EFBIG:
+            remedy = "raise the limit (ulimit -f)"
+            if file_size_limit() is None:
+                remedy = "set disk_path to a directory on a filesystem that takes larger files"
+        elif number in _FULL:
+            remedy = "free some room there, or set disk_path to a directory on another disk"
+        elif number == errno.ENOMEM:
+            remedy = "leave the system more memory for transfers: lower max_inflight_bytes and prefetch_bytes"
+        else:
+            remedy = "check the disk (the kernel's log says more), or set disk_path to a directory on another one"
+        reason = os.strerror(number) if number is not None else str(error)
+        if number in _FULL and number != errno.EFBIG:
+            with suppress(OSError):
+                reason += f", with {size_text(self.usage().free)} free"
+        return TransferError(
+            f"could not {what} {nbytes} bytes {'to' if what == 'write' else 'from'} the spill file in "
+            f"{str(self.directory)!r}: {reason}. What to do: {remedy}.",
+            errno=number,
+            tier="disk",
+            nbytes=nbytes,
+        )
+
+    def after_fork(self) -> None:
+        """Keeps the child from what its parent writes and reads, and from occupying its room on the disk."""
+        self.inherited = True
+        self.close()
+
+    # -- system calls ---------------------------------------------------------------------------------------------
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Reads at ``offset`` into ``target``; returns how many bytes came, 0 at the end of the file."""
+        return os.preadv(self.descriptor, [target], offset)
+
+    def write_from(self, source: memoryview, offset: int) -> int:
+        """Writes ``source`` at ``offset``; returns how many bytes went."""
+        return os.pwritev(self.descriptor, [source], offset)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Makes the file reach to ``offset + nbytes`` with room on the disk for what is new."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.descriptor, offset, nbytes)
+        else:
+            self.truncate(offset + nbytes)
+
+    def usage(self) -> Usage:
+        """Returns how full the disk is, as it was a moment ago."""
+        disk, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
+        return Usage(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, file.st_size, file.st_blocks * 512)
+
+    def truncate(self, length: int) -> None:
+        """Makes the file ``length`` bytes long, without asking for room."""
+        os.ftruncate(self.descriptor, length)
+
+    def set_direct(self, direct: bool) -> None:
+        """Has transfers go around the page cache, or not any more."""
+        if not hasattr(os, "O_DIRECT"):
+            if direct:
+                raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
+            return
+        import fcntl
+
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
+
+    def is_cached(self, offset: int) -> bool:
+        """Returns whether the page at ``offset`` is in the page cache; ``False`` where the system does not say."""
+        return is_in_page_cache(self.descriptor, offset)
+
+    def flush(self) -> None:
+        """Returns when everything written is on the disk."""
+        getattr(os, "fdatasync", os.fsync)(self.descriptor)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Drops what the page cache holds of a range, as far as it is on the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closes the file, which gives its room on the disk back. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            _open_files.discard(self._record)
+            del self._record  # no call before the next one: until here, and no longer, it closes what an interrupt left
+            os.close(descriptor)
+
+
+class _Open(FinalizerRecord[SpillFile]):
+    """Closes a file that goes without having been closed, in C alone; see [Note: finalizers] in ``forking.py``."""
+
+    __slots__ = ("close",)
+    close: Callable[[], None]
+
+
+#: Also those of files that have gone since one was last opened.
+_open_files: set[_Open] = set()
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Returns a descriptor of a new file, mode 0600, that is in no directory."""
+    if hasattr(os, "O_TMPFILE"):
+        # A filesystem may have no unnamed files; anything worse than that shows below as well.
+        with contextlib.suppress(OSError):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # Named before it is there: whatever interrupts this, the name is known and goes.
+    name, descriptor = directory / f".eager_offload-{secrets.token_hex(16)}", -1
+    try:
+        try:
+            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    except BaseException:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
+    return descriptor

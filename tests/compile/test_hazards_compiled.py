@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.compile import aot_hooks
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.compile.compiled import (
     BOTH,
     Compile,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rawfile import RawFile, Usage
+from eager_offload.tiers.spill import SpillFile, Usage
 from tests.hazards.backends import assert_settled
 from tests.proof.bits import same_bits
 from tests.tiers.files import failure
@@ -55,7 +55,7 @@ class Faults:
         return self.kind
 
 
-class Faulty(RawFile):
+class Faulty(SpillFile):
     """A real file whose operations meet ``Faulty.faults`` first."""
 
     faults: ClassVar[Faults | None] = None
@@ -94,7 +94,7 @@ def _half(nbytes: int) -> int:
 
 
 @contextmanager
-def on_faulty_disk(file_type: type[RawFile] = Faulty) -> Iterator[None]:
+def on_faulty_disk(file_type: type[SpillFile] = Faulty) -> Iterator[None]:
     """Every disk tier that an ``Offload`` opens within is on files of ``file_type``; none may be left open."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # demotions are told

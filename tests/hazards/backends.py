@@ -20,7 +20,7 @@ from eager_offload.engine.offloader import Census, DeviceOffloader
 from eager_offload.runtime.base import Direction, Runtime
 from eager_offload.runtime.host import TransferThread, host_runtime
 from eager_offload.runtime.transfer_threads import HostEvent
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.simulation.checker import AccessKind, Checker, Violation
 from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import on_a_thread

@@ -25,7 +25,7 @@ import eager_offload as eo
 from eager_offload import Offload
 from eager_offload.runtime import transfer_threads
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone
 from tests.hazards.programs import Around, Settled, assert_moved

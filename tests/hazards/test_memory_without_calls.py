@@ -7,16 +7,11 @@ tier of H69 carries nothing at all until it is let, so that no time comes into i
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from threading import Event
-
 import pytest
 import torch
 from torch import Tensor
 
 from eager_offload.runtime import transfer_threads
-from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import Backend, assert_settled
 from tests.hazards.probes import Gone, Transfers
 from tests.hazards.programs import Settled, assert_moved
@@ -64,34 +59,6 @@ def test_h40_sources_go_with_the_end_of_their_copies(ends: str, disk: Backend) -
     stats = assert_settled(offload)
     assert_moved(stats)
     assert ends != "later" or stats.bytes_in > 0
-
-
-@pytest.mark.usefixtures("no_pause")
-def test_h40_sources_go_with_the_end_of_their_copies_whichever_disk_is_the_last(
-    disk: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    offload, gone, gate, write = (
-        disk.offload(disk_path=[tmp_path / "first", tmp_path / "second"]),
-        Gone(),
-        Event(),
-        DiskSlot.write,
-    )
-
-    def late(slot: DiskSlot, source: Tensor) -> None:
-        if slot.lane:
-            assert gate.wait(60)
-        write(slot, source)
-
-    monkeypatch.setattr(DiskSlot, "write", late)
-    with offload:
-        loss = forward(leaf(SIDE, SIDE), gone, 3)
-    time.sleep(0.05)  # the first disk's thread has long paused
-    assert gone.alive
-    gate.set()
-    gone.wait()
-    del loss
 
 
 @pytest.fixture

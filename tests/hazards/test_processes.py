@@ -20,7 +20,7 @@ import torch
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 
 transfer_threads._STOP_SECONDS = 0.1  # the end of a process waits for so long for a transfer that never ends
 directory, reports = sys.argv[1:]

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.tiers.forking import OwnThread, can_begin_nothing
 from tests.hazards.backends import Backend, assert_balanced, assert_settled, hooks_are_gone
 from tests.hazards.test_interrupts_everywhere import FIELDS, PACKAGE, Point, Walk, gradient

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from subprocess import PIPE
@@ -17,9 +17,8 @@ import pytest
 from torch import Tensor
 
 from eager_offload import OffloadStats
-from eager_offload.tiers import guard, host
-from eager_offload.tiers.guard import Guard
-from eager_offload.tiers.limits import Headroom, host_headroom
+from eager_offload.tiers import host, limits
+from eager_offload.tiers.limits import Headroom, host_bound, host_headroom
 from tests.hazards.backends import SimulatedBackend, assert_settled
 from tests.hazards.programs import Settled, assert_identical, assert_moved
 from tests.programs import leaf
@@ -46,13 +45,13 @@ class SmallMachine(FakeMachine):
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallMachine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallMachine]:
     """A machine of 64 MiB, of which 4 are always left to others, in place of this one."""
     machine = SmallMachine(tmp_path, total=64 * MIB)
-    for module in (guard, host):
-        monkeypatch.setattr(module, "host_headroom", machine.look)
-    monkeypatch.setattr(guard, "_guard", Guard())
-    return machine
+    monkeypatch.setattr(limits, "host_headroom", machine.look)
+    host_bound.forget()
+    yield machine
+    host_bound.forget()
 
 
 def trainer(backend: SimulatedBackend, **fields: Any) -> Callable[..., OffloadStats]:
@@ -84,12 +83,12 @@ def test_h26_headroom_that_shrinks_in_mid_training_keeps_what_comes_on_the_devic
         assert_moved(before)
         assert before.demotions == {}
         machine.available = 12 * MIB
-        stats = train(24, r"this machine's 64\.0 MiB of memory are available\. To change that, end")
+        stats = train(24, r"this machine's 64\.0 MiB of memory are available\)\. To change that, end")
         assert stats.demotions["budget"] > 0
         assert stats.kept_bytes["budget"] >= NBYTES
         assert stats.bytes_out > before.bytes_out, "the slabs that there are serve on"
         machine.available = 48 * MIB
-        guard.process_guard().forget()
+        host_bound.forget()
         assert train(12).demotions == stats.demotions, "there is room again"
         backend.assert_nothing_is_held()
 

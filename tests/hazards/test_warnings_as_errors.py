@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 
 import eager_offload as eo
 from eager_offload.errors import warn
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 
 NBYTES = 1 << 20
 

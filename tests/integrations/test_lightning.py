@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 import eager_offload as eo
 from eager_offload.integrations.lightning import OffloadCallback
 from eager_offload.integrations.lightning_factory import callbacks
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.limits import ranks_here
 from tests.integrations.lightning_training import (
     PACKAGES,
     QUIET,
@@ -279,9 +279,9 @@ def test_h26_ranks_that_lightning_starts_itself_share_the_budgets(
     callback = OffloadCallback(offload)
     trainer = trainer_of(tmp_path, callback, devices=2, strategy=strategy)
     callback.setup(trainer, None, "fit")  # as in each of the two, where no launcher's variable is
-    assert local_ranks({}) == 2
+    assert ranks_here({}).number == 2
     callback.teardown(trainer, None, "fit")
-    assert local_ranks({}) == 1
+    assert ranks_here({}).number == 1
 
 
 def test_fsdp_strategy_is_for_gpus_says_lightning(tmp_path: Path) -> None:
@@ -353,14 +353,11 @@ def configuration(path: Path, init_args: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("package", "below"), [(PACKAGES[0], ""), (PACKAGES[1], "config")])
 def test_a_yaml_file_configures_it(package: str, below: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
-    for path in paths:
-        Path(path).mkdir()
-    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": paths}
+    fields = {"tier": "disk", "min_bytes": "4MiB", "keep_last_bytes": "auto", "disk_path": str(tmp_path)}
     given = {below: fields} if below else fields | {"log_metrics": False}
     callback = callback_of(configuration(tmp_path, given), package)
     assert callback.offload.config == eo.OffloadConfig(**fields)
-    assert callback.offload.config.disk_paths == tuple(map(Path, paths))
+    assert callback.offload.config.disk_path == tmp_path
     callback.offload.close()
 
 

@@ -99,7 +99,6 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # waits
     (BUSY, {}, 'Bandwidth is the limit: compute waited 20 %|50 % of the time at 163.8 |To move less, policy="free"'),
     (BUSY, {"policy": "free"}, "Bandwidth is the limit|To move less, checkpoint a part of the model"),
-    ({**BUSY, "disk_bytes_peak": GIB}, {"min_bytes": 0}, "Bandwidth is the limit|A list of paths on several disks"),
     (IN_FORWARD, {"max_inflight_bytes": "64MiB"}, 'Compute waited 5.0 %|raise max_inflight_bytes|64.0 MiB to "128MiB"'),
     (WAITS, {"prefetch_bytes": "100MiB"}, 'Compute waited|raise prefetch_bytes from 100.0 MiB to "200MiB"'),
     ({**WAITS, **UNTIMED}, {}, "Compute waited|mostly in backward|If that changes little, bandwidth is the limit"),

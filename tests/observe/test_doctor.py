@@ -16,7 +16,7 @@ from eager_offload.machine import Machine
 from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Disk, Memory, SelfTest, examine, recommended, to_text, verdict
 from eager_offload.tiers import disk
-from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.disk import filesystem_of
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
@@ -122,6 +122,18 @@ def test_h27_nothing_works_where_no_directory_serves(
     assert said in reported
     assert "cannot work here" in reported
     assert "Recommended" not in reported
+
+
+@pytest.mark.parametrize(("online", "several"), [("0-1", True), ("0,2", True), ("0", False), (None, False)])
+def test_where_memory_has_nodes_beside_an_accelerator_the_verdict_names_torchruns_option(
+    online: str | None, several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "NODES", tmp_path / "online")
+    if online is not None:
+        (tmp_path / "online").write_text(f"{online}\n")
+    for device in ("cuda:0", "cpu"):
+        advice = doctor.verdict([], [], [doctor.SelfTest(device, True, 1)], {}).advice
+        assert ("--numa-binding=node" in " ".join(advice)) == (several and device != "cpu")
 
 
 def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

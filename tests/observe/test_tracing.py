@@ -108,7 +108,7 @@ def test_what_stays_is_counted_on_the_device(
 
     offload = disk.offload(**{"min_bytes": NBYTES, **fields})
     if reason == "failed":
-        monkeypatch.setattr("eager_offload.tiers.disk_slots.DiskSlot.write", fail)
+        monkeypatch.setattr("eager_offload.tiers.disk.DiskSlot.write", fail)
     with eo.no_offload() if reason == "region" else nullcontext():
         trace = traced_step(offload, path, net)
     monkeypatch.undo()

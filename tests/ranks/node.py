@@ -9,8 +9,7 @@ from pathlib import Path
 import eager_offload as eo
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks
+from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom, ranks_here
 from tests.hazards.backends import offloader_of
 from tests.ranks.launch import Ranks
 from tests.ranks.training import batch, blocks
@@ -29,7 +28,7 @@ def trained(ranks: Ranks, offload: eo.Offload) -> eo.Offload:
 
 def budgets_are_divided(ranks: Ranks) -> None:
     """What the user has not set is worked out for one of so many processes, on the word of the launcher."""
-    assert local_ranks() == ranks.size
+    assert ranks_here().number == ranks.size
     alone = System(environ={"LOCAL_WORLD_SIZE": "1"})
     assert {limit.sharers for limit in host_headroom().limits if limit.kind == "memory"} == {ranks.size}
     assert {limit.sharers for limit in disk_headroom(ranks.directory).limits if limit.kind == "disk"} == {ranks.size}
@@ -41,7 +40,7 @@ def budgets_are_divided(ranks: Ranks) -> None:
     assert isinstance(disk, DiskTier)
     assert isinstance(host, HostTier)
     # Others take memory and room meanwhile, but not half of it: without a division the sum would be `size` times this.
-    for budget, whole in ((disk._budget, disk_budget(ranks.directory, alone)), (host.budget, host_budget(alone))):
+    for budget, whole in ((disk._budget, disk_budget(ranks.directory, alone)), (host_budget(), host_budget(alone))):
         together = sum(int(str(each)) for each in ranks.gathered(budget))
         assert 0.6 * whole <= together <= 1.5 * whole
     for offload in (on_disk, in_memory):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
-from eager_offload.tiers.finalizers import FinalizerRecord
+from eager_offload.tiers.forking import FinalizerRecord
 from tests.simulation.log import Allocated, ByteRegion, Entry, Freed, Log, Operation
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers.directories import filesystem_of
+from eager_offload.tiers.disk import filesystem_of
 from eager_offload.tiers.pool import Pool
 from tests.tiers.files import Watched
 from tests.tiers.rig import MIB, Made, System

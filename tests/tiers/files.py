@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, TypeAlias, TypeVar
 
-from eager_offload.tiers.rawfile import RawFile, Usage
+from eager_offload.tiers.spill import SpillFile, Usage
 
 T = TypeVar("T")
 #: What becomes of a call: an error in its place, or what is done once it has been made.
@@ -30,20 +30,20 @@ def _struck(strike: Strike, call: Callable[..., T], *arguments: object) -> T:
     return result
 
 
-class Watched(RawFile):
+class Watched(SpillFile):
     """Counts the bytes that the system moved; a test reaches each open file through ``opened``."""
 
     opened: ClassVar[list[Watched]] = []
 
+    written = 0
+    on_write: Strike = None
+    on_read: Strike = None
+    on_allocate: Strike = None
+    on_truncate: Strike = None
+    on_usage: Strike = None
+
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.directory = directory
-        self.written = self.read = 0
-        self.on_write: Strike = None
-        self.on_read: Strike = None
-        self.on_allocate: Strike = None
-        self.on_truncate: Strike = None
-        self.on_usage: Strike = None
         Watched.opened.append(self)
 
     def write_from(self, source: memoryview, offset: int) -> int:
@@ -52,9 +52,7 @@ class Watched(RawFile):
         return moved
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        moved = _struck(self.on_read, super().read_into, target, offset)
-        self.read += moved
-        return moved
+        return _struck(self.on_read, super().read_into, target, offset)
 
     def allocate(self, offset: int, nbytes: int) -> None:
         _struck(self.on_allocate, super().allocate, offset, nbytes)

@@ -49,7 +49,7 @@ def open_tier(
     directory: Path, file_type: type[Watched] = Watched, budget: int = 256 * MIB, *, verify: bool = False
 ) -> tuple[DiskTier, Any]:
     """A tier on one disk, and its file."""
-    tier = DiskTier([directory], budget, verify=verify, file_type=file_type)
+    tier = DiskTier(directory, budget, verify=verify, file_type=file_type)
     return tier, Watched.opened[-1]
 
 
@@ -97,7 +97,7 @@ class Made:
     """A tier of one kind, what it takes its room from, and its locks.
 
     Args:
-        kind: ``"host"``, ``"disk"``, ``"page cache"`` (a disk without direct I/O) or ``"two disks"``.
+        kind: ``"host"``, ``"disk"`` or ``"page cache"`` (a disk without direct I/O).
         one_slab: whether room of all of ``budget`` is taken at once, and all slots are cut from that.
     """
 
@@ -108,9 +108,8 @@ class Made:
             self.owner = Pool(self.system, slab_bytes=64 * MIB if one_slab else MIB, idle_bytes=64 * MIB)
             self.tier = HostTier(self.owner, budget)
         else:
-            paths = [directory] * (2 if kind == "two disks" else 1)
             Watched.opened.clear()
-            self.owner = self.tier = DiskTier(paths, budget, file_type=Cached if kind == "page cache" else Watched)
+            self.owner = self.tier = DiskTier(directory, budget, file_type=Cached if kind == "page cache" else Watched)
             self.files = list(Watched.opened)
         if one_slab:
             reserve(self.tier, 4096)

@@ -14,7 +14,7 @@ from tests.threads import on_threads
 from tests.tiers.rig import MIB, Made, content, noise, reserve, stored
 
 
-@pytest.fixture(params=["host", "disk", "page cache", "two disks"])
+@pytest.fixture(params=["host", "disk", "page cache"])
 def tier(request: pytest.FixtureRequest, directory: Path) -> Tier:
     return Made(request.param, directory).tier
 

@@ -14,8 +14,7 @@ import torch
 from eager_offload.errors import CapacityError, ConfigError, TransferError
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.rawfile import Usage
-from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE
+from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE, Usage
 from tests.simulation.log import region_of
 from tests.tiers.files import Cached, Halting, Picky, Watched, failure
 from tests.tiers.rig import MIB, content, equal, noise, open_tier, reserve, stored
@@ -133,7 +132,7 @@ def test_measuring_moves_little_and_leaves_no_trace(directory: Path) -> None:
     assert min(first.out.median, first.back.median) > 0
     assert tier.used_bytes == 0
     with pytest.raises(CapacityError, match="no room"):
-        DiskTier([directory], MIB).measure()
+        DiskTier(directory, MIB).measure()
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
@@ -152,8 +151,8 @@ def test_the_file_grows_in_steps_within_the_budget(directory: Path) -> None:
     assert tier.reserve(MIB) is None
     assert tier.shortage == ("all of disk_budget is in use: 100.0 MiB", "raise disk_budget")
     for budget, nbytes in ((0, 1), (4095, 1), (8192, 8193)):
-        assert DiskTier([directory], budget).reserve(nbytes) is None
-    assert reserve(DiskTier([directory], 8192), 4097).nbytes == 4097
+        assert DiskTier(directory, budget).reserve(nbytes) is None
+    assert reserve(DiskTier(directory, 8192), 4097).nbytes == 4097
 
 
 class Sized(Watched):
@@ -242,11 +241,11 @@ def test_h27_a_disk_that_cannot_grow_the_file_has_no_room_and_room_once_it_can(
 def test_h27_a_limit_on_the_size_of_files_is_not_taken_for_a_full_disk(directory: Path) -> None:
     resource = pytest.importorskip("resource")
     tier, _ = open_tier(directory)
-    free, given = DiskTier([directory], None), resource.getrlimit(resource.RLIMIT_FSIZE)
+    free, given = DiskTier(directory, None), resource.getrlimit(resource.RLIMIT_FSIZE)
     slots = [stored(one, noise(5 * MIB)) for one in (tier, free)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (80 * MIB, given[1]))  # Python ignores the signal
     try:
-        limited = DiskTier([directory], None)
+        limited = DiskTier(directory, None)
         slots.append(stored(limited, noise(75 * MIB)))
         for one in (tier, free, limited):
             assert one.reserve(90 * MIB) is None
@@ -257,7 +256,7 @@ def test_h27_a_limit_on_the_size_of_files_is_not_taken_for_a_full_disk(directory
         with pytest.raises(TransferError, match=r"File too large. What to do: raise the limit \(ulimit -f\)"):
             slots[0].write(noise(5 * MIB))
         with pytest.raises(ConfigError, match=r"may exceed 0 bytes \(RLIMIT_FSIZE, ulimit -f\)"):
-            DiskTier([directory], None)
+            DiskTier(directory, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, given)
     assert reserve(tier, 90 * MIB)

@@ -58,7 +58,7 @@ def at_once(made: Made, take: Callable[[], object]) -> tuple[object, object]:
 
 
 def test_h26_h41_threads_that_grow_at_once_stay_within_the_budget(made: Made) -> None:
-    budget = made.tier.budget if isinstance(made.tier, HostTier) else 256 * MIB
+    budget = 256 * MIB
     first, second = at_once(made, lambda: made.tier.reserve(budget // 2 + MIB))
     assert first is not None
     assert second is None

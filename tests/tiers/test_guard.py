@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers import guard, host, limits
-from eager_offload.tiers.guard import Guard, NoHeadroomError
+from eager_offload.tiers import host, limits
 from eager_offload.tiers.host import HostTier, shared_pool
-from eager_offload.tiers.limits import Headroom, host_headroom
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import HostSlot
+from eager_offload.tiers.limits import Headroom, HostBound, NoRoomError, host_headroom
+from eager_offload.tiers.pool import HostSlot, Pool
 from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
 from tests.tiers.rig import System
@@ -41,16 +39,16 @@ class Readings:
 
 @pytest.fixture
 def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Readings:
-    """What the guard sees; the budgets of tiers are so large that they do not bind."""
+    """What the machine says; of it budgets may take so much that they do not bind."""
     readings = Readings(FakeMachine(tmp_path))
-    monkeypatch.setattr(guard, "host_headroom", readings)
+    monkeypatch.setattr(limits, "host_headroom", readings)
     monkeypatch.setattr(limits, "HOST_FRACTION", 1000)
     return readings
 
 
 def guarded(readings: Readings) -> tuple[HostTier, System]:
-    system, watch = System(), Guard()
-    pool = Pool(system, slab_bytes=MIB, idle_bytes=GIB, admit=watch.admit, given_back=watch.forget)
+    system = System()
+    pool = Pool(system, slab_bytes=MIB, idle_bytes=GIB, bound=HostBound())
     readings.held = lambda: pool._held
     return HostTier(pool), system
 
@@ -85,26 +83,24 @@ def test_memory_is_refused_where_no_descriptor_is_free_to_look_with(
 
     tier, _ = guarded(readings)
     with monkeypatch.context() as patch:
-        for module in (guard, host):
-            patch.setattr(module, "host_headroom", cannot_look)
+        patch.setattr(limits, "host_headroom", cannot_look)
         assert tier.reserve(64 * MIB) is None
         assert "Too many open files" in tier.shortage.reason
         tier.release_idle()
-    guard.process_guard().forget()
     assert tier.reserve(64 * MIB) is not None
 
 
 def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
     readings.available, readings.total = 800 * GIB, 1024 * GIB
-    watch = Guard()
+    bound = HostBound()
     for _ in range(1000):
-        watch.admit(64 * MIB)
+        bound.admit(64 * MIB, 0)
     assert readings.looks <= 1000 // 16
     readings.available = 65 * GIB
-    watch.forget()
+    bound.forget()
     before = readings.looks
     for _ in range(8):
-        watch.admit(64 * MIB)
+        bound.admit(64 * MIB, 0)
     assert 1 < readings.looks - before <= 8
 
 
@@ -112,26 +108,25 @@ def test_h26_what_was_refused_is_refused_again_without_a_look_but_not_for_ever_a
     readings: Readings,
 ) -> None:
     readings.available = GIB + 8 * MIB
-    watch = Guard()
+    bound = HostBound()
     for _ in range(200):
-        with pytest.raises(NoHeadroomError):
-            watch.admit(16 * MIB)
+        with pytest.raises(NoRoomError):
+            bound.admit(16 * MIB, 0)
     assert readings.looks <= 200 * 16 // 256 + 1
-    watch.admit(8 * MIB)
+    bound.admit(8 * MIB, 0)
     readings.available = GIB
-    with pytest.raises(NoHeadroomError):
-        watch.admit(16 * MIB)
+    with pytest.raises(NoRoomError):
+        bound.admit(16 * MIB, 0)
     readings.available = 3 * GIB
-    with pytest.raises(NoHeadroomError):
-        watch.admit(16 * MIB)
-    watch.forget()
-    watch.admit(16 * MIB)
+    with pytest.raises(NoRoomError):
+        bound.admit(16 * MIB, 0)
+    bound.forget()
+    bound.admit(16 * MIB, 0)
 
 
 def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_far_as_it_is_missed(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_guard", Guard())
     tier, _ = guarded(readings)
     own, other = tier._pool, HostTier(shared_pool(SimulatedRuntime(), False, lambda: Pool(System(), idle_bytes=GIB)))
     readings.held = lambda: own._held + other.held_bytes
@@ -151,26 +146,36 @@ def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_f
         assert (tier.held_bytes, other.held_bytes) == (held[0] * MIB, held[1] * MIB)
 
 
-def test_a_budget_that_follows_the_machine_grows_with_it_when_it_is_used_up(
+def test_a_budget_that_follows_the_machine_is_half_of_what_there_is_and_more_when_there_is_more(
     readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HOST_FRACTION", 0.5)
-    looks = Readings(readings.machine)
-    monkeypatch.setattr(host, "host_headroom", looks)
     tier, _ = guarded(readings)
-    looks.held = readings.held
-    assert tier.budget == 3 * GIB // 2
     slots = fill(tier, 32 * MIB)
-    assert len(slots) == 48
-    assert looks.looks == 2, "it has looked again when the budget was used up"
-    readings.available = looks.available = 6 * GIB
-    refused = 0
+    assert len(slots) == 48, "1.5 of 3 GiB"
+    assert 'all of host_budget="auto" is in use: 1.5 GiB, which is 50% of what this process could' in (
+        tier.shortage.reason
+    )
+    assert "or give host_budget in bytes" in tier.shortage.remedy
+    readings.available, refused = 6 * GIB, 0
     while (slot := tier.reserve(32 * MIB)) is None:
         refused += 1
     assert 0 < refused * 32 * MIB <= 256 * MIB, "a look is for so many bytes"
-    assert tier.budget == 3 * GIB
     slots += [slot, *fill(tier, 32 * MIB)]
     assert len(slots) == 96
-    readings.available = looks.available = GIB
+    readings.available = 4 * GIB
+    slots.pop()
+    slots.append(tier.reserve(32 * MIB))
+    assert slots[-1] is not None, "what is held serves on"
     assert tier.reserve(GIB) is None
-    assert tier.budget == 3 * GIB, "it never comes down: the guard says what is left"
+
+
+def test_a_call_that_must_not_wait_is_refused_without_a_look_where_the_last_look_has_refused(
+    readings: Readings,
+) -> None:
+    tier, _ = guarded(readings)
+    slots = fill(tier, 64 * MIB)
+    looks = readings.looks
+    assert tier.at_hand(64 * MIB) is None
+    assert readings.looks == looks
+    assert slots

@@ -18,6 +18,7 @@ import eager_offload.tiers
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.memory import PAGE
 from tests.sampling import one_in
+from tests.tiers.files import Watched
 from tests.tiers.rig import MIB, Made, Verdicts, equal, noise, reserve, stored
 
 _HERE = str(Path(eager_offload.tiers.__file__).parent)
@@ -65,7 +66,9 @@ def with_a_use_that_goes_on(kind: str, directory: Path) -> tuple[Made, Verdicts,
     made, verdicts = Made(kind, directory), Verdicts()
     slot = reserve(made.tier, 8192)
     slot.fences += (verdicts.fence("reload"),)
-    return made, verdicts, weakref.ref(slot._slab.tensor if kind == "host" else slot._disk)
+    made.files.clear()  # which only slots keep
+    Watched.opened.clear()
+    return made, verdicts, weakref.ref(slot._slab.tensor if kind == "host" else slot._file)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

@@ -11,8 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from eager_offload.tiers import limits
-from eager_offload.tiers.limits import System, disk_budget, disk_headroom, host_budget, host_headroom
-from eager_offload.tiers.ranks import local_ranks, ranks_here, set_local_ranks
+from eager_offload.tiers.limits import (
+    System,
+    disk_budget,
+    disk_headroom,
+    host_budget,
+    host_headroom,
+    ranks_here,
+    set_local_ranks,
+)
 from tests.processes import printed_by
 from tests.tiers.machines import GIB, MIB, FakeMachine
 
@@ -44,20 +51,25 @@ def machine(tmp_path: Path) -> FakeMachine:
     ],
 )
 def test_h26_the_launcher_says_how_many_processes_share_the_node(environ: dict[str, str], ranks: int) -> None:
-    assert local_ranks(environ) == ranks
+    assert ranks_here(environ).number == ranks
 
 
 def test_h26_a_framework_may_say_it_where_no_launcher_does() -> None:
     set_local_ranks(3)
     try:
-        assert local_ranks({}) == local_ranks({"MASTER_ADDR": "node7"}) == local_ranks({"MASTER_ADDR": "::1"}) == 3
-        assert local_ranks({"WORLD_SIZE": "12", "MASTER_ADDR": "192.0.2.7"}) == 3
-        assert local_ranks({"LOCAL_WORLD_SIZE": "8"}) == 8
+        assert (
+            ranks_here({}).number
+            == ranks_here({"MASTER_ADDR": "node7"}).number
+            == ranks_here({"MASTER_ADDR": "::1"}).number
+            == 3
+        )
+        assert ranks_here({"WORLD_SIZE": "12", "MASTER_ADDR": "192.0.2.7"}).number == 3
+        assert ranks_here({"LOCAL_WORLD_SIZE": "8"}).number == 8
         set_local_ranks(1)
-        assert local_ranks({"WORLD_SIZE": "12"}) == 1, "one on each of twelve nodes"
+        assert ranks_here({"WORLD_SIZE": "12"}).number == 1, "one on each of twelve nodes"
     finally:
         set_local_ranks(0)
-    assert local_ranks({}) == 1
+    assert ranks_here({}).number == 1
 
 
 @pytest.fixture

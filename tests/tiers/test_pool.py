@@ -16,8 +16,7 @@ from eager_offload import ConfigError, Offload
 from eager_offload.tiers.base import Fence, Slot
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE, anonymous_slab
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import ExactSizes, PowersOfTwo, SlabSizes
+from eager_offload.tiers.pool import ExactSizes, Pool, PowersOfTwo, SlabSizes
 from tests.sampling import search
 from tests.simulation.log import region_of
 from tests.threads import collect

@@ -7,9 +7,9 @@ import torch
 
 from eager_offload import Offload
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers import host
+from eager_offload.tiers import limits
 from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.limits import host_headroom
+from eager_offload.tiers.limits import Headroom, HostBound, host_headroom
 from eager_offload.tiers.pool import Pool
 from tests.tiers.machines import GIB, FakeMachine
 from tests.tiers.rig import MIB, System, equal, noise, reserve, stored
@@ -34,25 +34,29 @@ def test_what_is_idle_serves_every_tier_and_each_keeps_to_its_budget(pool: Pool,
 
 
 def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
-    pool: Pool, system: System, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    system: System, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    machine = FakeMachine(tmp_path_factory.mktemp("machine"), available=16 * MIB)
-    monkeypatch.setattr(host, "host_headroom", lambda: host_headroom(machine.system))
+    machine = FakeMachine(tmp_path_factory.mktemp("machine"), total=32 * MIB)
+
+    def look() -> Headroom:
+        machine.set_memory(total=32 * MIB, available=16 * MIB - sum(slab.numel() for slab in system.alive))
+        return host_headroom(machine.system)
+
+    monkeypatch.setattr(limits, "host_headroom", look)
+    pool = Pool(system, slab_bytes=MIB, idle_bytes=64 * MIB, bound=HostBound())
     tiers = [HostTier(pool) for _ in range(3)]
-    assert [tier.budget for tier in tiers] == [8 * MIB] * 3
     slots = [reserve(tier, 2 * MIB) for tier in tiers]
     slots.append(reserve(tiers[0], 2 * MIB))
-    machine.set_memory(available=8 * MIB)  # for this process took the rest
     assert all(tier.reserve(2 * MIB) is None for tier in tiers)
     assert sum(system.sizes) == 8 * MIB
     late = HostTier(pool)
-    assert late.budget == 8 * MIB, "what the pool holds is no less for them"
-    assert late.reserve(4096) is None
+    assert late.reserve(4096) is None, "what the pool holds is no less for it"
     explicit = HostTier(pool, 2 * MIB)
     slots.append(reserve(explicit, 2 * MIB))
     assert 'all of host_budget="auto" is in use: 8.0 MiB, which is 50% of what' in late.shortage.reason
     assert explicit.reserve(1) is None
     assert explicit.shortage == ("all of host_budget is in use: 2.0 MiB", "raise host_budget")
+    assert late.reserve(4096) is None, "nor is that of another budget its own"
 
 
 def test_memory_goes_back_with_the_last_tier_and_what_only_a_closed_one_had_a_budget_for_at_once(

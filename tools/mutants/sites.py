@@ -78,12 +78,12 @@ _HELD = "the thread that reads or writes a disk slot holds it, so that its range
 #: not tried. Such code stays where one rule serves several tiers, and to except one of them would take more lines.
 EQUIVALENT = {
     (
-        "eager_offload/tiers/disk_slots.py",
+        "eager_offload/tiers/disk.py",
         "fence",
         "pending(found.fences)",
     ): _HELD,
     (
-        "eager_offload/tiers/disk_slots.py",
+        "eager_offload/tiers/disk.py",
         "fence",
         "record.range.fences = record.fences  without  record.fences",
     ): _HELD,

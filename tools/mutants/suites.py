@@ -51,21 +51,16 @@ _FIRST = {
     "planning/target": "planning/trace",
     "runtime/host": "=host",
     "runtime/link_probe": "",
-    "runtime/pinned": "tiers/numa",
+    "runtime/pinned": "",
     "runtime/staging": "",
     "runtime/transfer_threads": "=host",
-    "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/leases hazards/copies",
+    "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/leases tiers/shares hazards/copies",
     "tiers/cgroups": "tiers/limits",
-    "tiers/guard": "tiers/guard hazards/short_memory",
     "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
-    "tiers/limits": "tiers/limits",
-    "tiers/memory": "tiers/numa tiers/untouched",
-    "tiers/ranks": "tiers/limits",
-    "tiers/base": "tiers/pool tiers/disk",
+    "tiers/limits": "tiers/limits tiers/guard hazards/short_memory",
+    "tiers/memory": "tiers/disk hazards/what_is_counted",
+    "tiers/base": "tiers/pool tiers/disk tiers/interrupts hazards/copies",
     "tiers/disk": "=disk",
-    "tiers/quotas": "tiers/shares tiers/pool",
-    "tiers/ranges": "tiers/pool tiers/interrupts hazards/copies",
-    "tiers/slabs": "tiers/pool",
     "tiers/spill": "=disk",
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
@@ -84,7 +79,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "compile engine/captured graphs kernels observe/doctor observe/timeline runtime/accelerator "
-    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits tiers/ranks"
+    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits"
 )
 
 

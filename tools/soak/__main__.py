@@ -64,13 +64,9 @@ class Soak:
         self.model = Block(WIDTH, HEADS)
         self.counts: Counter[str] = Counter()
         self.trouble: list[str] = []
-        paths = [directory / "one", directory / "two"]
-        for path in paths:
-            path.mkdir()
         fields = {"min_bytes": "4KiB", "keep_last_bytes": 0}
         self.offloads = {
             "disk": eo.Offload(tier="disk", disk_path=directory, **fields),
-            "two disks": eo.Offload(tier="disk", disk_path=paths, **fields),
             "verified": eo.Offload(tier="disk", disk_path=directory, verify=True, **fields),
             "small window": eo.Offload(
                 tier="disk", disk_path=directory, max_inflight_bytes="1MiB", prefetch_bytes="1MiB", **fields

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from eager_offload.runtime.host import host_runtime
-from eager_offload.tiers.finalizers import Living
+from eager_offload.tiers.forking import Living
 
 MIB = 1 << 20
 #: By how much memory may grow, in bytes: the C library's heap is as large as the largest steps so far made it, in each

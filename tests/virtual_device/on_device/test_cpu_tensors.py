@@ -15,7 +15,7 @@ from torch import Tensor
 from eager_offload import ConfigError
 from eager_offload.engine import offloaders
 from eager_offload.tiers.base import Fence
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical
 

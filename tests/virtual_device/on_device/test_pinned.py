@@ -22,8 +22,7 @@ from eager_offload.runtime.base import Direction
 from eager_offload.runtime.pinned import register, unregister
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import PowersOfTwo
+from eager_offload.tiers.pool import Pool, PowersOfTwo
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled
 from tests.processes import printed_by

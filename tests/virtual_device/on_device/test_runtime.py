@@ -16,8 +16,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
-from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.slabs import HostSlot
+from eager_offload.tiers.pool import HostSlot, Pool
 from tests.threads import collect, on_threads
 from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api

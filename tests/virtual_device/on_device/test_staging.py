@@ -20,7 +20,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.runtime.staging import Staging
-from eager_offload.tiers.disk_slots import DiskSlot
+from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
 from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once
 from tests.programs import leaf
@@ -211,70 +211,6 @@ def test_staging_memory_for_reloads_is_waited_for_rather_than_exceeded(
     staging.close()
     runtime.poll()
     assert staging_bytes(staging) == 0
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_staging_memory_is_bounded_for_all_disks_together(
-    reads: bool, virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
-) -> None:
-    staging, gate, entered = limited(2 << 20), threading.Event(), threading.Semaphore(0)
-
-    class Waiting(DistantSlot):
-        def __init__(self, lane: int) -> None:
-            super().__init__(1 << 20)
-            self.lane = lane
-
-        def read(self, target: Tensor) -> None:
-            entered.release()
-            assert gate.wait(60)
-            target.zero_()
-
-        def write(self, source: Tensor) -> None:
-            self.read(torch.empty_like(source))
-
-    direction = Direction.IN if reads else Direction.OUT
-    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, direction)
-    targets = [runtime.allocate(Layout(1 << 20), HERE, compute).fill_(7) for _ in range(5)]
-    events = list[Any]()
-
-    def copy() -> None:
-        for lane, tensor in enumerate(targets):
-            ends: Any = (tensor, Waiting(lane)) if reads else (Waiting(lane), tensor)
-            events.append(runtime.copy(*ends, stream, [runtime.record(compute)]))
-
-    copying = threading.Thread(target=copy)
-    copying.start()
-    assert entered.acquire(timeout=20)
-    assert entered.acquire(timeout=20)
-    assert not entered.acquire(timeout=0.2), "a third one has no room"
-    assert staging_bytes(staging) == 2 << 20
-    gate.set()
-    copying.join()
-    for event in events:
-        runtime.synchronize(event)
-    assert staging_bytes(staging) == 2 << 20
-
-
-def test_disks_that_need_more_room_than_there_is_do_not_wait_for_each_other(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime, limited: Callable[[int], Staging]
-) -> None:
-    limited(1 << 16)
-    compute, stream = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-
-    class Written(DistantSlot):
-        def write(self, source: Tensor) -> None:
-            threading.Event().wait(1e-4)
-
-    events = []
-    for number in range(300):
-        slot = Written(4096 * (1 + number * 7 % 20))  # the largest go beyond the bound
-        slot.lane = number * 5 % 3
-        source = runtime.allocate(Layout(slot.nbytes), HERE, compute)
-        events.append(runtime.copy(slot, source, stream, [runtime.record(compute)]))
-    waiting = threading.Thread(target=lambda: [runtime.synchronize(event) for event in events], daemon=True)
-    waiting.start()
-    waiting.join(20)
-    assert all(runtime.query(event) for event in events)
 
 
 # -- failures and interrupts ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime
-from eager_offload.tiers.slabs import PowersOfTwo
+from eager_offload.tiers.pool import PowersOfTwo
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import assert_identical
 from tests.virtual_device import NAME, VirtualDevice
