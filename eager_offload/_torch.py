@@ -1,7 +1,7 @@
-"""The private names of torch that the library uses, listed in ``PRIVATE_NAMES``. No other module imports one.
+"""The private names of torch that the library uses. No other module imports one.
 
 The compiler's names are imported when code is compiled, so eager code works without them. If torch does not inline
-hooks, compiled code is offloaded around its graphs. ``python -m eager_offload doctor`` looks for all names.
+hooks, compiled code is offloaded around its graphs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import copy
 import functools
 import importlib
 import inspect
+import pkgutil
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from operator import attrgetter
@@ -44,225 +45,78 @@ if TYPE_CHECKING:
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-#: The private names, by the consequence of their absence. torch 2.11 to 2.15 have all but those of ``OTHER_VERSIONS``.
-PRIVATE_NAMES = {
-    "the import fails, because the start of a copy cannot be known": ("torch.autograd._get_sequence_nr",),
-    "saving a tensor fails": (
-        "torch.Tensor._version",
-        "torch.Tensor._base",
-        "torch.Tensor._make_subclass",
-    ),
-    "plans, checks and compiled code take every operator for a function in Python": (
-        "torch.ops.aten.relu.default._schema",
-    ),
-    "the import fails": (
-        "torch._C._len_torch_dispatch_stack",
-        "torch._C._len_torch_function_stack",
-        "torch._C._get_dispatch_stack_at",
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._neg_view",
-        "torch._ops.OpOverload",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._pytree",
-    ),
-    "a reentrant checkpoint's recomputation is offloaded again": ("torch._C._current_autograd_node",),
-    "tensors that a backward in two halves reads come back twice": (
-        "torch._C._autograd._get_current_graph_task_keep_graph",
-    ),
-    "tensors that a retained graph gave to custom functions stay until backward ends": ("torch.Tensor._use_count",),
-    "after an error that left hooks off, they stay off": ("torch._C._autograd._saved_tensors_hooks_enable",),
-    "allowed changes of saved tensors are errors": (
-        "torch.autograd.graph._CloneArgBeforeMutateMode",
-        "torch.autograd.graph._get_sid",
-    ),
-    "fake tensors and unfinished collectives are taken for plain tensors": (
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    ),
-    "compiled code is offloaded around its graphs": (
-        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
-    ),
-    "a backward that autograd compiles is not recognized": (
-        "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
-    ),
-    "where autograd compiles a backward, saved tensors of eager code break its graph": (
-        "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
-    ),
-    "torch.func raises": ("torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",),
-    "torch.func raises in compiled code": ("torch._C._autograd._saved_tensors_hooks_disable",),
-    "graphs with transfers are kept by caching_precompile, and serve calls outside of any context": (
-        "torch._dynamo.symbolic_convert.tls",
-    ),
-    "offload.compile of a module fails": ("torch._dynamo.eval_frame.OptimizedModule",),
-    "hooks that a plan has called keep what they have changed": (),
-    "planning fails": ("torch._subclasses.fake_tensor.FakeTensorMode",),
-    "planning of a model that fully_shard has sharded fails": (
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
-    ),
-    "a plan for a GPU that the machine does not have fails": (
-        "torch.ops.aten._scaled_dot_product_attention_math",
-        "torch.ops.aten._scaled_dot_product_efficient_attention",
-        "torch.ops.aten._scaled_dot_product_flash_attention",
-    ),
-    "a plan of a compiled function does not say so": ("torch.compiler.disable()._torchdynamo_orig_callable",),
-    "a compiled model runs uncompiled after a plan of it": ("torch._dynamo.eval_frame._stance",),
-    "graphs that Inductor compiles wait for each transfer": ("torch._inductor.config.post_grad_custom_post_pass",),
-    "compiling fails": (
-        "torch._inductor.config",
-        "torch._inductor.compile_fx.compile_fx",
-        "torch._inductor.custom_graph_pass.CustomGraphPass",
-        "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
-        "torch._inductor.graph.GraphLowering.codegen",
-        "torch._inductor.ir",
-        "torch._inductor.virtualized.V",
-        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-        "torch._inductor.scheduler.WeakDep",
-        "torch._inductor.scheduler.StarDep",
-        "torch._inductor.lowering.make_fallback",
-    ),
-    "compiled code holds more: host tensors count as memory of the device": (
-        "torch._inductor.memory.compute_size_for_scheduler_buffer",
-        "torch._inductor.graph.GraphLowering.get_dep_size_hint",
-    ),
-    "graphs that autograd compiles on threads of its own wait for each transfer": ("torch._inductor.config._config",),
-    "passes cannot tell a graph for inference": ("torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass",),
-    "saves of selective checkpointing stay, uncounted, and values with a CPU policy are recomputed": (
-        "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
-        "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
-        "torch._C._SetExcludeDispatchKeyGuard",
-    ),
-    "selective checkpointing stores its values by operator": ("torch.utils.checkpoint._sac_storage_key",),
-    "after a graph break the library's hooks are compiled too": (
-        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-        "torch._C._dynamo.eval_frame._FrameExecStrategy",
-        "torch._C._dynamo.eval_frame._FrameAction",
-    ),
-    "a compiled backward does not unpack": ("torch.compiler.disable()._torchdynamo_disable",),
-    "copies of graphs take their inputs flat": ("torch.fx.Graph._codegen",),
-    "an out-of-memory error of a backward has no note": ("torch.autograd._engine_run_backward",),
-    "integrations through a module's calls fail": (
-        "torch.nn.Module._compiled_call_impl",
-        "torch.nn.Module._call_impl",
-    ),
-    "prepared models cannot be scripted": ("torch.jit._recursive.ignored_attributes",),
-    "compiled functions that call prepared models do not offload, and skip does not act there": (
-        "torch._dynamo.utils.unpatched_nn_module_call",
-    ),
-    "saves that torch's offload_wrapper hides are not warned of": (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper",
-    ),
-    "tensors cast to float32 travel unpacked": ("torch.autograd.graph.Node._input_metadata",),
-    "plans and traces of backward fail": ("torch.autograd.graph.Node._sequence_nr",),
-    "traces do not show backward": ("torch._C._current_graph_task_id",),
-    "a backward has no end in traces": ("torch.autograd.Variable._execution_engine",),
-    "profiles have no ranges of the library": ("torch.autograd.profiler._is_profiler_enabled",),
-    "kernels in CUDA C++ are refused": ("torch.cuda._compile_kernel",),
-    "torch's CUDA sanitizer sees no copy of the library": ("torch.cuda._sanitizer.cuda_sanitizer",),
-    "a capture that fails keeps its device memory": ("torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
-    "graphs of one stream share a workspace, which goes with the first of them": (
-        "torch._C._cuda_clearCublasWorkspaces",
-    ),
-    "a parameter whose graph was made on another stream invalidates a capture": (
-        "torch._C._override_stale_capture_stream",
-        "torch._C._set_override_stale_capture_stream",
-    ),
+#: Names that every torch from 2.11 to 2.15 has, in each build. Any other name is probed where it is used, and there is
+#: a way without it.
+NAMES = (
+    "torch:_C._autograd._get_current_graph_task_keep_graph",
+    "torch:_C._autograd._saved_tensors_hooks_disable",
+    "torch:_C._autograd._saved_tensors_hooks_enable",
+    "torch:_C._autograd._top_saved_tensors_default_hooks",
+    "torch:_C._current_autograd_node",
+    "torch:_C._current_graph_task_id",
+    "torch:_C._get_dispatch_stack_at",
+    "torch:_C._len_torch_dispatch_stack",
+    "torch:_C._len_torch_function_stack",
+    "torch:_C._SetExcludeDispatchKeyGuard",
+    "torch:_neg_view",
+    "torch:_ops.HigherOrderOperator",
+    "torch:_ops.OpOverload",
+    "torch:autograd._engine_run_backward",
+    "torch:autograd._get_sequence_nr",
+    "torch:autograd.graph._CloneArgBeforeMutateMode",
+    "torch:autograd.graph._get_sid",
+    "torch:autograd.profiler._is_profiler_enabled",
+    "torch:autograd.Variable._execution_engine",
+    "torch:cuda._compile_kernel",
+    "torch:jit._recursive.ignored_attributes",
+    "torch:nn.Module._call_impl",
+    "torch:nn.Module._compiled_call_impl",
+    "torch:ops.aten._scaled_dot_product_attention_math",
+    "torch:ops.aten._scaled_dot_product_efficient_attention",
+    "torch:ops.aten._scaled_dot_product_flash_attention",
+    "torch:Tensor._base",
+    "torch:Tensor._make_subclass",
+    "torch:Tensor._use_count",
+    "torch:Tensor._version",
+    "torch:utils._python_dispatch._disable_current_modes",
+    "torch:utils._pytree",
+    "torch:utils.checkpoint._CachedTorchDispatchMode",
+    "torch:utils.checkpoint._CachingTorchDispatchMode",
+)
+#: The same for the compiler, by the names here: they are imported on first use, since that takes a second.
+NAMES_OF_COMPILER = {
+    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
+    "V": "torch._inductor.virtualized:V",
+    "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "get_decompositions": "torch._decomp:get_decompositions",
+    "inductor_config": "torch._inductor.config",
+    "inductor_ir": "torch._inductor.ir",
+    "make_fallback": "torch._inductor.lowering:make_fallback",
+    "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering",
 }
-#: Public names that a version may lack or that the library replaces, by the consequence of their absence.
-PUBLIC_NAMES = {
-    "hooks of others inside a context, which hide saves, are not warned of": (
-        "torch.autograd.graph.saved_tensors_hooks.__enter__",
-    ),
-    "python -m eager_offload run offloads nothing": ("torch.nn.Module.__call__",),
-    "integrations through a module's calls fail": ("torch.nn.Module.compile",),
-    "host memory is pinned by torch, which rounds sizes up": ("torch.cuda.cudart().cudaHostRegister",),
-    "code that is compiled first inside a context fails": ("torch.compile",),
-    "a plan of a model with checkpoints of its own sets back what other threads draw meanwhile": (
-        "torch.random.default_generator",
-        "torch.cuda.default_generators",
-    ),
-    "a plan for a GPU that the machine does not have counts float32 where the model has torch.autocast": (
-        "torch.autocast.__init__",
-        "torch.autocast.__enter__",
-        "torch.autocast.__exit__",
-    ),
-    "only CUDA and XPU tell a capture, of the selected device": ("torch.Stream.is_capturing",),
-    "a plan of a model that converts modules in forward fails": ("torch.utils.swap_tensors",),
-}
-#: Functions that the library replaces, by the time of the replacement, which calls torch's own for calls of others.
-PATCHED = {
-    "while a context is entered": (
-        "torch.autograd.graph.saved_tensors_hooks.__enter__",
-        "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
-        "torch.utils.checkpoint._CachedTorchDispatchMode.__init__",
-        "torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks",
-        "torch._dynamo.variables.ctx_manager.DisabledSavedTensorsHooksVariable._call_func",
-    ),
-    "until a backward is run when every Offload has gone: its errors have a note": (
-        "torch.autograd._engine_run_backward",
-    ),
-    "while python -m eager_offload run runs a script; while a model is prepared or has modules that skip names"
-    ", once the compiler is loaded": ("torch.nn.Module.__call__",),
-    "while a model is prepared, has modules that skip names, or a plan is applied": ("torch.nn.Module.compile",),
-    "while a thread plans for a GPU that the machine does not have; for that thread alone": (
-        "torch.autocast.__init__",
-        "torch.autocast.__enter__",
-        "torch.autocast.__exit__",
-    ),
-    "while a thread traces a plan; for that thread alone": ("torch.utils.swap_tensors",),
-    "from the first context on until it is called, where nothing had loaded the compiler": ("torch.compile",),
-    "for good, since other threads may be compiling; in graphs that move something": (
-        "torch._dynamo.compiled_autograd.AutogradCompilerInstance.end_capture",
-        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-        "torch._inductor.memory.compute_size_for_scheduler_buffer",
-    ),
-}
-#: Values that the library sets, by the time for which they are set.
-SET = {
-    "while a thread plans, to values of that thread alone": (
-        "torch.random.default_generator",
-        "torch.cuda.default_generators",
-        "torch._dynamo.eval_frame._stance",
-    ),
-    "until every Offload is closed, since a backward is compiled behind its context; graphs that move nothing stay": (
-        "torch._inductor.config.post_grad_custom_post_pass",
-    ),
-    "for good, from the first replaced call of a module on: one more name": (
-        "torch.jit._recursive.ignored_attributes",
-    ),
-    "on each graph of Inductor's that moves something": (
-        "torch._inductor.graph.GraphLowering.codegen",
-        "torch._inductor.graph.GraphLowering.get_dep_size_hint",
-    ),
-}
-OTHER_VERSIONS = {
-    "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": "2.13 on, not 2.11",
-    "torch.utils.checkpoint._sac_storage_key": "2.13 on, not 2.11",
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "2.11 to 2.13",
-    "torch.Stream.is_capturing": "2.13 on, not 2.11",
-    "torch._C._override_stale_capture_stream": "2.13 on, not 2.11",
-    "torch._C._set_override_stale_capture_stream": "2.13 on, not 2.11",
-}
-#: Names that only builds for CUDA have, and need.
-OF_CUDA = frozenset({"torch._C._cuda_clearCublasWorkspaces"})
-#: Names that are never imported here, because the import makes torch report every event and allocation.
-IMPORTED_BY_USERS = frozenset({"torch.cuda._sanitizer.cuda_sanitizer"})
 
 _OLDEST = (2, 11)
 #: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
 generators: Any = torch.random
 _profiler: Any = torch.autograd.profiler
-#: Compiles CUDA C++ from a source and the name of a kernel. The kernel is called with a grid, a block, arguments, bytes
-#: of shared memory and a stream.
-compile_cuda: Callable[[str, str], Any] | None = getattr(torch.cuda, "_compile_kernel", None)
 
 
-def require_torch(version: str = torch.__version__) -> None:
-    """Raises ``ImportError`` if torch is too old."""
+def require_torch(version: str = torch.__version__, names: Iterable[str] = NAMES) -> None:
+    """Raises ``ImportError`` if torch is too old, or has not all ``names``."""
     if _release(version) < _OLDEST:
         raise ImportError(
             f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
         )
+    for name in names:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"eager_offload needs {name.replace(':', '.')}, which torch 2.11 to 2.15 have and {version} has not: "
+                "install one of those"
+            ) from error
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -270,6 +124,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 require_torch()
+
+#: Compiles CUDA C++ from a source and the name of a kernel. The kernel is called with a grid, a block, arguments, bytes
+#: of shared memory and a stream.
+compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel
 
 
 # -- replaced attributes of torch -------------------------------------------------------------------------------------
@@ -328,10 +186,10 @@ def made_as(tensor: Tensor) -> int | None:
 
 
 #: Returns the autograd node that this thread is running backward for, or ``None``.
-current_autograd_node: Callable[[], object | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
+current_autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
 
 #: Returns whether the backward that this thread runs keeps its graph; to be called within a backward only.
-keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -367,14 +225,12 @@ def _engine_asks() -> bool:
 
 
 #: Returns a number for the backward that this thread is running, -1 outside.
-current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def after_backward(call: Callable[[], None]) -> None:
     """Calls ``call``, which must not raise, when the backward that this thread is running is over."""
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is not None:
-        engine.queue_callback(call)
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def node_sequence(node: Any) -> int:
@@ -393,10 +249,9 @@ def is_of_function(node: object) -> bool:
 HookFunctions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch | None:
-    """Returns a patch for the function by which ``backward`` and ``grad`` run the engine; ``None`` if there is none."""
-    name = "_engine_run_backward"
-    return Patch(torch.autograd, name, around) if hasattr(torch.autograd, name) else None
+def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch:
+    """Returns a patch for the function by which ``backward`` and ``grad`` run the engine."""
+    return Patch(torch.autograd, "_engine_run_backward", around)
 
 
 def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
@@ -442,9 +297,7 @@ def allow_hooks_again() -> None:
     If hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends the ban
     afterwards; a compiler that traces the same lines does not.
     """
-    enable: Callable[[], None] | None = getattr(_hooks, "_saved_tensors_hooks_enable", None)
-    if enable is not None:
-        enable()
+    _hooks._saved_tensors_hooks_enable()
 
 
 # -- modes that the caller is in --------------------------------------------------------------------------------------
@@ -476,17 +329,15 @@ def is_tracing() -> bool:
     return any(_mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
 
 
-_cloning_mode: type | None = getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None)
 #: Returns the key under which torch has the saves of a tensor that is changed.
-address_and_version: Callable[[Tensor], tuple[int, int]] | None = getattr(torch.autograd.graph, "_get_sid", None)
+address_and_version: Callable[[Tensor], tuple[int, int]] = torch.autograd.graph._get_sid
 
 
 def allowing_changes() -> Any | None:
     """Returns the record of ``allow_mutation_on_saved_tensors``, if the calling thread is inside one."""
-    if _cloning_mode is not None and address_and_version is not None:
-        for mode in map(_mode_at, range(dispatch_modes())):
-            if isinstance(mode, _cloning_mode):
-                return cast(Any, mode).ctx
+    for mode in map(_mode_at, range(dispatch_modes())):
+        if isinstance(mode, torch.autograd.graph._CloneArgBeforeMutateMode):
+            return mode.ctx
     return None
 
 
@@ -564,7 +415,7 @@ neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 #: The reference count of a tensor that only a tuple holds; a loop adds references, as many as the interpreter does.
 _ALONE = next(sys.getrefcount(tensor) for tensor in (torch.empty(0),))
-_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # in no stub
 
 
 def with_other_owners(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -699,12 +550,9 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
         caching: is called with the mode of each forward, which fills the store by the policy; the policy; the store.
         cached: is called likewise with the mode of the recomputation, which reads the store.
     """
-    module, names = torch.utils.checkpoint, ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if not all(hasattr(module, name) for name in names):
-        return []
-    kinds = [getattr(module, name) for name in names]
-    takes = list(inspect.signature(kinds[0]).parameters)
-    if takes[:2] != ["policy_fn", "storage"] or not hasattr(torch._C, "_SetExcludeDispatchKeyGuard"):
+    module = torch.utils.checkpoint
+    kinds: list[type] = [module._CachingTorchDispatchMode, module._CachedTorchDispatchMode]
+    if list(inspect.signature(kinds[0]).parameters)[:2] != ["policy_fn", "storage"]:
         return []
 
     def around(tell: Callable[[Any, Any, Any], None], init: Callable[..., None]) -> Callable[..., None]:
@@ -1132,7 +980,7 @@ def _shards(value: Any) -> bool:
 # -- profilers --------------------------------------------------------------------------------------------------------
 
 #: Returns whether a profiler of torch runs. Each pack and unpack asks, so it is not a Python function.
-profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled", False)
+profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled")
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
@@ -1142,31 +990,17 @@ def profiled(what: str) -> AbstractContextManager[object]:
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-#: Private names by their last part, for the imports on first use: the import of the compiler takes a second.
-_LATER = {
-    last: name for names in PRIVATE_NAMES.values() for name in names if (last := name.rpartition(".")[2])[0].isalpha()
-}
-#: Names that differ in the library.
-_OWN_NAMES = {
-    "inductor_config": "config",
-    "inductor_ir": "ir",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Imports a name of the compiler on first use."""
-    dotted = _LATER.get(_OWN_NAMES.get(name, name))
-    if dotted is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name.startswith("inductor_"):  # those are modules
-        value: Any = importlib.import_module(dotted)
+    if name == "CustomInferenceAwareGraphPass":  # 2.11 has none; then a class of which no other library has a pass
+        theirs = importlib.import_module("torch._inductor.custom_graph_pass")
+        value: Any = getattr(theirs, name, None) or type(name, (theirs.CustomGraphPass,), {})
+    elif (dotted := NAMES_OF_COMPILER.get(name)) is not None:
+        require_torch(names=[dotted])
+        value = pkgutil.resolve_name(dotted)
     else:
-        module, _, theirs = dotted.rpartition(".")
-        value = importlib.import_module(module)
-        if name == "CustomInferenceAwareGraphPass" and not hasattr(value, name):
-            value = type(name, (value.CustomGraphPass,), {})  # a class of which no other library has a pass
-        else:
-            value = getattr(value, theirs)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 
@@ -1224,7 +1058,7 @@ def leave_out_of_peak(is_elsewhere: Callable[[Any], bool], is_ours: Callable[[],
     memory: Any = importlib.import_module("torch._inductor.memory")
     sizes = getattr(memory, "compute_size_for_scheduler_buffer", None)
     if sizes is None:
-        return  # see PRIVATE_NAMES
+        return  # then Inductor reuses and reorders for a higher peak than there is
 
     @functools.wraps(sizes)
     def compute_size_for_scheduler_buffer(buffers: Any, *args: Any, **named: Any) -> Any:
@@ -1240,7 +1074,7 @@ def leave_inputs_out_of_peak(lowered: Any, names: Collection[str]) -> None:
     """Makes that estimate count the inputs ``names`` of one graph as nothing, while Inductor lowers it."""
     kind, graph = type(lowered), weakref.ref(lowered)
     if not hasattr(kind, "get_dep_size_hint"):
-        return  # see PRIVATE_NAMES
+        return  # likewise
 
     def get_dep_size_hint(dep: Any, *args: Any, **named: Any) -> int:
         return 0 if dep.name in names else kind.get_dep_size_hint(graph(), dep, *args, **named)
@@ -1313,7 +1147,7 @@ def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], boo
     try:
         module = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
     except ImportError:
-        return []  # see PRIVATE_NAMES
+        return []  # then compiled code is offloaded around its graphs
     return [Patch(module, _HOOK_INLINING, around)] if hasattr(module, _HOOK_INLINING) else []
 
 
@@ -1330,7 +1164,7 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
         kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
         _, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
     except (ImportError, AttributeError):
-        return []  # see PRIVATE_NAMES
+        return []  # then torch.func raises in compiled code
 
     def around(theirs: Callable[..., None]) -> Callable[..., None]:
         def call(self: Any, tracer: Any, messages: Sequence[str | None]) -> None:
@@ -1371,7 +1205,7 @@ def unpack_before_compiled_backwards(is_ours: Callable[[object], bool]) -> None:
         kind: Any = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
         original = kind.end_capture
     except (ImportError, AttributeError):
-        return  # see PRIVATE_NAMES
+        return  # then the hooks break the graph of such a backward
 
     @functools.wraps(original)
     def end_capture(self: Any, *args: Any) -> tuple[Callable[..., Any], Any]:
@@ -1450,4 +1284,4 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
         as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, as_it_is)
     except AttributeError:
-        pass  # see PRIVATE_NAMES
+        pass  # then the hooks are compiled too

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from eager_offload import contexts
-from eager_offload._torch import Patch, is_out_of_memory, on_backwards
+from eager_offload._torch import is_out_of_memory, on_backwards
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.stats import KeepReason
 from eager_offload.step_memory import reason_text
@@ -74,11 +74,11 @@ class _Watch:
         self.ended: Callable[[], None] = lambda: None
         #: Whether any ``Offload`` is alive.
         self.is_wanted: Callable[[], bool] = lambda: False
-        self._patch: Patch | None = on_backwards(self._around)
+        self._patch = on_backwards(self._around)
 
     def put_on(self) -> None:
         """Begins to watch backwards, until one runs when every ``Offload`` is gone."""
-        if self._patch is not None and self._patch.active is None:
+        if self._patch.active is None:
             self._patch.put_on()
 
     def note(self, error: BaseException | None) -> None:
@@ -100,7 +100,7 @@ class _Watch:
                 self.note(error)
                 raise
             finally:
-                if self._patch is not None and not self.is_wanted():
+                if not self.is_wanted():
                     self._patch.take_off()
             self.ended()
             for one, before in watching:

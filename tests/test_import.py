@@ -13,7 +13,8 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.__main__ import COMMANDS
-from eager_offload._torch import OTHER_VERSIONS, PATCHED, PRIVATE_NAMES, PUBLIC_NAMES, SET, require_torch
+from eager_offload._torch import NAMES as OF_TORCH
+from eager_offload._torch import NAMES_OF_COMPILER, require_torch
 from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
@@ -177,34 +178,14 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     assert list(found) == ["_torch.py"], found
 
 
-def test_every_private_name_is_listed_with_the_versions_that_have_it() -> None:
-    """``torch._C._current_autograd_node`` is listed under its last part, whatever it is an attribute of."""
-    assert set(OTHER_VERSIONS) <= LISTED
-    parts = {part for name in LISTED for part in name.replace("()", "").split(".")}
-    tree = ast.parse((PACKAGE / "_torch.py").read_text())
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    asked = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
-    asked |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    asked |= {name for _, names in imports_of(PACKAGE / "_torch.py") for name in names}
-    unlisted = {name for name in asked if name.isidentifier() and private(name)} - parts
-    assert unlisted == {"_eager_offload", "_getframe"}, "what the library puts there itself, and Python's own"
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    patched = [ast.unparse(call.args[1]).strip("'") for call in calls if ast.unparse(call.func) == "Patch"]
-    assert {"__enter__", "__call__"} <= set(patched) & parts
-
-
-def test_what_is_put_into_torch_is_put_there_by_one_module_and_listed_with_how_long() -> None:
+def test_what_is_put_into_torch_is_put_there_by_one_module() -> None:
     found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
     assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
-    assert named_in(PATCHED) | named_in(SET) <= LISTED
-    assert not named_in(PATCHED) & named_in(SET)
 
 
-def test_the_library_uses_few_private_names_of_torch_and_replaces_very_few() -> None:
-    """A name is used once it is listed, a value that it sets as well as a function in whose place it puts its own."""
-    assert all(map(private, named_in(PRIVATE_NAMES)))
-    assert len(named_in(PRIVATE_NAMES)) <= 83
-    assert len(named_in(PATCHED) & named_in(PRIVATE_NAMES)) <= 8
+def test_the_library_uses_few_private_names_of_torch() -> None:
+    assert "_call_impl" in NAMES_OF_TORCH
+    assert len(NAMES_OF_TORCH) <= 55
 
 
 def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
@@ -222,19 +203,24 @@ def private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
-def named_in(table: dict[str, tuple[str, ...]]) -> set[str]:
-    return {name for names in table.values() for name in names}
+def private_names_in(source: Path) -> Iterator[str]:
+    """The private attributes that a file takes of anything but ``self``, and private names in its texts."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            yield from filter(private, [node.attr])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            last = node.value.replace(":", ".").rpartition(".")[2]
+            yield from filter(private, [last] if last.isidentifier() else [])
 
 
-LISTED = named_in(PRIVATE_NAMES) | named_in(PUBLIC_NAMES)
-#: Under what private names torch's modules and objects have what is listed.
-NAMES_OF_TORCH = {last for name in LISTED if private(last := name.rpartition(".")[2])}
+#: Under what private names torch's modules and objects have what the library uses; the others are its own or Python's.
+NAMES_OF_TORCH = {*private_names_in(PACKAGE / "_torch.py")} - {"_eager_offload", "_getframe"}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
     """What a file imports from, or reaches into, torch under a name that begins with an underscore.
 
-    Of objects that is known by the names that are listed; the library has no such names for its own.
+    Of objects that is known by the names that ``_torch.py`` uses; the library has no such names for its own.
     """
     for module, names in imports_of(source):
         if module.partition(".")[0] == "torch":
@@ -297,3 +283,15 @@ def test_a_torch_that_is_too_old_is_an_error_that_says_which_is_needed() -> None
         assert str(raised.value) == said
     for enough in ("2.11.0", "2.11.0a0+git1234567", "2.13.0+cpu", "2.100.0", "3.0.0", "10.1", "2.11"):
         require_torch(enough)
+
+
+def test_a_torch_that_lacks_a_name_is_an_error_that_names_it_and_the_versions_that_have_it() -> None:
+    assert len({*OF_TORCH}) == len(OF_TORCH)
+    require_torch(names=NAMES_OF_COMPILER.values())
+    lacking = (*OF_TORCH, "torch:Tensor._no_such_name", "torch:_neither")
+    with pytest.raises(ImportError) as raised:
+        require_torch("2.16.0", lacking)
+    assert str(raised.value) == (
+        "eager_offload needs torch.Tensor._no_such_name, which torch 2.11 to 2.15 have and 2.16.0 has not: "
+        "install one of those"
+    )

@@ -33,7 +33,6 @@ class ChangeableTensor:
     def __init__(self, tensor: Tensor, handle: KeptTensor | SavedView | WrappedTensor, context: Any) -> None:
         self._handle = handle
         self._context = context
-        assert address_and_version is not None, "or no such context would have been found"
         place = address_and_version(tensor)
         name = (id(self), *place)
         context.original[self] = _BeforeChange(handle)

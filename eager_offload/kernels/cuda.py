@@ -23,8 +23,6 @@ def check_available(name: str, spec: LaunchSpec) -> None:
     missing = ""
     if torch.version.hip is not None:  # torch.cuda is ROCm's there, whose compiler takes HIP C++ and whose warps differ
         missing = "this torch is built for ROCm"
-    elif compile_cuda is None:
-        missing = "this torch compiles none"
     elif not torch.cuda.is_available():
         missing = "torch finds no CUDA device"
     if missing:
@@ -43,7 +41,6 @@ def compiled(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) ->
             headers are not installed.
         KernelError: the source does not compile, or has no such function.
     """
-    assert compile_cuda is not None  # `check_available` came first
     device = tensors[0].device
     if device.type != "cuda":
         raise CapabilityError(f"{name}: impl='cuda' takes CUDA tensors, and these are on {device}")
@@ -55,12 +52,11 @@ def compiled(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) ->
     )
     if spec.shared_bytes > limit:
         raise CapabilityError(too_much)
-    compile_it = compile_cuda
 
     def make() -> Launch:
         try:
             with torch.cuda.device(device):
-                run = compile_it(source, name)
+                run = compile_cuda(source, name)
         except OSError as error:
             raise CapabilityError(
                 f"{name}: impl='cuda' needs NVRTC and CUDA's headers ({error}). Set CUDA_HOME before Python "

@@ -14,8 +14,6 @@ numbers of 16.
 
 from __future__ import annotations
 
-import contextlib
-import pkgutil
 import platform
 import shutil
 import threading
@@ -111,7 +109,6 @@ class Diagnosis:
     """The devices that train, as measured; the link of the CPU is that of the best disk."""
     memory: Memory | None
     disks: list[Disk]
-    missing: dict[str, str]
     self_tests: list[SelfTest]
     failures: list[str]
     verdict: Verdict
@@ -141,10 +138,10 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     results = [run(f"self test on {name}", partial(_self_test, name, settings), None) for name in trains]
     tests = [test for test in results if test is not None]
     # Last, because the modules that it imports take long without cached byte code.
-    missing = run("private names of torch", _missing, dict[str, str]())
+    run("the compiler", partial(_torch.require_torch, names=_torch.NAMES_OF_COMPILER.values()), None)
     end = verdict(devices, tests, settings)
     seconds = time.perf_counter() - started
-    return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, missing, tests, run.failures, end)
+    return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, tests, run.failures, end)
 
 
 class _Probes:
@@ -224,29 +221,6 @@ def _disk(path: Path, others: Sequence[Disk]) -> list[Disk]:
         return [replace(disk, direct_io=tier.direct_io, out=link.out.median, back=link.back.median)]
     finally:
         tier.close()
-
-
-def _missing() -> dict[str, str]:
-    """Returns the names of torch that the library uses and this torch lacks, each with the consequence."""
-    return {
-        name: without
-        for without, names in (*_torch.PRIVATE_NAMES.items(), *_torch.PUBLIC_NAMES.items())
-        for name in names
-        if "()" not in name and name not in _torch.IMPORTED_BY_USERS
-        if name not in _torch.OF_CUDA or torch.version.cuda
-        if not _resolves(name)
-    }
-
-
-def _resolves(dotted: str) -> bool:
-    """Returns whether ``package.module.name.attribute`` exists, on the class or on an instance of it."""
-    with contextlib.suppress(ImportError, AttributeError):
-        pkgutil.resolve_name(dotted)
-        return True
-    owner, _, name = dotted.rpartition(".")
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
-        return hasattr(pkgutil.resolve_name(owner)(), name)
-    return False
 
 
 def _self_test(device_name: str, settings: Mapping[str, Any]) -> SelfTest:

@@ -34,7 +34,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what takes long and what the test at hand is not about."""
     found = Machine("cpu", 1e11, 1e11, 1e10, spread=1.1)
     monkeypatch.setattr(doctor, "measure", lambda device: found)
-    monkeypatch.setattr(doctor, "_missing", dict)
+    monkeypatch.setattr(doctor._torch, "NAMES_OF_COMPILER", {})
     monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
 
 
@@ -56,8 +56,7 @@ def test_a_machine_is_examined(tmp_path: Path) -> None:
     assert (missing.refused, file.out) == ("No such file or directory", 0)
     assert "it is no directory" in file.refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "second"], "nothing stays there"
-    if torch.__version__.startswith("2.13"):
-        assert found.missing == {}
+    assert found.failures == []
     tests = [test for test in found.self_tests if test.equal and 16 * MIB <= test.moved_bytes <= 64 * MIB]
     assert [test.device for test in tests] == accelerators or ["cpu"]
     assert found.verdict.works
@@ -132,14 +131,15 @@ def test_where_memory_has_nodes_beside_an_accelerator_the_verdict_names_torchrun
     if online is not None:
         (tmp_path / "online").write_text(f"{online}\n")
     for device in ("cuda:0", "cpu"):
-        advice = doctor.verdict([], [], [doctor.SelfTest(device, True, 1)], {}).advice
+        advice = doctor.verdict({device: None}, [doctor.SelfTest(device, True, 1)], {}).advice
         assert ("--numa-binding=node" in " ".join(advice)) == (several and device != "cpu")
 
 
-def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = "torch._no_such.name", "torch.Tensor._no.name", "torch.fx.Graph._codegen"
-    monkeypatch.setattr(doctor._torch, "PRIVATE_NAMES", {"less is hidden": names})
-    assert doctor._missing() == dict.fromkeys(names[:2], "less is hidden")
+@pytest.mark.usefixtures("quickly")
+def test_a_name_of_the_compiler_that_is_gone_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor._torch, "NAMES_OF_COMPILER", {"V": "torch._inductor.virtualized:no_such_name"})
+    (said,) = examine([tmp_path]).failures
+    assert said.startswith("the compiler: ImportError: eager_offload needs torch._inductor.virtualized.no_such_name")
 
 
 @pytest.mark.usefixtures("quickly")
