@@ -97,8 +97,8 @@ def makes_sense(program: Program, way: Way, place: Place) -> bool:
 
 
 def full() -> list[Cell]:
-    """The cells of the full suite: each program once in each way, so that each hazard is in each place in each way that
-    it can be: of two programs that differ in their place alone no mutation is noticed by one of them only.
+    """The cells of the full suite: each program once in each way, and the programs of a hazard share out the places:
+    no mutation is noticed in one of them alone.
 
     A way takes the place in which the fewest cells of the program's hazard are in that way; of those, the one that the
     program has been in least; of those, the column with the fewest cells.

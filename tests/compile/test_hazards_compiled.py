@@ -109,6 +109,7 @@ def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(where: str, of
         assert assert_settled(offload).bytes_in > 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. no room for:RuntimeWarning")
 @BOTH
 @pytest.mark.parametrize(("step", "codec"), [(deep_step, "identity"), (masked_step, "lossless")])
 def test_h26_without_room_values_stay_and_are_counted(step: Step, codec: str, backend: str) -> None:
@@ -117,6 +118,7 @@ def test_h26_without_room_values_stay_and_are_counted(step: Step, codec: str, ba
     assert stats.kept_bytes["budget"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. offloading failed:RuntimeWarning")
 @pytest.mark.parametrize(
     ("step", "codec", "n"), [*((deep_step, "identity", n) for n in (0, 1, 4)), (masked_step, "lossless", 2)]
 )

@@ -117,6 +117,7 @@ def test_pins_hold_transfers_where_they_were_put(monkeypatch: pytest.MonkeyPatch
     assert ran.stats.bytes_in == (LAYERS - 1) * NBYTES, "the last one is the backward"
 
 
+@pytest.mark.long
 def test_host_tensors_do_not_count_in_the_peak_up_to_which_a_compiler_keeps_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

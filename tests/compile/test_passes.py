@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 
@@ -53,6 +54,7 @@ def most_pins(graph: Graph) -> int:
     return max(pins.values())
 
 
+@pytest.mark.long
 def test_a_node_of_a_large_graph_takes_as_many_calls_as_one_of_a_small_one() -> None:
     small, large = (split(Stack(Shape(layers, 64, 128, 4)), torch.randn(128, 64).bfloat16())[0] for layers in (2, 8))
     for halves in (small, large):

@@ -79,6 +79,7 @@ def step(model: nn.Module, x: Tensor, offload: eo.Offload | None) -> tuple[list[
     return found, count.products
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize(
     ("policy", "fields", "moved"),
     [

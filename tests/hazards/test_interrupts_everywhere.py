@@ -303,8 +303,14 @@ def no_finalizer_fails() -> Iterator[None]:
     assert not failed, failed
 
 
-@pytest.mark.parametrize("step_plans", [False, True])
-@pytest.mark.parametrize("kind", [DiskBackend, SimulatedBackend])
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "step_plans"),
+    [
+        *((DiskBackend, False), (SimulatedBackend, True)),
+        *(pytest.param(*steps, marks=pytest.mark.long) for steps in ((DiskBackend, True), (SimulatedBackend, False))),
+    ],
+)
 def test_h10_h39_h41_h54_an_interrupt_at_any_point_is_harmless(kind: type[Backend], step_plans: bool) -> None:
     with kind() as backend, no_finalizer_fails():
         run_all(Trials(backend, step_plans=step_plans))

@@ -39,6 +39,7 @@ def test_h22_nothing_moves_where_nothing_is_saved(mode: Callable[[], Around], us
     assert (transfers.sources, stats.saved_tensors, stats.empty_forwards) == ([], 0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("regime", REGIMES, ids=str)
 def test_h23_reentrant_checkpointing_around_the_context(regime: Regime, backend: Backend) -> None:
     """What is inside runs with nothing to save, and again in backward, where all is needed at once."""

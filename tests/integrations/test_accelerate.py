@@ -128,6 +128,7 @@ def test_unwrap_model_gives_what_it_gives_without(
         assert unwrapped(inputs).dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.parametrize("options", [dict, long(in_regions)], ids=["plain", "regions"])
 def test_preparing_again_offloads_once(plugin: OffloadPlugin, options: Callable[[], dict[str, Any]]) -> None:
     accelerator = new_accelerator(**options())

@@ -88,6 +88,7 @@ def test_parameters_are_the_same_bit_for_bit(package: str, mode: str, offload: e
     assert all(hooked == training for training, hooked in seen[1])
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.long
 def test_a_compiled_module_offloads_inside_of_its_graphs(offload: eo.Offload, tmp_path: Path) -> None:
     compiled = functools.partial(torch.compile, backend="aot_eager")

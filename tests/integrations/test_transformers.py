@@ -285,6 +285,7 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.long
 @pytest.mark.usefixtures("_nothing_compiled_before")
 @pytest.mark.parametrize(

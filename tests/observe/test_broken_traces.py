@@ -79,6 +79,7 @@ def test_a_trace_of_nothing_warns_and_leaves_no_file(path: Path) -> None:
     assert path.read_text() == "before"
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_two_traces_at_the_same_time_are_of_two_offloads(
     path: Path, tmp_path: Path, net: Net, offload: eo.Offload, disk: DiskBackend
 ) -> None:
@@ -156,6 +157,7 @@ def test_h28_a_forked_child_leaves_the_file_to_its_parent(path: Path, net: Net, 
 _UNSEEN = {"__enter__", "__exit__", "_take_all_away"}
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_h10_an_interrupt_at_any_line_of_a_trace_is_harmless(path: Path, net: Net, offload: eo.Offload) -> None:
     expected = step(net, nullcontext())
 

@@ -32,6 +32,8 @@ from tests.observe.steps import (
 from tests.programs.parts.wrappers import two
 from tests.threads import collect, on_threads
 
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
+
 _TRANSFERS = (SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)
 
 
@@ -94,7 +96,9 @@ def test_times_and_stalls_are_those_of_the_simulated_device(path: Path, net: Net
         ("failed", {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*(no room for|offloading failed)")
+@pytest.mark.filterwarnings(
+    "ignore:.*(no room for|offloading failed)", "ignore:eager_offload. nothing moved:RuntimeWarning"
+)
 def test_what_stays_is_counted_on_the_device(
     reason: str, fields: dict[str, Any], path: Path, net: Net, disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,6 +276,7 @@ def test_threads_apply_and_leave_in_any_order() -> None:
     assert packs(lambda: model(x)) == most
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_what_is_put_around_a_checkpointed_module_meanwhile_stays() -> None:
     model, x = Dropping(), torch.randn(8, 32)
     most = packs(lambda: model(x))

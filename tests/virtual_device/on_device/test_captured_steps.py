@@ -409,6 +409,7 @@ def within(offload: Offload, step: Callable[..., Tensor], *values: Tensor) -> Te
         return step(*values)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(offloads: Any) -> None:
     """It has left gradients in which nothing stands."""
     trained = Training(fails=lambda: capture_status().is_capturing)
@@ -649,6 +650,7 @@ def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(offlo
     assert torch.equal(captured.result, step())
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_a_step_that_goes_while_it_runs_keeps_what_it_uses_and_then_leaves_nothing(
     virtual: VirtualDevice, offloads: Any
 ) -> None:
