@@ -15,7 +15,6 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import eager_offload as eo
 from eager_offload.integrations.accelerate import OffloadPlugin
@@ -278,19 +277,3 @@ def test_three_steps_in_which_nothing_was_seen_are_one_sentence(
     assert reason in said
     assert "with plugin.offload" in said
     assert told == [[], []]
-
-
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda block: offload_wrapper(checkpoint_wrapper(block))])
-def test_what_hides_saved_tensors_is_warned_of_once(plugin: OffloadPlugin, wrap: Any) -> None:
-    accelerator, made = new_accelerator(), Model()
-    made.blocks = nn.ModuleList(map(wrap, made.blocks))
-    model, _, loader = prepared(accelerator, made)
-    with warnings.catch_warnings(record=True) as reported:
-        warnings.simplefilter("always")
-        plugin.prepare(accelerator, model)
-    mine = [str(one.message) for one in reported if "offload_wrapper stands around" in str(one.message)]
-    assert len(mine) == (wrap is not checkpoint_wrapper)
-    assert all("(2, 'blocks.0' the first of them)" in one for one in mine)
-    if not mine:  # the inputs of what is checkpointed move
-        saved_by(plugin, model, loader)
-        assert moved(plugin.offload) >= 2 * 64 * 32 * 4

@@ -266,15 +266,6 @@ def test_data_parallel_is_refused(tmp_path: Path) -> None:
     assert called_as_before(trainer.model)
 
 
-def test_checkpointing_that_offloads_is_warned_of(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)))
-    # Only the flag: what it does pins memory, which takes an accelerator.
-    for name, value in checkpointing(offload=True).items():
-        setattr(trainer.args, name, value)
-    with pytest.warns(RuntimeWarning, match=r"checkpointing_kwargs=\{'offload': True\}.*leave that option out"):
-        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-
 # -- compiled models --------------------------------------------------------------------------------------------------
 
 

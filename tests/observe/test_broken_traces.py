@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -45,28 +43,6 @@ def test_a_path_that_cannot_be_written_is_refused_before_training(
     with pytest.raises(eo.ConfigError, match="path=7 is not accepted"):
         offload.trace(7)  # type: ignore[arg-type]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file"]
-
-
-def test_a_device_a_pipe_and_a_link_stay_what_they_are_and_a_file_keeps_its_mode(
-    tmp_path: Path, net: Net, offload: eo.Offload
-) -> None:
-    pipe, target, link = (tmp_path / name for name in ("pipe", "target.json", "link.json"))
-    os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # a pipe holds 64 KiB, which is more than a trace of a step
-    link.symlink_to(target)  # which is not there yet
-    for path in (Path(os.devnull), pipe, link, link):
-        with offload.trace(path):
-            step(net, offload)
-        target.touch()
-        target.chmod(0o640)
-    with open(reading) as read:
-        assert json.load(read)["traceEvents"]
-    assert read_trace(target).saved
-    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
-    assert link.is_symlink()
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
-    assert sorted(one.name for one in tmp_path.glob("*.json")) == ["link.json", "target.json"]
 
 
 def test_a_trace_of_nothing_warns_and_leaves_no_file(path: Path) -> None:

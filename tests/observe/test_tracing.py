@@ -6,7 +6,6 @@ import gc
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from tests.observe.steps import (
     traced_step,
 )
 from tests.programs.parts.wrappers import two
-from tests.threads import collect, on_threads
+from tests.threads import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 
@@ -167,20 +166,6 @@ def test_recomputation_lies_inside_the_backward_that_asks_for_it(
     trace = traced(offload, path, work)
     assert_sound(trace)
     assert len([one for one in trace.slices if one.name == "Layer"]) == 2, "forward, and again in backward"
-
-
-def test_several_threads_have_tracks_of_their_own(path: Path, offload: eo.Offload) -> None:
-    nets, together = [Net(), Net()], Barrier(2)
-
-    def train(number: int) -> None:
-        together.wait(60)
-        step(nets[number], offload)
-
-    trace = traced(offload, path, lambda: on_threads(2, train))
-    assert_sound(trace)
-    tracks = {one.track for one in of(trace, SliceKind.COMPUTE)}
-    assert tracks == {"compute forward", "compute forward 2", "compute backward", "compute backward 2"}
-    assert {one.module.partition(".")[0] for one in trace.slices} >= {"Net", "Net 2"}
 
 
 def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -251,29 +250,6 @@ def test_copies_that_are_made_meanwhile_have_no_checkpoints_and_wrapped_models_h
         copied = copy.deepcopy(model)
         assert packs(lambda: copied(x)) == most
     assert state_of(copied)[:2] == state_of(model)[:2]
-
-
-def test_threads_apply_and_leave_in_any_order() -> None:
-    model, x = Dropping(), torch.randn(8, 32)
-    before, most = state_of(model), packs(lambda: model(x))
-    entered, leave = threading.Barrier(3), threading.Event()
-
-    def other(names: list[str]) -> None:
-        with checkpointed(model, names):
-            entered.wait()
-            leave.wait()
-
-    threads = [threading.Thread(target=other, args=(names,)) for names in (["parts.0"], ["parts.0", "parts.2"])]
-    for thread in threads:
-        thread.start()
-    with checkpointed(model, ["parts.0"]):
-        entered.wait()
-    assert len(packs(lambda: model(x))) < len(most)
-    leave.set()
-    for thread in threads:
-        thread.join()
-    assert state_of(model) == before
-    assert packs(lambda: model(x)) == most
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
