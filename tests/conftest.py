@@ -85,6 +85,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_configure(config: pytest.Config) -> None:
     # A user's program goes on where a pass of the library fails; a test does not.
     config.addinivalue_line("filterwarnings", "error:eager_offload. a compiled graph is not offloaded:RuntimeWarning")
+    # Told once in a process, so by whichever test comes first.
+    config.addinivalue_line("filterwarnings", "ignore:eager_offload. tier=.host. on a CPU device:RuntimeWarning")
     # Before pytest chooses where the directories of tests are.
     if (remove := _move_to_a_disk()) is not None:
         config.add_cleanup(remove)
@@ -110,12 +112,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """How many faults the tests of faults have injected; each of them asserts that some were."""
+    """How many faults the tests of faults have injected, each of which asserts that some were; and what is told."""
     passed = terminalreporter.stats.get("passed", [])
     faults = sum(number for report in passed for name, number in report.user_properties if name == "faults")
     if faults:
         outcome = " in what passed" if exitstatus else ": 0 wrong gradients, 0 leaks, 0 hangs"
         terminalreporter.write_line(f"{faults:,} faults injected{outcome}")
+    if ours := [one for one in terminalreporter.stats.get("warnings", []) if "eager_offload: " in one.message]:
+        line = f"{len(ours)} warnings of the library's: assert them, or filter them at the test that makes them"
+        terminalreporter.write_line(line, red=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

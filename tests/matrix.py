@@ -97,30 +97,27 @@ def makes_sense(program: Program, way: Way, place: Place) -> bool:
 
 
 def full() -> list[Cell]:
-    """The cells of the full suite: each program in each way and in each place, in no pair of the two twice.
+    """The cells of the full suite: each program once in each way, and the programs of a hazard share out the places:
+    no mutation is noticed in one of them alone.
 
-    1. For each program, each way takes the place that it has in common with the fewest cells of that program, the
-       column with the fewest cells among those.
-    2. Each place that no way took gets the way with the fewest cells in it.
+    A way takes the place in which the fewest cells of the program's hazard are in that way; of those, the one that the
+    program has been in least; of those, the column with the fewest cells.
     """
     chosen: list[Cell] = []
     columns: Counter[tuple[Way, Place]] = Counter()
+    hazards: Counter[tuple[str, Way, Place]] = Counter()
     for program in corpus():
         places: Counter[Place] = Counter()
-
-        def take(options: Sequence[Cell]) -> None:
-            cell = min(options, key=lambda one: (places[one.place], columns[one.column]))  # noqa: B023  # called at once
-            chosen.append(cell)
-            places[cell.place] += 1  # noqa: B023
-            columns[cell.column] += 1
-
-        cells = [Cell(program, way, place) for way in Way for place in Place if makes_sense(program, way, place)]
+        kind = (program.hazards or [program.file])[0]
         for way in Way:
-            if options := [cell for cell in cells if cell.way is way]:
-                take(options)
-        for place in Place:
-            if not places[place] and (options := [cell for cell in cells if cell.place is place]):
-                take(options)
+            options = [Cell(program, way, place) for place in Place if makes_sense(program, way, place)]
+            if options:
+                keys = {one: (hazards[kind, *one.column], places[one.place], columns[one.column]) for one in options}
+                cell = min(options, key=keys.__getitem__)
+                chosen.append(cell)
+                places[cell.place] += 1
+                hazards[kind, *cell.column] += 1
+                columns[cell.column] += 1
     return chosen
 
 

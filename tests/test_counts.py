@@ -69,6 +69,7 @@ class StorageCensus(TorchDispatchMode):
         return sum({id(one): one.nbytes() for known in self._storages if (one := known()) is not None}.values())
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_has_left_is_free_and_takes_hardly_more_room_where_it_rests(tier: str, disk: DiskBackend) -> None:
     model, x = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU()))), leaf(2048, 256)
@@ -237,6 +238,7 @@ def test_what_is_expected_when_its_copy_arrives_stays_as_if_it_had_come_back(dis
     assert stats.resident_bytes_peak <= stats.bytes_out
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("newest", [0, NBYTES - 1, NBYTES, 4 * NBYTES, ALL, 2 * ALL])
 def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> None:
     offload, x = disk.offload(keep_last_bytes=newest, max_inflight_bytes=NBYTES), leaf(N)
@@ -255,7 +257,6 @@ def test_the_newest_bytes_stay_within_theirs(newest: int, disk: DiskBackend) -> 
     assert stats.bytes_in == stats.offloaded_bytes
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("room", [1, NBYTES - 1, NBYTES, 4 * NBYTES, 5 * NBYTES - 1])
 def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk: DiskBackend) -> None:

@@ -80,6 +80,7 @@ def assert_exact(trained: Trained, alone: Trained) -> None:
     assert trained.stats.bytes_out > 0 == alone.stats.bytes_out
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(alone: Trained) -> None:
     found = {
         "max": simulate(0.04, 10),
@@ -206,6 +207,7 @@ def test_a_device_that_does_not_tell_is_an_error() -> None:
         x.exp()
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. device_budget=.* is not kept:RuntimeWarning")
 def test_a_budget_without_its_unit_is_an_error_that_asks_for_one_and_a_small_one_is_repeated_as_given(
     offloads: Callable[..., eo.Offload],
 ) -> None:

@@ -20,6 +20,7 @@ from tests.simulation.timeline import Timeline
 N = 64
 NBYTES = N * N * 4
 DEPTH = 8
+SECOND = 1 << 20  # bytes of a transfer that takes one
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. tier", "ignore:eager_offload. nothing moved")
 
@@ -154,9 +155,30 @@ def test_what_is_known_of_a_step_makes_it_no_worse(program: Callable[[Tensor], G
     assert not last.stats.plan_misses
 
 
-# -- who waits --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_shared_storage_moves_if_it_can_be_back_when_it_is_asked_for_the_first_time(stays: bool) -> None:
+    """Its second save is asked for first. Either that ask or the one for its first save comes a second later, when it
+    could have been away and back."""
+    runtime = SimulatedRuntime(launch_seconds=0.0, host_waits=True, out_bandwidth=SECOND, in_bandwidth=SECOND)
 
-SECOND = 1 << 20  # bytes of a transfer that takes one
+    def a_second_later(gradient: Tensor) -> None:
+        runtime.advance(runtime.default_stream, 1.0)
+
+    def program(x: Tensor) -> Graphs:
+        for _ in range(DEPTH):
+            x = x.exp().neg()
+        shared = x.exp()
+        result = shared.sin()
+        (shared if stays else result).register_hook(a_second_later)
+        return Graphs([result.sum()], [])
+
+    *_, last = steps(program, runtime, 4, prefetch_bytes=4 * NBYTES)
+    assert last.stats.followed_forwards == 1
+    assert last.stats.kept_bytes.get("newest", 0) == (2 * NBYTES if stays else 0)
+    assert last.stats.bytes_out == (DEPTH if stays else DEPTH + 1) * NBYTES
+
+
+# -- who waits --------------------------------------------------------------------------------------------------------
 
 
 def stalled(runtime: SimulatedRuntime, seconds: float = 0.0, **fields: Any) -> Step:

@@ -99,6 +99,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.forward.__name__)
 def test_what_is_said_of_tensors_decides_which_of_them_move(row: Row, disk: DiskBackend) -> None:
     x, tool, unit = leaf(row.elements), disk.offload(**row.fields), 4 * row.elements

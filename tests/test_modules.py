@@ -24,6 +24,11 @@ from eager_offload.planning.apply import checkpointed
 from eager_offload.running import offload_modules
 from tests.copies import pickled, saved
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:eager_offload. compiled code waits:RuntimeWarning",
+    "ignore:eager_offload. nothing of this Offload:RuntimeWarning",
+)
+
 NBYTES = 256 * 64 * 4
 WITHOUT = nullcontext()
 
@@ -363,6 +368,7 @@ def test_h77_a_model_is_saved_and_written_down_as_without(
     assert all(map(torch.equal, gradients(model, x=x), plain))
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code moves what it saves:RuntimeWarning")
 @AROUND
 def test_h77_a_model_that_is_compiled_afterwards_offloads(around: Around, offload: eo.Offload) -> None:
     model, x = Net(), torch.ones(64, 32)

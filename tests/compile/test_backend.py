@@ -130,6 +130,7 @@ def test_the_backend_has_a_name_that_needs_no_import(tmp_path: Path) -> None:
     assert printed_by("-W", "ignore", "-c", program, PYTHONPATH=paths).split() == ["1"]
 
 
+@pytest.mark.long
 def test_cudagraphs_are_off_for_graphs_that_move_anything(
     plain: list[Tensor], offload: eo.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ class Aware(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", Count)):
         return None
 
 
+@pytest.mark.long
 def test_a_module_compiled_by_an_offload_is_served_by_it_beside_passes_of_the_user(
     plain: list[Tensor], offload: eo.Offload
 ) -> None:
@@ -189,6 +191,7 @@ def test_a_module_compiled_by_an_offload_is_served_by_it_beside_passes_of_the_us
         assert Aware.reported == [False, False, True]
 
 
+@pytest.mark.long
 def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Tensor], offload: eo.Offload) -> None:
     one, theirs = model(), Count()
     compiled = torch.compile(one, options={"post_grad_custom_post_pass": theirs})
@@ -199,6 +202,7 @@ def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Ten
     assert offload.stats(synchronize=True).demotions["unpinned"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. autograd recorded operators:RuntimeWarning")
 def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(offload: eo.Offload) -> None:
     """The compiler knows nothing of ours there, and would keep the graph for calls that are in no context at all."""
     one = model()
@@ -214,6 +218,7 @@ def test_a_graph_that_is_compiled_under_hooks_of_others_is_theirs(offload: eo.Of
     assert offload.stats(synchronize=True).compiled_regions == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_another_thread_compiles_is_ordered_as_well(where: str, plain: list[Tensor], offload: eo.Offload) -> None:
     one = model()

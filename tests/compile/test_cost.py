@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import ops
-from eager_offload.compile.cost import OperatorCall, bandwidth_of, flops_of, roofline, traffic_of
+from eager_offload.compile.cost import bandwidth_of, flops_of, roofline, traffic_of
 from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine
 from eager_offload.runtime.base import Direction
 from tests.simulation.simulated import SimulatedRuntime
@@ -66,33 +66,6 @@ def test_the_longer_of_operations_and_bytes_is_what_an_operator_takes() -> None:
     assert roofline(Machine("test", flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
     halves = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())["aten.mm.default"]
     assert roofline(Machine("test", flops=2048.0, single_flops=1.0, memory=1e9))(halves) == 0.5
-
-
-def test_flex_attention_takes_the_operations_of_an_attention() -> None:
-    from torch.nn.attention import flex_attention  # noqa: F401  # which makes the operators
-
-    operators = torch.ops.higher_order
-    query, rows = torch.empty(2, 3, 16, 8, device="meta"), torch.empty(2, 3, 16, device="meta")
-    results = query, rows, rows
-    forward = OperatorCall(operators.flex_attention, (query, query, query, None, (), 1.0, {}), {}, results)
-    given = query, query, query, query, rows, query, None
-    backward = OperatorCall(operators.flex_attention_backward, given, {}, (query, query, query))
-    product = 2 * 2 * 3 * 16 * 16 * 8
-    assert (flops_of(forward), flops_of(backward)) == (2 * product, 5 * product)
-    assert flops_of(OperatorCall(operators.cond, (rows,), {}, rows)) == 0
-
-
-def test_sizes_that_depend_on_the_inputs_are_those_of_the_trace_and_stay_free() -> None:
-    def program(x: Tensor, y: Tensor) -> Tensor:
-        return torch.baddbmm(torch.bmm(x, y), x, y).sin()
-
-    traced = make_fx(program, tracing_mode="symbolic")(torch.ones(2, 5, 5), torch.ones(2, 5, 5))
-    guards = len(traced.shape_env.guards)
-    nodes = {str(node.target): node for node in traced.graph.nodes}
-    assert flops_of(nodes["aten.bmm.default"]) == 2 * 2 * 5 * 5 * 5
-    assert flops_of(nodes["aten.baddbmm.default"]) > 0
-    assert traffic_of(nodes["aten.sin.default"]) == 4 * 2 * (2 * 5 * 5)
-    assert len(traced.shape_env.guards) == guards
 
 
 def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:

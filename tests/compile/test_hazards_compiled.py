@@ -106,6 +106,7 @@ def test_h10_an_exception_in_the_middle_of_a_graph_leaves_nothing(where: str, of
         assert assert_settled(offload).bytes_in > 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. no room for:RuntimeWarning")
 @BOTH
 def test_h26_without_room_values_stay_and_are_counted(backend: str) -> None:
     stats = compare(deep_step, backend, moves=False, disk_budget=4096)
@@ -113,6 +114,7 @@ def test_h26_without_room_values_stay_and_are_counted(backend: str) -> None:
     assert stats.kept_bytes["budget"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. offloading failed:RuntimeWarning")
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
     n: int, monkeypatch: pytest.MonkeyPatch, disk: DiskBackend

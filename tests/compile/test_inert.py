@@ -12,12 +12,12 @@ import torch
 import torch._dynamo.variables.ctx_manager as banning
 import torch._functorch._aot_autograd.graph_compile as splitting
 import torch.utils.checkpoint as checkpointing
-from torch._inductor import config, memory
+from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from eager_offload import _torch
-from eager_offload.compile import inductor, lowering
+from eager_offload.compile import inductor
 from eager_offload.compile.inductor import OrderTransfers
 
 pytestmark = pytest.mark.xdist_group("inert")
@@ -87,30 +87,3 @@ def test_passes_leave_a_graph_of_no_offload_as_it_is() -> None:
     before = [str(node) for node in graph.nodes]
     OrderTransfers()(graph)
     assert [str(node) for node in graph.nodes] == before
-
-
-@pytest.mark.long
-def test_inductor_asks_of_the_graph_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    known = lowering._is_ours
-
-    def is_ours() -> bool:
-        asked.append(known())
-        return asked[-1]
-
-    sizes = "compute_size_for_scheduler_buffer"
-    monkeypatch.setattr(memory, sizes, getattr(memory, sizes))  # goes back behind the test
-    lowering.install_lowerings()
-    _torch.leave_out_of_peak(lowering._is_host_tensor, is_ours)
-    x, offload = torch.randn(32, 32, requires_grad=True), make_offload(tmp_path)
-    with config.patch(force_disable_caches=True):
-        with offload:
-            loss = torch.compile(lambda x: (x.exp() @ x).sum())(x)
-        loss.backward()
-        assert asked
-        assert all(asked)
-        asked.clear()
-        torch.compile(lambda x: (x.sin() @ x).sum())(x).backward()
-        assert asked
-        assert not any(asked)
-    offload.close()

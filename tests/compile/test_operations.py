@@ -128,6 +128,7 @@ def test_a_reload_before_the_wait_for_its_offload_says_so(offload: eo.Offload) -
     ops.wait_tensor(host, source)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. autograd recorded operators:RuntimeWarning")
 @pytest.mark.parametrize(
     ("source", "message"),
     [

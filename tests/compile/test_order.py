@@ -235,7 +235,7 @@ LINKS = st.sampled_from([1e-3, 1.0, 16.0, 1e6])
 
 
 def test_the_window_holds_and_no_wait_comes_sooner_than_it_has_to() -> None:
-    search(check_window, programs(), WINDOW, fixed=60)
+    search(check_window, programs(), WINDOW, fixed=30)
 
 
 def check_window(program: Program, window: int) -> None:
@@ -265,7 +265,7 @@ def _forces(node: Node, host: Node, flying: int, window: int) -> bool:
 
 
 def test_the_cap_holds_and_reloads_come_in_the_order_of_need() -> None:
-    search(check_cap, programs(), ROOM, LINKS, fixed=60)
+    search(check_cap, programs(), ROOM, LINKS, fixed=30)
 
 
 def check_cap(program: Program, cap: int, bandwidth: float) -> None:
@@ -287,7 +287,9 @@ def _stays(node: Node) -> bool:
     return node.target not in (ops.reload, ops.wait_tensor, torch.ops.aten.t.default)
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(20, marks=pytest.mark.short), pytest.param(150, marks=pytest.mark.long)]
+)
 def test_every_pass_keeps_the_order_of_bytes_and_the_bits(examples: int) -> None:
     search(check_bits, programs(), ROOM, WINDOW, LINKS, fixed=examples)
 

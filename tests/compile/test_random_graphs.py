@@ -165,16 +165,16 @@ def count(seen: Counter[str], stats: eo.OffloadStats) -> None:
 
 @pytest.mark.short
 def test_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 8)
+    explore("aot_eager", 5)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # compiles each function two or three times
 def test_many_random_functions_are_exact_on_aot_eager() -> None:
-    explore("aot_eager", 30)
+    explore("aot_eager", 20)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # the C++ compiler takes most of it
 def test_some_random_functions_are_exact_on_inductor() -> None:
-    explore("inductor", 6)
+    explore("inductor", 4)

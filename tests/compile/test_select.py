@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,9 +18,8 @@ from benchmarks import models
 from eager_offload.compile import Choice, choose_joint
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.stats import KeepReason
-from tests.compile.split import Split, assert_moves_exactly, config_of, moving, owner, reasons, split
+from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, owner, reasons, split
 from tests.programs import leaf
-from tests.simulation.graphs import traced
 
 from lm.model import Block
 
@@ -260,20 +258,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT": lambda: Block(WIDTH, HEADS),
     "Llama": lambda: models.Block(models.Shape(1, WIDTH, 3 * WIDTH, HEADS)),
 }
-#: Inductor hands decomposed graphs to the one; the other is what ``aot_eager`` uses.
-PARTITIONERS: dict[str, Callable[..., Any]] = {
-    "min-cut": min_cut_rematerialization_partition,
-    "default": default_partition,
-}
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_nearly_all_that_nothing_else_holds_is_freed_and_little_more_travels(model: str, partitioner: str) -> None:
-    def make() -> tuple[nn.Module, torch.Tensor]:
-        return nn.Sequential(*(MODELS[model]() for _ in range(2))), torch.randn(2, 64, WIDTH)
-
-    halves = traced(make, PARTITIONERS[partitioner], select_decomp_table() if partitioner == "min-cut" else None)
+    # Inductor hands decomposed graphs to the one; the other is what ``aot_eager`` uses.
+    decompositions = select_decomp_table() if partitioner == "min_cut" else None
+    blocks = nn.Sequential(*(MODELS[model]() for _ in range(2)))
+    halves, _ = split(blocks, torch.randn(2, 64, WIDTH), partition=partitioner, decompositions=decompositions)
     outputs, inputs = outputs_of(halves.forward.graph), halves.forward.graph.find_nodes(op="placeholder")
     results, values = outputs[: halves.num_outputs], outputs[halves.num_outputs :]
     outside = {storage_of(one) for one in (*inputs, *results, *outputs_of(halves.backward.graph))}
@@ -308,7 +301,7 @@ class Loss(nn.Module):
 
 
 def test_a_budget_of_a_graph_is_held_by_as_little_as_it_takes_and_free_moves_what_is_hidden() -> None:
-    halves = traced(lambda: (Loss(), torch.randn(4096, WIDTH)))
+    halves, _ = split(Loss(), torch.randn(4096, WIDTH))
     windows = {"min_bytes": "4KiB", "max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB", "tier": "host"}
 
     def decided(**fields: Any) -> Choice:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload import _torch, graphs
+from eager_offload import graphs
 from eager_offload.graphs import (
     CaptureInputError,
     CapturePool,
@@ -63,103 +60,6 @@ def test_nothing_is_captured_where_nothing_can_be_and_what_needs_a_device_says_s
     ):
         with pytest.raises(graphs.NoAcceleratorError, match="a CPU has nothing to capture"):
             call()
-
-
-# -- which of torch's calls -------------------------------------------------------------------------------------------
-
-
-class OfCuda(torch.cuda.CUDAGraph):
-    """Writes down how it is called."""
-
-    def __new__(cls, keep_graph: bool = False) -> Any:
-        return object.__new__(cls)
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self.calls: list[object] = []
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        self.calls.append((pool, capture_error_mode))
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-
-    def __del__(self) -> None:
-        pass
-
-
-def test_without_a_graph_of_the_accelerator_cuda_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.accelerator, "Graph", raising=False)
-    for device, kind in (("cuda", torch.cuda.CUDAGraph), ("xpu", None)):
-        found = torch.device(device)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False, found=found: found)
-        assert _torch.graph_kind.__wrapped__() is kind
-    graph = OfCuda()
-    _torch.begin_graph(graph, (0, 7), "thread_local")
-    _torch.forget_workspaces()  # as a build without CUDA has it
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: graph.calls.append("forget"), raising=False)
-    _torch.forget_workspaces()
-    assert graph.calls == [((0, 7), "thread_local"), "forget"]
-
-
-@pytest.mark.parametrize(
-    ("version", "knows", "ended", "calls"),
-    [
-        # 2.11 goes on to take the capture for one that is under way: another one ends well, on a stream of its own.
-        (
-            "2.11.0+cu130",
-            False,
-            True,
-            ["end", "release", *(small := ["select", "begin", "zero", "finish", "deselect"])],
-        ),
-        ("2.11.0+cu130", True, False, small),  # what began it has told the generator
-        ("2.13.0+cu130", True, True, ["release"]),
-        ("2.13.0+cu130", True, False, []),  # the pool was never taken
-        ("2.14.0", True, True, []),
-    ],
-)
-def test_what_torch_keeps_of_a_failed_capture_is_given_back_once_and_its_generator_draws_again(
-    monkeypatch: pytest.MonkeyPatch, version: str, knows: bool, ended: bool, calls: list[str]
-) -> None:
-    found: list[str] = []
-
-    def noting(name: str) -> Callable[..., Any]:
-        return lambda *_, **named: found.append(name)
-
-    def end(index: int, memory: tuple[int, int]) -> None:
-        if knows:
-            raise RuntimeError("not currently recording to mempool_id")
-        found.append("end")
-
-    @contextmanager
-    def select(stream: object) -> Iterator[None]:
-        found.append("select")
-        yield
-        found.append("deselect")
-
-    graph, other = OfCuda(), SimpleNamespace(capture_begin=noting("begin"), capture_end=noting("finish"))
-    other.reset = list
-    monkeypatch.setattr(_torch, "_never_ended", [])
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch, "empty", lambda size, device: SimpleNamespace(zero_=noting("zero")))
-    for name, value in {"CUDAGraph": lambda: other, "Stream": lambda index: index, "stream": select}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"_cuda_endAllocateToPool": end, "_cuda_releasePool": noting("release")}.items():
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    _torch.release_failed_graph(graph, 0, (0, 7), ended=ended)
-    assert (graph.calls, found) == (["reset"], calls)
-    assert _torch._never_ended == [graph] * version.startswith("2.11")  # whose address torch goes on to use
-
-
-def test_an_older_torch_is_asked_about_a_stream_while_it_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
-    selected: list[Any] = [SimpleNamespace(name="before", device_index=0)]
-    monkeypatch.setattr(torch, "Stream", object)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: selected[-1])
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_stream", selected.append)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
-    monkeypatch.setattr(_torch, "is_capturing", lambda index: selected[-1].name == "captured")
-    assert _torch.stream_is_capturing(SimpleNamespace(name="captured", device_index=0))  # type: ignore[arg-type]
-    assert [getattr(one, "name", one) for one in selected] == ["before", "captured", "before", 0]
 
 
 # -- pools ------------------------------------------------------------------------------------------------------------

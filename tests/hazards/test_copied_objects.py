@@ -100,6 +100,7 @@ class Named(eo.Offload):
         self.kind, self.steps, self.me = kind, steps, self
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 @every_way
 def test_h48_what_a_subclass_adds_goes_along(make: Callable[..., Any], disk: Backend) -> None:
     offload = Named("a", "b", steps=[1], **vars(disk.offload().config))
@@ -136,6 +137,7 @@ def test_h48_a_path_that_is_not_there_is_an_error_when_it_is_used(tmp_path: Path
     assert hooks_are_gone()
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled, AveragedModel])
 def test_h48_compiled_modules(make: Callable[..., Any], disk: Backend) -> None:
     torch._dynamo.reset()

@@ -102,32 +102,6 @@ def test_h13_what_a_collective_is_still_filling_is_waited_for(mesh: DeviceMesh, 
     assert all(waited[2:])
 
 
-def test_h73_what_a_collective_is_still_filling_is_not_taken_for_what_a_policy_saves(
-    mesh: DeviceMesh, backend: Backend
-) -> None:
-    """The copy could come before the collective, and to wait for it would end its overlap with compute."""
-    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    waited = list[bool]()
-
-    def block(x: Tensor) -> Tensor:
-        filled = collectives.all_gather_tensor_autograd(x.sin(), 0, mesh)
-        y = (x * 3).tanh()
-        waited.append(filled.completed)
-        return y * filled.cos()
-
-    def program(around: Around) -> object:
-        x = leaf(ROWS, WIDTH)
-        with around:
-            y = checkpoint(block, x * 2, use_reentrant=False, context_fn=contexts).sum()
-        y.backward()
-        return x.grad
-
-    for stats in same_gradients(program, backend, moved=0.5):
-        assert stats.kept_bytes["region"] == ROWS * WIDTH * 4
-    assert waited
-    assert not any(waited)
-
-
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
 def test_h74_collectives_run_as_often_as_without(policy: CheckpointPolicy, mesh: DeviceMesh, disk: DiskBackend) -> None:
     """Other ranks may compute outside of any context, and wait for this one."""

@@ -252,6 +252,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "fields"), [*((name, {}) for name in PROGRAMS), *((CORPUS[-1], fields) for fields in SETTINGS)], ids=str
 )

@@ -20,6 +20,10 @@ from tests.hazards.programs import Around, Settled, assert_identical, assert_mov
 from tests.programs import leaf
 from tests.programs.parts.functions import custom
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:eager_offload. nothing moved:RuntimeWarning", "ignore:Accessing the data pointer of FakeTensor:UserWarning"
+)
+
 
 def stays_as_layout(program: Callable[[Around], object], backend: Backend) -> None:
     stats = exact(program, backend.offload())

@@ -111,6 +111,7 @@ def test_h42_what_hooks_of_others_have_left_behind_goes_and_not_an_open_context_
     assert_moved(assert_settled(second))
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. another Offload, entered:RuntimeWarning")
 def test_h42_what_is_saved_goes_to_the_one_entered_last_that_is_open(backend: Backend) -> None:
     first, second = KINDS["different"](backend, 2)
     graphs, x = list[Tensor](), leaf(16, 16)

@@ -103,6 +103,7 @@ def count(offload: Offload, call: Callable[[Offload], None], outcomes: Counter[s
         outcomes[next((short for reason, short in reasons.items() if reason in str(error)), str(error))] += 1
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. no room for:RuntimeWarning")
 @pytest.mark.sampled(3, quick=True)
 @pytest.mark.parametrize(
     "call", [adds_up, train, save_only, Offload.reset_stats, Offload.close, ask_only], ids=lambda c: c.__name__
@@ -134,6 +135,10 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
     assert call is adds_up or outcomes["refused"] > 0
 
 
+@pytest.mark.filterwarnings(
+    "ignore:eager_offload. offloading failed:RuntimeWarning",
+    "ignore:eager_offload. nothing of this Offload:RuntimeWarning",
+)
 @pytest.mark.parametrize("call", [adds_up, train], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(
     ("owner", "name", "by_another"),

@@ -81,6 +81,7 @@ def test_h25_h54_a_hundred_steps_leave_the_state_as_the_first_ones_did(
     assert stats.followed_forwards > 100 or not step_plans
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.long
 def test_h41_a_configuration_that_is_not_used_any_more_costs_little() -> None:
     def use(min_bytes: int) -> None:

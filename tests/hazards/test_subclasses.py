@@ -104,6 +104,7 @@ class Loud(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("grad", [False, True], ids=["of a constant", "of a result"])
 @pytest.mark.parametrize("kind", ["moves", "small", "parameter"])
 def test_h62_no_code_of_a_subclass_runs(kind: str, grad: bool, users_backend: Backend) -> None:

@@ -15,6 +15,8 @@ from tests.programs import Program, Run, corpus, leaf
 from tests.programs.custom_functions import scaled
 from tests.threads import collect
 
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
+
 
 @pytest.mark.parametrize("program", [one for one in corpus() if "H01" in one.hazards], ids=str)
 def test_h01_what_stays_is_compared_too(program: Program, users_backend: Backend) -> None:

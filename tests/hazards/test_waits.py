@@ -48,6 +48,7 @@ def others_go_on(backend: Backend, offload: Offload, *, moves: bool = False) -> 
     ThreadPoolExecutor(1).submit(backend.in_thread, steps).result(60)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing ran inside:RuntimeWarning")
 @pytest.mark.parametrize("what", ["a full window", "the end of a with", "stats", "close", "a trace"])
 def test_h41_other_threads_go_on_while_one_waits(what: str, tmp_path: Path, disk: Backend) -> None:
     fills_the_window = what in ("a full window", "the end of a with")

@@ -190,6 +190,7 @@ def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backen
     assert torch.equal(third.unpack(), values)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 def test_h49_what_was_never_touched_neither_travels_nor_counts(disk: Backend) -> None:
     """Two workspaces of 40 MiB, 4 of which are touched: within newest bytes of 16 MiB nothing has to move."""
     program = PROGRAMS["H49-workspaces-that-are-touched-in-part"]
@@ -202,6 +203,7 @@ def test_h49_what_was_never_touched_neither_travels_nor_counts(disk: Backend) ->
     assert (stats.bytes_out, stats.kept_bytes["newest"]) == (0, 80 * MIB)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("saves", [4, 9, 10, 11, 32])
 def test_h49_a_step_that_saves_hardly_more_than_what_stays_is_not_moved_once_it_is_known(
     saves: int, backend: Backend
@@ -322,6 +324,7 @@ def assert_distinct(backend: Backend, views: Callable[[Tensor], Iterable[Tensor]
     return stats
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("views", VIEWS)
 def test_h78_views_count_their_storage_once(views: str, backend: Backend) -> None:
     assert assert_distinct(backend, VIEWS[views]).bytes_out > 0

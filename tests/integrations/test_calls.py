@@ -37,6 +37,7 @@ def test_a_module_goes_with_its_last_reference(first: str, is_compiled: bool) ->
         calls.remove()
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_what_was_put_around_it_later_stays_when_it_goes(tmp_path: Path) -> None:
     model, batch = Model(), torch.randn(64, WIDTH)
     offload, other = eo.Offload(**fields(tmp_path)), eo.Offload(min_bytes=1 << 30)

@@ -118,6 +118,7 @@ def test_switched_off_nothing_is_touched(way: Any, how: str, monkeypatch: pytest
         assert vars(found.model).keys() == vars(expected.model).keys() | {"_forward_pre_hooks"}
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 @pytest.mark.parametrize("way", OBJECTS, indirect=True)
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_copy_or_pickle_has_an_offload_of_its_own(way: Any, owned: bool, tmp_path: Path) -> None:

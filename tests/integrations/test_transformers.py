@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer, TrainerCallback
 
 import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from eager_offload.runtime.host import host_runtime
-from tests.hazards.backends import hooks_are_gone
 from tests.integrations.training import (
     FIGURES,
-    THREE,
     cached_loss,
     exact,
     fails,
@@ -146,16 +142,6 @@ def test_figures_are_in_the_history_and_with_callbacks_behind(kind: Any, tmp_pat
     assert "train_loss" in trainer.state.log_history[-1]
 
 
-def test_trackers_get_the_figures_of_the_mixin(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, ForMixin(**fields(tmp_path)), report_to=["tensorboard"])  # stands before all others
-    trainer.train()
-    (written,) = tmp_path.rglob("events.out.tfevents.*")
-    found = EventAccumulator(str(written)).Reload()
-    shown = {name: found.Scalars(name) for name in found.Tags()["scalars"] if "offload/" in name}
-    assert {name[name.index("offload/") :] for name in shown} == THREE
-    assert all([one.step for one in points] == [1, 2, 3] for points in shown.values())
-
-
 # -- failure, and going on --------------------------------------------------------------------------------------------
 
 
@@ -250,44 +236,6 @@ def test_a_class_has_its_own_configuration_unless_a_switch_overrules_it(
         trainer_of(tmp_path, kind=Without)
 
 
-class Bare(Trainer):
-    """Has a context of its own, which is not the one that Trainer makes."""
-
-    entered = left = 0
-
-    @contextlib.contextmanager
-    def own(self) -> Any:
-        self.entered += 1
-        try:
-            yield
-        finally:
-            self.left += 1
-
-    def compute_loss_context_manager(self) -> Any:
-        return self.own()
-
-
-class Piecewise(Bare):
-    """Has entered its context when it returns it, as Trainer has."""
-
-    def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        stack = Trainer.compute_loss_context_manager(self)
-        stack.enter_context(self.own())
-        return stack
-
-
-@pytest.mark.parametrize("base", [Bare, Piecewise])
-def test_the_mixin_goes_with_a_context_of_the_trainer_s_own(base: type[Bare], tmp_path: Path) -> None:
-    class Mixed(OffloadTrainerMixin, base):  # type: ignore[misc,valid-type]  # a base that is a parameter
-        offload_config = fields(tmp_path)
-
-    trainer = trainer_of(tmp_path, kind=Mixed)
-    exact(run(trainer_of(tmp_path)), run(trainer), trainer.offload)
-    trainer.evaluate()
-    assert trainer.entered == trainer.left == 4
-    assert hooks_are_gone()
-
-
 @pytest.mark.parametrize("both", ["callback and callback", "callback and mixin", "mixin and callback"])
 def test_two_on_one_trainer_are_one_too_many(both: str, tmp_path: Path) -> None:
     second = both.split()[-1]
@@ -318,15 +266,6 @@ def test_data_parallel_is_refused(tmp_path: Path) -> None:
     assert called_as_before(trainer.model)
 
 
-def test_checkpointing_that_offloads_is_warned_of(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)))
-    # Only the flag: what it does pins memory, which takes an accelerator.
-    for name, value in checkpointing(offload=True).items():
-        setattr(trainer.args, name, value)
-    with pytest.warns(RuntimeWarning, match=r"checkpointing_kwargs=\{'offload': True\}.*leave that option out"):
-        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-
 # -- compiled models --------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +276,7 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.long
 @pytest.mark.usefixtures("_nothing_compiled_before")
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def assert_shows_graphs(trace: Trace) -> None:
     assert "CompiledFunctionBackward" in {one.operation for one in trace.slices if one.track == "compute backward"}
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 @pytest.mark.parametrize("compiled_inside", [False, True])
 def test_what_graphs_move_is_shown_and_nothing_is_compiled_for_it(
     compiled_inside: bool, path: Path, net: Net, disk: DiskBackend
@@ -68,6 +69,7 @@ def test_what_graphs_move_is_shown_and_nothing_is_compiled_for_it(
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0], strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
 def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, net: Net, disk: DiskBackend) -> None:
     offload = disk.offload(min_bytes=NBYTES, disk_budget=1)
     with pytest.warns(RuntimeWarning, match="no room"), offload.trace(path):

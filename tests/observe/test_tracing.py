@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -15,11 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.tiers.base import MustGrow, Slot
-from eager_offload.tiers.disk import DiskSlot, DiskTier
 from eager_offload.trace_file import SliceKind, read_trace
-from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, gate_before
-from tests.hazards.programs import Settled
+from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.observe.steps import (
     DEPTH,
     FIELDS,
@@ -27,7 +22,6 @@ from tests.observe.steps import (
     SAVED,
     Net,
     assert_sound,
-    inputs,
     of,
     saved,
     step,
@@ -35,7 +29,9 @@ from tests.observe.steps import (
     traced_step,
 )
 from tests.programs.parts.wrappers import two
-from tests.threads import collect, on_threads
+from tests.threads import collect
+
+pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 
 _TRANSFERS = (SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)
 
@@ -99,7 +95,9 @@ def test_times_and_stalls_are_those_of_the_simulated_device(path: Path, net: Net
         ("failed", {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*(no room for|offloading failed)")
+@pytest.mark.filterwarnings(
+    "ignore:.*(no room for|offloading failed)", "ignore:eager_offload. nothing moved:RuntimeWarning"
+)
 def test_what_stays_is_counted_on_the_device(
     reason: str, fields: dict[str, Any], path: Path, net: Net, disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,49 +117,6 @@ def test_what_stays_is_counted_on_the_device(
         assert_sound(trace)
         assert trace.stats["kept_bytes"][reason] > 0
         assert max(one.device for one in trace.memory) == SAVED
-
-
-def test_a_trace_shows_stalls_of_its_own_transfers_alone(
-    path: Path, net: Net, disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not those that began before it, nor those that a tier grew in, which the stats count all the same."""
-    offload, reserve, wait = disk.offload(**FIELDS | {"prefetch_bytes": 0}), DiskTier.reserve, disk.runtime.wait
-    grown, is_over, may_return = list[float](), Event(), Event()
-
-    def slowly(tier: DiskTier, nbytes: int) -> Slot | None:
-        before = time.perf_counter()
-        time.sleep(0.01)
-        grown.append(time.perf_counter() - before)
-        return reserve(tier, nbytes)
-
-    def late(*arguments: Any) -> None:
-        wait(*arguments)
-        is_over.set()
-        assert may_return.wait(60)
-
-    with Settled(offload):
-        loss = net(inputs())
-
-    def full(tier: DiskTier, nbytes: int) -> Slot | None:
-        raise MustGrow
-
-    monkeypatch.setattr(DiskTier, "reserve", slowly)
-    monkeypatch.setattr(DiskTier, "at_hand", full)
-    monkeypatch.setattr(disk.runtime, "wait", late)
-    backward = Thread(target=loss.backward)
-    with gate_before(DiskSlot, "read") as gate:
-        backward.start()
-        gate.wait_until_reached()
-    assert is_over.wait(60)
-    with offload.trace(path):
-        may_return.set()
-        backward.join()
-        step(net, offload)
-    del loss
-    trace = read_trace(path)
-    assert grown
-    assert trace.stats["stall_seconds"] >= sum(grown)
-    assert all(one.name and one.start >= 0 for one in of(trace, SliceKind.STALL))
 
 
 def test_handles_outlive_a_trace_and_hold_no_offload(path: Path, net: Net) -> None:
@@ -210,20 +165,6 @@ def test_recomputation_lies_inside_the_backward_that_asks_for_it(
     trace = traced(offload, path, work)
     assert_sound(trace)
     assert len([one for one in trace.slices if one.name == "Layer"]) == 2, "forward, and again in backward"
-
-
-def test_several_threads_have_tracks_of_their_own(path: Path, offload: eo.Offload) -> None:
-    nets, together = [Net(), Net()], Barrier(2)
-
-    def train(number: int) -> None:
-        together.wait(60)
-        step(nets[number], offload)
-
-    trace = traced(offload, path, lambda: on_threads(2, train))
-    assert_sound(trace)
-    tracks = {one.track for one in of(trace, SliceKind.COMPUTE)}
-    assert tracks == {"compute forward", "compute forward 2", "compute backward", "compute backward 2"}
-    assert {one.module.partition(".")[0] for one in trace.slices} >= {"Net", "Net 2"}
 
 
 def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -> None:

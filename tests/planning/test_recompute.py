@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import eager_offload as eo
 from eager_offload.planning.apply import checkpointed
 from tests.hazards.programs import assert_identical
 from tests.planning import programs
-from tests.planning.programs import CONFIG, Other, Stack, assert_trained, budget_of, planned, slow, wide
+from tests.planning.programs import CONFIG, Other, budget_of, planned, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,30 +62,6 @@ def test_the_table_says_what_is_computed_again_and_a_file_keeps_it(plan: eo.Plan
     assert next(line for line in text.splitlines() if line.startswith("module")).split()[-1] == "again"
     plan.save(tmp_path / "plan.json")
     assert eo.Plan.load(tmp_path / "plan.json") == plan
-
-
-class Checkpointed(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.sum()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", [1.0, 1.15])
-def test_a_plan_needs_no_more_and_takes_no_longer_than_checkpoints_around_all(part: float) -> None:
-    # The host is ahead of the device, so what is brought back early takes more than arithmetic says.
-    with torch.device("meta"):
-        own, around_all = (kind(4, 4096, 32, 32, 11_008).to(torch.bfloat16) for kind in (Stack, Checkpointed))
-        x = torch.empty(8192, 4096, dtype=torch.bfloat16)
-    fields = {"device": "h200", "config": {"max_inflight_bytes": "840MiB", "prefetch_bytes": "840MiB"}}
-    fixed = eo.plan(around_all, x, **fields)  # type: ignore[arg-type]
-    assert fixed.moved_bytes == 0
-    budget = int(fixed.peak_bytes * part)
-    plan = eo.plan(own, x, device_budget=budget, recompute=True, **fields)  # type: ignore[arg-type]
-    assert plan.fits
-    assert plan.step_seconds <= fixed.step_seconds
-    assert plan.least_budget <= plan.peak_bytes
 
 
 class Part(nn.Module):
@@ -241,37 +216,6 @@ def test_a_plan_with_checkpoints_trains_exactly_whatever_it_was_made_for(
     offload.close()
 
 
-@pytest.mark.long
-def test_threads_plan_under_no_grad_while_the_model_trains_and_leave_nothing_behind(plan: eo.Plan) -> None:
-    model, x = wide()
-    before, generator = state_of(model), torch.get_rng_state()
-    begun, found = threading.Barrier(3), dict[int, eo.Plan]()
-
-    def other(number: int) -> None:
-        begun.wait()
-        with torch.no_grad():
-            found[number] = eo.plan(
-                model, x, device=FAR, device_budget=plan.device_budget, optimizer=None, recompute=True, config=CONFIG
-            )
-            assert not torch.is_grad_enabled()
-
-    threads = [threading.Thread(target=other, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    for _ in range(20):
-        offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
-        with torch.random.fork_rng():
-            assert_trained(model, x, offload)
-        assert offload.stats(synchronize=True).bytes_out > 0
-    for thread in threads:
-        thread.join()
-    model.zero_grad(set_to_none=True)
-    assert torch.equal(generator, torch.get_rng_state())
-    assert state_of(model) == before
-    assert [one.to_dict() for one in found.values()] == [plan.to_dict()] * 2
-
-
 def state_of(model: nn.Module) -> list[object]:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
     return [
@@ -308,29 +252,7 @@ def test_copies_that_are_made_meanwhile_have_no_checkpoints_and_wrapped_models_h
     assert state_of(copied)[:2] == state_of(model)[:2]
 
 
-def test_threads_apply_and_leave_in_any_order() -> None:
-    model, x = Dropping(), torch.randn(8, 32)
-    before, most = state_of(model), packs(lambda: model(x))
-    entered, leave = threading.Barrier(3), threading.Event()
-
-    def other(names: list[str]) -> None:
-        with checkpointed(model, names):
-            entered.wait()
-            leave.wait()
-
-    threads = [threading.Thread(target=other, args=(names,)) for names in (["parts.0"], ["parts.0", "parts.2"])]
-    for thread in threads:
-        thread.start()
-    with checkpointed(model, ["parts.0"]):
-        entered.wait()
-    assert len(packs(lambda: model(x))) < len(most)
-    leave.set()
-    for thread in threads:
-        thread.join()
-    assert state_of(model) == before
-    assert packs(lambda: model(x)) == most
-
-
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 def test_what_is_put_around_a_checkpointed_module_meanwhile_stays() -> None:
     model, x = Dropping(), torch.randn(8, 32)
     most = packs(lambda: model(x))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.planning.replay import Replay
 from eager_offload.step_table import Fate, StepTable
-from tests.planning.programs import Made, Stack, shared, slow, wide
+from tests.planning.programs import CONFIG, Made, Stack, budget_of, planned, shared, simulated, slow, small, wide
 from tests.programs import architectures as models
 from tests.simulation.stage import Stage
 
@@ -45,9 +47,13 @@ def moved_by(table: StepTable, plan: eo.Plan) -> tuple[bool, ...]:
     return tuple(first[number] is Fate.MOVE for number in range(len(program.storages)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("launch", [0.0, 1e-5], ids=["together", "ahead"])
-@pytest.mark.parametrize("rate", [5e7, 1e9], ids=["slow link", "fast link"])
+@pytest.mark.parametrize(
+    ("name", "launch", "rate"),
+    [
+        *((name, 0.0, 5e7) for name in MODELS),  # a host that computes itself, behind a slow link
+        *(pytest.param(name, 1e-5, 1e9, marks=pytest.mark.long) for name in MODELS),  # one that runs ahead
+    ],
+)
 def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch: float, rate: float) -> None:
     machine = slow(out=rate, back=rate, launch_seconds=launch)
     planned = partial(eo.plan, *MODELS[name](), device=machine, config={"min_bytes": "1KiB"})
@@ -72,3 +78,72 @@ def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch
         assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF)
         moved += plan.moved_bytes
     assert moved > 0
+
+
+def test_so_it_does_where_modules_are_computed_again() -> None:
+    machine = slow(out=3e7, back=3e7, launch_seconds=1e-5)
+    plan = planned(device=machine, device_budget=budget_of(machine, wide, 0.2), recompute=True)
+    assert plan.again
+    assert plan.moved_bytes > 0
+    model, x = wide()
+    with plan.apply(model):
+        steps, _ = simulated(Stage(machine), plan, model, x, 6)
+    for step in steps[4:]:
+        assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+        assert step.seconds == pytest.approx(plan.step_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("made", [small, wide, shared])
+def test_the_peak_where_nothing_moves_is_the_most_bytes_that_live_in_a_real_step(made: Made) -> None:
+    model, x = made()
+    plan = eo.plan(model, x, device=slow(), config={"min_bytes": "1KiB"}, optimizer=None)
+    step = Stage(slow()).step(eo.Offload(enabled=False), model, x, lambda: model(x))
+    assert plan.moved_bytes == 0
+    assert step.peak_bytes == plan.peak_bytes
+    assert plan.step_seconds == pytest.approx(step.seconds)
+
+
+# -- what a plan does not depend on -----------------------------------------------------------------------------------
+
+
+def test_a_plan_heeds_nothing_of_its_caller_and_leaves_nothing_behind() -> None:
+    model, x = wide()
+    expected = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    state, generator = torch.get_rng_state(), random.getstate()
+    marked = eo.keep(torch.ones(4))  # of another program
+    with torch.no_grad(), torch.device("meta"), torch.inference_mode():
+        found = eo.plan(model, x, device=slow(), policy="max", config=CONFIG)
+    assert found == expected
+    assert torch.equal(state, torch.get_rng_state())
+    assert generator == random.getstate()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    del marked
+
+
+class Penalty(nn.Module):
+    """A backward inside of forward, whose gradients are differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x = x.clone().requires_grad_()
+        for layer in self.layers:
+            y = y + layer(y)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + slope.square().sum()
+
+
+def test_a_step_that_no_plan_can_say_has_a_peak_all_the_same() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = super().forward(x).exp()
+            (slope,) = torch.autograd.grad(inner.sum(), self.weight, retain_graph=True)
+            return inner.sum() + slope.detach().sum()
+
+    for config in (CONFIG, {"min_bytes": "1KiB"}, {"min_bytes": "1KiB", "prefetch_bytes": 0}):
+        for model in (Twice(64, 64), Penalty()):
+            plan = eo.plan(model, torch.randn(64, 64), device=slow(), policy="max", config=config)
+            assert plan.peak_bytes > 0
+            eo.Offload(plan=plan).close()

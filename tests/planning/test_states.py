@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import eager_offload as eo
-from tests.planning.programs import planned, slow
+from tests.planning.programs import planned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -175,14 +175,3 @@ def test_an_optimizer_that_wraps_another_one_is_not_stepped() -> None:
 def test_backwards_to_a_step_are_a_whole_number(accumulation: Any) -> None:
     with pytest.raises(eo.ConfigError, match=f"accumulation={accumulation!r} is not accepted"):
         planned(layers, accumulation=accumulation)
-
-
-def test_a_function_is_given_every_parameter_that_is_trained_in_order() -> None:
-    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.ones(2, 16)
-
-    def some_with_momentum(given: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": given[:2], "momentum": 0.9}, {"params": given[2:]}], lr=0.1)
-
-    plan = eo.plan(model, x, loss=torch.sum, device=slow(), optimizer=some_with_momentum)
-    assert plan.states is not None
-    assert plan.states.nbytes == sum(one.nbytes for one in model[0].parameters())

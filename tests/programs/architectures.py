@@ -18,7 +18,7 @@ STEPS = 3
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 HEAD = WIDTH // HEADS
 VOCABULARY = 61
-SIZE, CHANNELS, CLASSES, LATENT = 16, 8, 10, 12
+SIZE, CHANNELS, CLASSES = 16, 8, 10
 
 #: Runs a block: as it is, or inside of a checkpoint.
 Call = Callable[..., Tensor]
@@ -102,15 +102,6 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-class LstmLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.lstm(x)[0], 0.1)
-
-
 def rotations(length: int) -> Tensor:
     """The unit complex number that turns each pair of channels at each position: (length, HEAD / 2)."""
     angles = torch.outer(torch.arange(length), 1.0 / 10_000 ** (torch.arange(0, HEAD, 2) / HEAD))
@@ -159,28 +150,6 @@ class SwiGlu(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Experts(nn.Module):
-    """Each token goes to the two of four experts that its router likes best; an expert may well get none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        weights, chosen = self.router(flat).float().softmax(-1).topk(2, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        mixed = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            share = weights[token, place, None] * expert(flat[token])
-            mixed = mixed.index_add(0, token, share.type_as(mixed))
-        return mixed.view_as(x)
-
-
 class LlamaBlock(nn.Module):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -195,21 +164,9 @@ def llama(call: Call = as_it_is, mlp: Callable[[], nn.Module] = SwiGlu) -> nn.Mo
     return LanguageModel((LlamaBlock(mlp()) for _ in range(2)), call, rotations)
 
 
-def recurrent() -> nn.Module:
-    return LanguageModel((LstmLayer() for _ in range(2)), as_it_is)
-
-
-def of_other_lengths(number: int) -> tuple[Tensor, Tensor]:
-    """With them, how many tokens each expert gets changes in every step."""
-    return words(number, rows=2, length=13 + 5 * (number % 3))
-
-
 _add("llama", llama, words, Flag.NO_INDUCTOR)
 _add("llama-in-bfloat16-checkpointed", partial(llama, checkpointed), words, Flag.EAGER, Flag.HOST, autocast=True)
 _add("llama-accumulating-in-reentrant-checkpoints", partial(llama, reentrant), words, Flag.EAGER, micro_batches=2)
-_add("mixture-of-experts", partial(llama, mlp=Experts), of_other_lengths, Flag.EAGER)
-_add("mixture-of-experts-checkpointed", partial(llama, checkpointed, Experts), words, Flag.EAGER)
-_add("recurrent-layers-accumulating", recurrent, words, Flag.EAGER, Flag.HOST, micro_batches=2)
 
 
 # -- images -----------------------------------------------------------------------------------------------------------
@@ -218,12 +175,6 @@ _add("recurrent-layers-accumulating", recurrent, words, Flag.EAGER, Flag.HOST, m
 def images(number: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     """Images (rows, 3, SIZE, SIZE), float32, and the class of each, int64."""
     return leaf(rows, 3, SIZE, SIZE, seed=number, grad=False), words(number, rows=rows, length=1)[0].flatten() % CLASSES
-
-
-def noisy(number: int) -> tuple[Tensor, Tensor]:
-    """Images with noise, stored channels-last, and without."""
-    clean, noise = (images(number + shift, 2)[0] for shift in (0, 500))
-    return (clean + noise).to(memory_format=torch.channels_last), clean
 
 
 class ResidualBlock(nn.Module):
@@ -262,116 +213,5 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), targets, label_smoothing=0.1)
 
 
-def double_convolution(channels_in: int, channels: int) -> nn.Module:
-    first, second = (nn.Conv2d(one, channels, 3, padding=1) for one in (channels_in, channels))
-    return nn.Sequential(first, nn.GroupNorm(2, channels), nn.SiLU(), second, nn.GroupNorm(2, channels), nn.SiLU())
-
-
-class UNet(nn.Module):
-    """Takes noise out of images: what goes down is put beside what comes up."""
-
-    def __init__(self, call: Call = as_it_is) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([double_convolution(3, CHANNELS), double_convolution(CHANNELS, 2 * CHANNELS)])
-        self.middle = double_convolution(2 * CHANNELS, 2 * CHANNELS)
-        self.up = nn.ModuleList(
-            [double_convolution(4 * CHANNELS, CHANNELS), double_convolution(2 * CHANNELS, CHANNELS)]
-        )
-        self.wider = nn.ModuleList(
-            [nn.ConvTranspose2d(2 * CHANNELS, 2 * CHANNELS, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")]
-        )
-        self.head, self.call = nn.Conv2d(CHANNELS, 3, 1), call
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x, beside = inputs, []
-        for block in self.down:
-            x = self.call(block, x)
-            beside.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.call(self.middle, x)
-        for wider, block in zip(self.wider, self.up, strict=True):
-            x = self.call(block, torch.cat([beside.pop(), wider(x)], 1))
-        return F.mse_loss(self.head(x).float(), targets)
-
-
 _add("resnet", ResNet, images, Flag.EAGER, Flag.SOURCES_CHANGE)
 _add("resnet-checkpointed", partial(ResNet, reentrant), images, Flag.EAGER, Flag.SOURCES_CHANGE, micro_batches=2)
-_add("unet", UNet, noisy, Flag.EAGER, Flag.HOST)
-_add("unet-in-bfloat16-checkpointed", partial(UNet, checkpointed), noisy, Flag.EAGER, Flag.HOST, autocast=True)
-
-
-# -- two models -------------------------------------------------------------------------------------------------------
-
-
-class Generator(nn.Module):
-    """(rows, LATENT) to (rows, 3, SIZE, SIZE)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Linear(LATENT, 2 * CHANNELS * 16)
-        self.grow = nn.Sequential(
-            *(nn.BatchNorm2d(2 * CHANNELS), nn.ReLU(), nn.ConvTranspose2d(2 * CHANNELS, CHANNELS, 4, 2, 1)),
-            *(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.ConvTranspose2d(CHANNELS, 3, 4, 2, 1), nn.Tanh()),
-        )
-
-    def forward(self, latent: Tensor) -> Tensor:
-        return self.grow(self.start(latent).unflatten(1, (2 * CHANNELS, 4, 4)))
-
-
-class Discriminator(nn.Module):
-    """(rows, 3, SIZE, SIZE) to (rows, 1): large for what looks real."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge = nn.Sequential(
-            nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, CHANNELS, 4, 2, 1)),
-            *(nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(CHANNELS, 2 * CHANNELS, 4, 2, 1), nn.LeakyReLU(0.2)),
-            *(nn.Flatten(), nn.Linear(2 * CHANNELS * 16, 1)),
-        )
-
-    def loss(self, real: Tensor, made: Tensor) -> Tensor:
-        """With a penalty on the slope at what is real, for which backward saves for a backward of its own."""
-        images = real.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.judge(images).sum(), images, create_graph=True)
-        wrong = F.softplus(self.judge(made)).mean() + F.softplus(-self.judge(real)).mean()
-        return wrong + 0.1 * slope.square().sum((1, 2, 3)).mean()
-
-
-def adversaries(run: Run, *, one_context: bool) -> object:
-    """Two optimizers and two graphs: the generator's is alive while the discriminator is trained on what it made.
-
-    Args:
-        one_context: whether both forwards of the discriminator's step are inside the context of the generator's.
-    """
-    generator, discriminator, losses = Generator(), Discriminator(), []
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (generator, discriminator)]
-    for step in range(STEPS):
-        real = images(step, 3)[0].tanh()
-        with run.around:
-            made = generator(leaf(3, LATENT, seed=100 + step, grad=False))
-            if one_context:
-                verdict = discriminator.loss(real, made.detach())
-        if not one_context:
-            with run.around:
-                verdict = discriminator.loss(real, made.detach())
-        del real
-        verdict.backward()  # leaves the generator's graph as it is
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-        with run.around:
-            loss = F.softplus(-discriminator.judge(made)).mean()
-        del made
-        loss.backward()  # through both
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        losses += [verdict.detach(), loss.detach()]
-    return losses, state_of(generator, discriminator)
-
-
-# BatchNorm's statistics and the vectors of spectral normalization change. What was made is held by the program while
-# the discriminator learns, and once that is learnt it stays.
-_OF_TWO = (Flag.EAGER, Flag.SOURCES_CHANGE)
-program("adversaries-in-one-context", *_OF_TWO, moved=0.8)(lambda run: adversaries(run, one_context=True))
-program("adversaries-in-a-context-each", *_OF_TWO, moved=0.8)(lambda run: adversaries(run, one_context=False))

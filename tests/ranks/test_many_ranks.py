@@ -87,9 +87,9 @@ CASES: dict[str, dict[str, str]] = {
     },
     "with_accelerate": dict.fromkeys(
         [
-            *("ddp", "ddp-mixed", "ddp-compiled", "ddp-regions", "ddp-fails"),
+            *("ddp", "ddp-mixed", "ddp-compiled", "ddp-regions"),
             *("fsdp2", "fsdp2-mixed", "fsdp2-compiled", "fsdp2-regions", "fsdp2-checkpointing", "fsdp2-their-offload"),
-            *("fsdp2-parameters-on-cpu", "fsdp2-fails"),
+            "fsdp2-parameters-on-cpu",
         ],
         "accelerate",
     ),

@@ -1,4 +1,4 @@
-"""Accelerate on many ranks: DDP and FSDP2; mixed, accumulated, compiled, checkpointed, and when a forward fails.
+"""Accelerate on many ranks: DDP and FSDP2; mixed, accumulated, compiled and checkpointed.
 
 Accelerate itself takes an ``fsdp_plugin`` on the CPU and then uses DDP, without a word. ``sharded`` says afterwards
 what it says on an accelerator by itself; from there on all is its own code: ``prepare``, ``fully_shard``, ``no_sync``.
@@ -23,10 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from eager_offload.integrations.accelerate import OffloadPlugin
-from tests.hazards.backends import hooks_are_gone
 from tests.hazards.programs import assert_identical
 from tests.integrations.accelerate_training import new_accelerator, train
-from tests.integrations.training import WIDTH, Model, Trained, exact, fails, fields, forget
+from tests.integrations.training import WIDTH, Trained, exact, fields
 from tests.ranks.launch import Ranks
 
 MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
@@ -112,21 +111,6 @@ def trains(
     plugin.close()
 
 
-def goes_on_after_failure(ranks: Ranks, start: Callable[[], Accelerator]) -> None:
-    """A forward that fails in every rank leaves no hook, and training goes on with another model."""
-    without, plugin = train(start(), None), OffloadPlugin(**fields(shared_folder(ranks)))
-    for error in RuntimeError("in forward"), KeyboardInterrupt():
-        model = Model()
-        fails(model.blocks[1], error, number=1)
-        with pytest.raises(type(error)):
-            train(start(), plugin, make=lambda model=model: model)
-        assert hooks_are_gone()
-        forget(error)
-    plugin.offload.reset_stats()
-    exact(without, train(start(), plugin), plugin.offload)
-    plugin.close()
-
-
 def regions() -> dict[str, Any]:
     return compiled(use_regional_compilation=True)
 
@@ -156,6 +140,4 @@ SCENARIOS: dict[str, Callable[[Ranks], None]] = {
     "fsdp2-parameters-on-cpu": partial(
         trains, start=sharded, options=fsdp(cpu_offload=CPUOffloadPolicy(pin_memory=False))
     ),
-    "ddp-fails": partial(goes_on_after_failure, start=replicated),
-    "fsdp2-fails": partial(goes_on_after_failure, start=sharded),
 }

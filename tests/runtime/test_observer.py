@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.simulation.log import Allocated, ByteRegion, Freed, Operation, WrittenLog
+from tests.simulation.log import Allocated, ByteRegion, Operation, WrittenLog
 from tests.simulation.observer import OperatorObserver
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 
@@ -74,34 +72,6 @@ def test_h33_what_an_operator_changes_in_place_or_is_given_as_out_or_fills_later
     assert watch.region(noise) in watch.last().writes
 
 
-def test_backward_is_seen_on_the_thread_that_calls_it(watch: Watch) -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    x = torch.randn(4, 4)
-    loss = (x @ weight).relu().sum()
-    loss.backward()
-    (operation,) = watch.operations("threshold_backward")
-    assert len(operation.reads) == 2
-    forward, for_weight = watch.operations("mm")
-    assert watch.region(x) in forward.reads
-    assert watch.region(x) in for_weight.reads
-    assert for_weight.writes == (watch.region(weight.grad),)
-
-
-def test_a_storage_that_dies_is_freed_on_the_stream_that_allocated_it(watch: Watch) -> None:
-    side = SimulatedStream("side")
-    with watch.runtime.stream(side):
-        a = torch.ones(4)
-    region = watch.region(a)
-    begin = len(watch.log.entries)
-    view = a[1:]
-    del a
-    watch.observer.sweep()
-    assert watch.log.entries[begin:] == [], "a view keeps it"
-    del view
-    torch.ones(4)
-    assert watch.log.entries[begin:][0] == Freed(side, region, "the last reference went")
-
-
 def test_h11_a_freed_range_is_handed_out_again_at_once_and_to_its_own_stream_only(watch: Watch) -> None:
     a = torch.ones(300)
     keeper = torch.ones(300)
@@ -114,74 +84,3 @@ def test_h11_a_freed_range_is_handed_out_again_at_once_and_to_its_own_stream_onl
     assert watch.region(b).space != region.space
     assert watch.region(c) == ByteRegion(region.space, region.start, region.start + 800)
     assert watch.region(keeper).start >= region.stop
-
-
-def test_a_parameter_is_there_from_the_start_and_its_range_is_never_reused() -> None:
-    weight = torch.nn.Parameter(torch.randn(4))
-    watch = Watch()
-    with watch.observer:
-        result = weight.detach() * 2
-        (operation,) = watch.operations("mul")
-        assert operation.reads == (watch.region(weight),)
-        allocated = [entry.region for entry in watch.log.entries if isinstance(entry, Allocated)]
-        assert allocated == [watch.region(result)]
-        region = watch.region(weight)
-        del weight, operation
-        torch.ones(4)
-    assert Freed(watch.runtime.default_stream, region, "the last reference went") in watch.log.entries
-    assert all(e.region.space != region.space for e in watch.log.entries if isinstance(e, Allocated))
-
-
-class Wrapped(torch.Tensor):
-    """Two tensors in one, as quantized subclasses are."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
-        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        wrapped.inner = inner
-        return wrapped
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        inner = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
-        return Wrapped(func(*inner, **(kwargs or {})))
-
-
-def test_h13_the_inner_tensors_of_a_wrapper_are_seen(watch: Watch) -> None:
-    inner = torch.ones(4)
-    result = Wrapped(inner) * 2
-    (operation,) = watch.operations("mul")
-    assert operation.reads == (watch.region(inner),)
-    assert operation.writes == (watch.region(result.inner),)
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning")
-def test_h12_h13_odd_tensors_pass_through(watch: Watch) -> None:
-    begin = len(watch.log.entries)
-    torch.empty(4, device="meta").add_(1)
-    with FakeTensorMode():  # whose tensors say that they are on the CPU, and have no bytes there
-        assert (torch.empty(4, 4) * 2).detach().shape == (4, 4)
-    assert watch.log.entries[begin:] == []
-    sparse = torch.eye(3).to_sparse()
-    assert torch.equal((sparse + sparse).to_dense(), 2 * torch.eye(3))
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert watch.region(nested * 2).stop > 0
-    sized = {torch.empty(0): 0, torch.ones((), dtype=torch.complex64): 8}
-    sized |= {torch.ones(3, dtype=torch.complex64).conj(): 24}
-    sized |= {torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8): 4}
-    assert [watch.region(tensor).stop - watch.region(tensor).start for tensor in sized] == [*sized.values()]
-    with torch.inference_mode():
-        torch.ones(3) + 1
-
-
-def test_h25_storages_that_died_leave_nothing_behind(watch: Watch) -> None:
-    for _ in range(200):
-        x = torch.randn(16, requires_grad=True)
-        (x * x).exp().sum().backward()
-    del x
-    watch.observer.sweep()
-    assert watch.observer.resident_bytes == 0
-    starts = [e.region.stop for e in watch.log.entries if isinstance(e, Allocated)]
-    assert max(starts) <= 16 * 512, "ranges are reused"

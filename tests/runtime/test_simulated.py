@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from eager_offload.errors import TransferError
-from tests.runtime.simulated_rig import CPU, DistantSlot, Rig, flat
+from tests.runtime.simulated_rig import DistantSlot, Rig, flat
 from tests.simulation.checker import Checker, OrderingError
 from tests.simulation.log import WrittenLog
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
 from tests.simulation.timeline import StreamSpan
-from tests.threads import on_a_thread
 
 
 @pytest.fixture
@@ -86,70 +85,6 @@ def test_h27_a_failed_transfer_is_raised_where_it_is_waited_for(rig: Rig, how: s
             rig.runtime.synchronize(failed) if how == "synchronize" else rig.runtime.wait(rig.main, failed)
     assert rig.runtime.query(failed)
     rig.runtime.synchronize(after)
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-def test_h14_the_current_stream_belongs_to_the_thread(rig: Rig) -> None:
-    side = SimulatedStream("side")
-    seen: list[object] = []
-    with rig.runtime.stream(side):
-        on_a_thread(lambda: seen.append(rig.runtime.current_stream(CPU)))
-        seen.append(rig.runtime.current_stream(CPU))
-        with rig.runtime.stream(rig.main):
-            seen.append(rig.runtime.current_stream(CPU))
-    assert seen == [rig.main, side, rig.main]
-    assert rig.runtime.current_stream(CPU) is rig.main
-
-
-def test_two_compute_streams_that_share_a_tensor_without_an_event_are_reported(rig: Rig) -> None:
-    side = SimulatedStream("side")
-    with rig.runtime.checked() as checker:
-        x = torch.ones(4)
-        with rig.runtime.stream(side):
-            y = x * 2
-        assert len(checker.violations) == 1
-        rig.runtime.wait(side, rig.runtime.record(rig.main))
-        with rig.runtime.stream(side):
-            z = x * 3
-        assert len(checker.violations) == 1
-    assert y.numel() == z.numel()
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_h25_a_thousand_transfers_leave_nothing_behind(rig: Rig) -> None:
-    runtime = rig.runtime
-    with runtime.checked() as checker:
-        for _ in range(1000):
-            x = torch.randn(64)
-            runtime.wait(rig.out, runtime.record(rig.main))
-            slot = rig.slot(256)
-            runtime.copy(slot, flat(x), rig.out)
-            event = runtime.record(rig.out)
-            runtime.wait(rig.main, event)
-            del x
-        assert runtime.pending_copies == 0
-        assert runtime.observer.resident_bytes <= 512
-        assert checker.cells < 50
-    checker.assert_clean()
-
-
-# -- time -------------------------------------------------------------------------------------------------------------
-
-
-def test_moments_of_streams_lie_apart_by_the_work_between_them_and_of_the_host_by_its_calls(rig: Rig) -> None:
-    runtime = rig.runtime
-    began, called = runtime.moment(rig.main), runtime.moment(None)
-    runtime.advance(rig.main, 0.5)
-    assert runtime.seconds_between(began, runtime.moment(rig.main)) == pytest.approx(0.5 + runtime.launch_seconds)
-    assert runtime.seconds_between(called, runtime.moment(None)) == pytest.approx(runtime.launch_seconds)
-    copied = runtime.copy(rig.slot(4096), flat(torch.zeros(1024)), rig.out)
-    (span,) = runtime.spans(copied)
-    assert runtime.seconds_between(span.began, span.ended) == pytest.approx(4096 / 2.5e8)
-    assert runtime.spans(runtime.record(rig.out)) == ()
 
 
 # -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------

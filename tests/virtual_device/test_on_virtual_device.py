@@ -17,8 +17,12 @@ HERE = "tests/virtual_device/on_device"
 HAZARDS = ["tests/hazards", "tests/test_contract.py"]
 #: What runs together in one process: arguments for pytest. In the full suite each has its long form.
 QUICK = {
-    # Of the device's budget one test in two regimes.
-    "device": ["-m", "not long", "-k", "not test_device_budget or (below_the_budget and each)", HERE],
+    # Of the device's budget one test in two regimes, and nothing of what the device itself refuses, or draws.
+    "device": [
+        *("-m", "not long", "-k", "not test_device_budget or (below_the_budget and each)"),
+        *(f"--ignore={HERE}/test_{name}.py" for name in ("beside_captures", "device", "graphs", "random")),
+        HERE,
+    ],
     "matrix": ["-m", "not long", "tests/test_matrix.py"],
 }
 LONG = {

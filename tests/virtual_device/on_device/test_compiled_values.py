@@ -15,6 +15,7 @@ from tests.virtual_device import NAME, VirtualDevice
 SIDE = 64
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. no room for:RuntimeWarning")
 def test_h26_what_stays_on_the_device_is_read_after_it_was_copied_and_lives_until_then(
     virtual: VirtualDevice, offloads: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,6 @@ def test_h51_they_stay_unless_a_disk_is_named(monkeypatch: pytest.MonkeyPatch, h
     assert stats.disk_bytes_written == 0
 
 
-@pytest.mark.filterwarnings('ignore:eager_offload. tier="host" on a CPU device')
 @pytest.mark.parametrize("fields", [{"tier": "auto"}, {"tier": "disk"}, {"tier": "disk", "disk_path": None}, {}])
 def test_h51_they_move_where_that_is_asked_for(tmp_path: Path, fields: dict[str, Any], offloads: Any) -> None:
     """To a disk, or within host memory."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eager_offload._torch import host_registration
 from eager_offload.tiers.memory import PAGE, anonymous_slab
@@ -69,33 +68,6 @@ def test_the_host_that_touches_device_memory_dies_of_it() -> None:
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "size"),
-    [
-        (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.MaxPool2d(2)), (2, 3, 9, 9)),
-        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.GELU(), nn.Softmax(-1)), (8, 6)),
-        (lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (2, 6, 16)),
-    ],
-)
-def test_values_are_those_of_the_cpu(
-    virtual: VirtualDevice, make: Callable[[], nn.Module], size: tuple[int, ...]
-) -> None:
-    torch.manual_seed(1)
-    module, x = make(), torch.randn(*size)
-
-    def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
-        x = x.clone().requires_grad_()
-        y = module(x)
-        grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
-        return [y.detach().cpu(), *(grad.cpu() for grad in grads)]
-
-    expected = gradients(module, x)
-    with virtual.slow_compute(1e-3):
-        for one, other in zip(gradients(module.to(NAME), x.to(NAME)), expected, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtual: VirtualDevice) -> None:
