@@ -176,8 +176,8 @@ def footprint(tensor: Tensor, storage_nbytes: int) -> Footprint:
     If a view covers a good part of its storage, the storage travels whole, once for all its views. A view that covers
     little travels alone: as the range that it spans if that is dense, else as its own elements, gathered.
     """
-    if tensor.is_contiguous() and not covers_little(tensor.nbytes, storage_nbytes):
-        return whole(storage_nbytes)  # the common case, told by a cheap question
+    if tensor.is_contiguous() and tensor.nbytes * _GATHER_BELOW >= storage_nbytes:
+        return whole(storage_nbytes)  # the common case, without a call
     itemsize, own = tensor.itemsize, own_bytes(tensor)
     if not covers_little(own, storage_nbytes):
         return whole(storage_nbytes)

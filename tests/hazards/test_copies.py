@@ -109,7 +109,7 @@ WITH_HOLES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
 @pytest.mark.parametrize("view", WITH_HOLES)
-def test_h05_a_view_with_holes_travels_as_its_elements(view: str, dtype: torch.dtype, backend: Backend) -> None:
+def test_a_view_with_holes_travels_as_its_elements(view: str, dtype: torch.dtype, backend: Backend) -> None:
     of, elements = WITH_HOLES[view]
 
     def program(around: Around) -> list[object]:
