@@ -440,10 +440,6 @@ class StepTables:
         """Returns the table that a step like ``known`` goes by."""
         return known.table if self.controller is None else known.share(self.controller.fraction(self.kind_of(known)))[0]
 
-    def leaves_all(self, known: KnownTable) -> bool:
-        """Whether a step like that stays where it is, as long as there is room."""
-        return self.controller is None and known.table.movable_bytes <= self.room
-
     def fraction_of(self, known: KnownTable | None) -> float | None:
         """Returns the part of its movable bytes that moves in a step like ``known``; ``None`` where all may."""
         if (controller := self.controller) is None:
@@ -598,14 +594,6 @@ class Step:
             log.alive.add(number)
         return row
 
-    def taken(self, number: int) -> None:
-        """Save ``number`` has taken its storage against its row: whether that lives will be seen."""
-        self.log.alive.discard(number)
-
-    def was_alive(self, number: int) -> None:
-        """The original of the storage that save ``number`` took was alive when it was asked for."""
-        self.log.alive.add(number)
-
     def asked(self, number: int, seconds: float) -> Iterable[int] | None:
         """Logs that save ``number`` is asked for.
 
@@ -669,7 +657,8 @@ class Step:
         self._fitting = fitting
         self.log.known = known = fitting[0] if fitting else None
         self.table = None if known is None else self._tables.table_of(known)
-        self.stays = known is not None and self._tables.leaves_all(known)
+        tables = self._tables
+        self.stays = known is not None and tables.controller is None and known.table.movable_bytes <= tables.room
         # Not in a graph, whose every replay would do so.
         again = known is not None and (known.times + 1) % _LOOK_AGAIN == 0
         self._looks_again = again and not self._tables.is_frozen

@@ -189,7 +189,7 @@ class Moves:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
             is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
             if is_new and saved.footprint.whole:
-                saved.step.was_alive(saved.first)
+                saved.step.log.alive.add(saved.first)
             return view.over(storage, first_byte) if original is None else original
         if original is not None and storage_of(original) is not storage:
             return original  # it was given other bytes, `tensor.data = ...`, and autograd looks at those

@@ -259,7 +259,7 @@ class SavedTensors:
             if mark is not Mark.PREFER:
                 step.kept[name] = Kept(weak_storage(storage), number)
                 return KeepReason.ALIVE
-            step.taken(number)
+            step.log.alive.discard(number)  # it is taken against its row: whether it lives will be seen
         if step.table is None and queue.awaited:
             queue.await_nothing()
 

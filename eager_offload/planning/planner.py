@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -116,7 +117,10 @@ def plan(
 
     def ask() -> Asked:
         _check_what(model, loss, policy, recompute=recompute)
-        _check_accumulation(accumulation)
+        if type(accumulation) is not int or accumulation < 1:
+            raise ConfigError(
+                f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
+            )
         check_mesh(mesh)
         sharding = sharding_of(model, mesh)
         given = OffloadConfig.from_given(config, {})
@@ -132,7 +136,9 @@ def plan(
         budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
         written = given.written("device_budget") if device_budget is None else device_budget
         if isinstance(written, str):
-            OffloadConfig(device_budget=written).check_unit_of_budget(partial(_bytes_of, model), "the model alone")
+            OffloadConfig(device_budget=written).check_unit_of_budget(
+                lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
+            )
         states = _states(model, loss, optimizer, optimizer_bytes, mesh)
         machine = _machine(device, settings)
         if budget is None:
@@ -169,15 +175,24 @@ def _make(
         return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
 
     whole = _chooser(*traced(), asked)
-    chosen, least = _choose(whole, budget, policy), whole.least
+    least = whole.least
+    match policy:
+        case "least":
+            chosen = whole.within(budget)
+        case "free":
+            chosen = whole.hidden()
+        case _:
+            chosen = whole.everything
     names: tuple[str, ...] = ()
     steps = {names: whole}
     may_again: Again | None = None
     tried: Sequence[tuple[str, ...]] = ()
     if recompute:
         tried = [*positions(whole.problem.program)]
-    elif policy == "least" and _may_gain(whole, chosen, budget):
-        tried = [*positions(whole.problem.program)][1:2]  # one is enough to say that it is worth while
+    elif policy == "least" and (
+        chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
+    ):  # nothing fits, or compute waits: one is enough to say that to compute again is worth while
+        tried = [*positions(whole.problem.program)][1:2]
     for again in tried:
         try:
             step = traced(again)
@@ -188,7 +203,7 @@ def _make(
         names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
         best = steps[names].within(budget)
         if recompute:
-            chosen, least = best, min((one.least for one in steps.values()), key=_peak)
+            chosen, least = best, min((one.least for one in steps.values()), key=attrgetter("peak_bytes"))
         elif names:
             may_again, names = Again(names, best.peak_bytes, best.step_seconds), ()
     # What it was worked out for is what is in force from the first step on.
@@ -254,24 +269,8 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
 
 
-def _choose(chooser: Chooser, budget: int, policy: str) -> Chosen:
-    """Returns the decision for that aim."""
-    if policy == "least":
-        return chooser.within(budget)
-    return chooser.hidden() if policy == "free" else chooser.everything
-
-
-def _may_gain(chooser: Chooser, chosen: Chosen, budget: int) -> bool:
-    """Whether to compute something again may be worth much: it is where nothing fits, or compute waits."""
-    return chosen.peak_bytes > budget or chooser.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
-
-
 def _cost(chosen: Chosen, budget: int) -> tuple[float, float]:
     return max(chosen.peak_bytes - budget, 0), chosen.step_seconds
-
-
-def _peak(chosen: Chosen) -> int:
-    return chosen.peak_bytes
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
@@ -294,17 +293,6 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
             for key, value in vars(module).items():
                 if key != "_modules" and any(isinstance(one, torch.jit.ScriptModule) for one in tree_iter(value)):
                     raise PlanError(f"{key!r} of {what} has a module of {OF_TORCHSCRIPT}")
-
-
-def _check_accumulation(accumulation: object) -> None:
-    if type(accumulation) is not int or accumulation < 1:
-        raise ConfigError(
-            f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
-        )
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(one.numel() * one.itemsize for one in model.parameters())
 
 
 def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
