@@ -42,7 +42,9 @@ NBYTES = 16 * 16 * 4
 #: A window, a look-ahead and newest bytes of one or two storages, so that there is waiting, bringing early, dropping.
 FIELDS = {"max_inflight_bytes": 2 * NBYTES, "prefetch_bytes": 2 * NBYTES, "keep_last_bytes": NBYTES}
 
-_OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py", PACKAGE / "tiers" / "directories.py"}
+_OUTSIDE = {PACKAGE / "config.py", PACKAGE / "engine" / "offloaders.py"}
+#: What looks for a directory.
+_DIRECTORIES = ("_open", "_check", "filesystem_of", "usual_directories")
 
 #: Modules with state of their own, for all objects of a process.
 _SHARED = {"contexts.py", "marks.py", "originals.py"}
@@ -67,6 +69,7 @@ def is_ours(code: CodeType) -> bool:
         and path != PACKAGE / "planning" / "simulated.py"
         and path not in _OUTSIDE
         and not (path.name in ("offload.py", "contexts.py") and code.co_name in ("__init__", "__exit__"))
+        and not (path.name == "disk.py" and code.co_name in _DIRECTORIES)
     )
 
 

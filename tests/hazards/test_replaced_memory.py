@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.compile import ops
-from eager_offload.tiers import disk, memory, slabs, spill
+from eager_offload.tiers import disk, memory, pool, spill
 from eager_offload.tiers.memory import PAGE, anonymous_slab, move_if_there
 from eager_offload.tiers.spill import SpillFile
 from tests.hazards.backends import Backend, assert_settled, gate_before
@@ -64,7 +64,7 @@ def square(x: Tensor, around: Around, meanwhile: Callable[[], None] = lambda: No
         pytest.param(SpillFile, "write", 0, {}, "the system", id="in place"),
         pytest.param(spill, "move_if_there", 4, {}, "another", id="through a buffer"),
         pytest.param(disk, "move_if_there", 0, {"verify": True}, "the system", id="checksummed"),
-        pytest.param(slabs, "move_if_there", 0, {"tier": "host"}, "the system", id="to the host tier"),
+        pytest.param(pool, "move_if_there", 0, {"tier": "host"}, "the system", id="to the host tier"),
     ],
 )
 def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memory(
