@@ -1,8 +1,8 @@
 """The part of a step's movable bytes that moves, so that a budget of memory and a limit of waiting hold.
 
 Numbers only, like ``schedule.py``. ``Controller`` says the fraction when a step begins, and is told afterwards how much
-memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``even_share`` says
-which storages make up the fraction, for a step table, a plan and a compiled graph alike.
+memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``share`` says which
+storages make up the fraction, for a step table, a plan and a compiled graph alike.
 
 [Note: the fraction]
 Steps of one kind, such as those of one sequence length, have a state of their own. For each,
@@ -22,9 +22,13 @@ exceed either; else their newest bytes stay, by the bytes of the step before.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 #: Of the budget: is left free, and what a change has to free or fill for it to be made.
 _MARGIN = 0.02
@@ -42,35 +46,141 @@ _JUDGED, _CLEAR = 4, 3.0
 _SLACK = 1.2
 #: After so many steps within the limit more is tried; each time after twice as many.
 _PAUSE = 32
+#: Of a step: the part for which compute may wait for what a link hides.
+_WAITED = 0.01
+#: A pace is looked for within so many octaves around that of the link, which are halved so often.
+_OCTAVES, _HALVINGS = 32.0, 16
 
 
-def even_share(nbytes: Sequence[int], is_late: Sequence[bool], fraction: float) -> list[bool]:
-    """Returns of each storage whether it moves, where that part of the bytes does.
+@dataclass(frozen=True)
+class Timeline:
+    """A step as the rule by pace sees it: its storages in the order in which they are saved, in bytes and seconds."""
 
-    Of the storages that are in time the same part moves all along forward, so that the link is as busy at its beginning
-    as at its end. Those that are late stay first, the newest before the others.
+    nbytes: Sequence[int]
+    """Of each storage."""
+    final: Sequence[float]
+    """When each may leave."""
+    asked: Sequence[float]
+    """When each is asked for first."""
+    asks: Sequence[int]
+    """Those that are asked for, in that order."""
+    turn: float
+    """When backward begins."""
+    seconds: float
+    """Of the step, in which compute never waits."""
+    out: float
+    back: float
+    """Bytes a second."""
+    window: int
+    """Bytes on their way out at most."""
+    ahead: int
+    """Bytes brought back early at most."""
 
-    Args:
-        nbytes: of the storages, in the order in which they are saved.
-        is_late: whether each is asked for sooner than it could be away and back.
+    @cached_property
+    def leaving(self) -> list[int]:
+        """The storages in the order in which they may leave."""
+        return sorted(range(len(self.final)), key=self.final.__getitem__)
+
+    @cached_property
+    def called(self) -> list[float]:
+        """When each is brought back at the earliest: the look-ahead, which what stays takes a part of, comes to it."""
+        called, first, between = [self.turn] * len(self.nbytes), 0, 0
+        for at, number in enumerate(self.asks):
+            between += self.nbytes[number]
+            while between > self.ahead and first < at:
+                between -= self.nbytes[self.asks[first]]
+                first += 1
+            if first:
+                called[number] = self.asked[self.asks[first - 1]]
+        return called
+
+
+def share(step: Timeline, fraction: float) -> list[bool]:
+    """Returns of each storage whether it moves, where that part of the bytes does: the least that is not less.
+
+    1. A link of the least pace is looked for that hides so many bytes; see ``hidden``. The pace is bisected.
+    2. What moves behind a slower link moves behind a faster one too. So less is always a part of more.
+    3. Between the last two paces the oldest move.
     """
-    room = int((1 - fraction) * sum(nbytes))
-    moves = [True] * len(nbytes)
-    for number in reversed([number for number, late in enumerate(is_late) if late]):
-        if nbytes[number] > room:
-            room = 0  # it moves, and all before it
+    nbytes = step.nbytes
+    due = sum(nbytes) - round((1 - fraction) * sum(nbytes))
+    least, most = set[int](), set(range(len(nbytes)))
+    low, high = -_OCTAVES, _OCTAVES
+    for _ in range(_HALVINGS):
+        if len(most) - len(least) <= 1:
             break
-        room -= nbytes[number]
-        moves[number] = False
-    in_time = [number for number, late in enumerate(is_late) if not late]
-    total, due = sum(nbytes[number] for number in in_time), 0
-    left = min(room, total)
-    for number in reversed(in_time):
-        due += nbytes[number] * left  # in parts of a byte, as many as there are bytes in time
-        if nbytes[number] * total <= due:
-            due -= nbytes[number] * total
-            moves[number] = False
+        middle = (low + high) / 2
+        moves = hidden(step, 2.0**middle)
+        between = least | {number for number in most if moves[number]}
+        if sum(nbytes[number] for number in between) < due:
+            low, least = middle, between
+        else:
+            high, most = middle, between
+    due -= sum(nbytes[number] for number in least)
+    for number in sorted(most - least):
+        if due <= 0:
+            break
+        due -= nbytes[number]
+        least.add(number)
+    return [number in least for number in range(len(nbytes))]
+
+
+def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
+    """Returns of each storage whether it moves, where a link hides that which is so many times as fast.
+
+    Storages are taken in the order in which they may leave. One moves if with those taken before it compute waits for
+    at most ``_WAITED`` of the step, for both queues together:
+
+        out    copies run one after the other, and forward waits where the window is full
+        back   copies run one after the other, in the order in which they are asked for, each once it is called
+    """
+    out, back, allowed = step.out * pace, step.back * pace, _WAITED * step.seconds
+    moves = [False] * len(step.nbytes)
+    leaving, inflight, free, waited = deque[tuple[float, int]](), 0, -math.inf, 0.0
+    queue: list[_Reload] = []
+    for number in step.leaving:
+        nbytes, asked, now = step.nbytes[number], step.asked[number], step.final[number] + waited
+        while leaving and leaving[0][0] <= now:
+            inflight -= leaving.popleft()[1]
+        over, begins = inflight + nbytes - step.window, now
+        for gone, freed in leaving:
+            if over <= 0 or begins > now + allowed:
+                break
+            over, begins = over - freed, gone
+        waits, gone = waited + begins - now, max(free, begins) + nbytes / out
+        place = bisect_right(queue, -asked, key=lambda one: -one.asked)  # the end, where backward asks in reverse
+        after = queue[place:]
+        del queue[place:]
+        queue.append(_reload(queue, asked, nbytes / back, step.called[number]))
+        for one in after:
+            queue.append(_reload(queue, one.asked, one.seconds, one.called))
+        if waits + queue[-1].late <= allowed and gone + nbytes / back <= asked + allowed:
+            moves[number] = True
+            leaving.append((gone, nbytes))
+            inflight, free, waited = inflight + nbytes, gone, waits
+        else:
+            queue[place:] = after
     return moves
+
+
+class _Reload(NamedTuple):
+    """A storage in the queue back, in which the last to be asked for is the first."""
+
+    asked: float
+    seconds: float
+    called: float
+    begins: float
+    """When it has to begin, for it and those that are asked for after it to be there in time, or as late as those are
+    anyway."""
+    late: float
+    """For how long compute waits for it and those that are asked for after it."""
+
+
+def _reload(queue: Sequence[_Reload], asked: float, seconds: float, called: float) -> _Reload:
+    """Returns what is in front of ``queue`` if it is asked for before all of that."""
+    begins, late = (min(asked, queue[-1].begins), queue[-1].late) if queue else (asked, 0.0)
+    begins -= seconds
+    return _Reload(asked, seconds, called, max(begins, called), late + max(called - begins, 0.0))
 
 
 @dataclass(slots=True)

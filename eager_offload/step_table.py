@@ -34,17 +34,17 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from eager_offload.budget import Controller, Kind, even_share
+from eager_offload.budget import Controller, Kind, Timeline, share
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
-from eager_offload.schedule import StepUses, largest_of, late_behind
+from eager_offload.schedule import StepUses, largest_of
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -287,13 +287,42 @@ class StepLog:
         """The table of its kind; that which it has taught, once its graph is gone."""
         return self.known if self.taught is None else self.taught
 
-    def table(self, link: Link | None, before: StepTable | None = None, ahead: int | None = None) -> StepTable:
+    def times(self, link: Link | None, window: int, ahead: int) -> Times:
+        """Returns when the storages were saved and asked for, of a step of which something was.
+
+        Where nothing has been moved that could tell the link, as in a step of which a graph is captured, all saves and
+        asks follow each other in one second.
+        """
+        saved, asked = self.packed_at, self.asked_at
+        if link is None:
+            saved = [float(number) for number in range(len(self.facts))]
+            asked = {number: float(len(saved) + rank) for rank, number in enumerate(self.asked_at)}
+            rate = max(sum(facts[1] for number, facts in enumerate(self.facts) if facts[3] == number), 1) / len(saved)
+            link = Link(rate, rate)
+        final, first_asked, turn = dict[int, float](), dict[int, float](), min(asked.values())
+        later = turn
+        for number in reversed(range(len(saved))):
+            owner = self.facts[number][3]
+            final.setdefault(owner, later)
+            later = saved[number] if owner == number else later
+        for number, seconds in asked.items():
+            first_asked.setdefault(self.facts[number][3], seconds)
+        return Times(
+            final,
+            first_asked,
+            turn,
+            max(asked.values()) - saved[0],
+            link,
+            window,
+            ahead,
+        )
+
+    def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
             before: the table of an earlier step with the same saves; rows that stay as they are come from it.
-            ahead: bytes that each storage finds on their way out before it; ``None``: as many as it has found.
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -310,9 +339,7 @@ class StepLog:
                 fate = _STAY
             else:
                 # Until it could be away and back, behind those that were on their way out.
-                travels = ((self.ahead[number] if ahead is None else ahead) + facts[1]) / link.out + facts[
-                    1
-                ] / link.back
+                travels = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
                 rested = first_asked.get(number, math.inf) - self.packed_at[number]
                 fate = _MOVE if rested >= travels else _STAY
             last_save = last if last > number else -1
@@ -332,10 +359,28 @@ class Link:
     back: float
 
 
+class Times(NamedTuple):
+    """When the storages of a step were saved and asked for, and how fast they travelled; in seconds."""
+
+    final: Mapping[int, float]
+    """By the save that has brought a storage in, when its last save was followed by one that brought another in."""
+    asked: Mapping[int, float]
+    """By the save that has brought a storage in, in the order in which they were asked for, when that was first."""
+    turn: float
+    """When backward began."""
+    seconds: float
+    """From the first save to the last ask."""
+    link: Link
+    window: int
+    """Bytes that may be on their way out."""
+    ahead: int
+    """Bytes that may be brought back early."""
+
+
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("_shared", "facts", "is_given", "is_proven", "kind", "misses", "order", "table", "times")
+    __slots__ = ("_shared", "facts", "is_given", "is_proven", "kind", "misses", "order", "seen", "table", "times")
 
     def __init__(self, table: StepTable, *, is_given: bool = False) -> None:
         self.facts = [row.facts for row in table.rows]
@@ -347,20 +392,51 @@ class KnownTable:
         self.times = self.misses = 0
         #: The state of its kind for a controller, where there is one.
         self.kind: Kind | None = None
+        #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
+        self.seen: Times | None = None
+        self._shared: tuple[float, StepTable, int] | None = None
+        self.table = table
         self.take(table)
 
-    def take(self, table: StepTable) -> None:
-        """``table`` comes in place of its own, for the same saves."""
+    def take(self, table: StepTable, seen: Times | None = None) -> None:
+        """``table`` comes in place of its own, for the same saves, and ``seen`` if it has seen no two steps."""
+        if self.times < 2:
+            self.seen = seen
+        if self.times < 2 or self.table.rows != table.rows:
+            self._shared = None
         self.table = table
-        self._shared: tuple[float, StepTable, int] | None = None
         #: The saves in the order in which they are asked for the first time.
         self.order = tuple(dict.fromkeys(table.order))
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
         """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
         if self._shared is None or self._shared[0] != fraction:
-            self._shared = (fraction, *_shared(self.table, fraction))
+            rows, kept = list(self.table.rows), 0
+            movable = [number for number, row in enumerate(rows) if row.fate is _MOVE or row.fate is _STAY]
+            for number, one in zip(movable, share(self._timeline(movable), fraction), strict=True):
+                kept += 0 if one else rows[number].storage_nbytes
+                if rows[number].fate is not (fate := _MOVE if one else _STAY):
+                    rows[number] = replace(rows[number], fate=fate)
+            self._shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
         return self._shared[1:]
+
+    def _timeline(self, numbers: Sequence[int]) -> Timeline:
+        """Returns the step as the rule by pace sees it, with the storages of these saves."""
+        seen = self.seen
+        assert seen is not None
+        place = {number: at for at, number in enumerate(numbers)}
+        return Timeline(
+            [self.facts[number][1] for number in numbers],
+            [seen.final[number] for number in numbers],
+            [seen.asked.get(number, math.inf) for number in numbers],
+            [place[number] for number in seen.asked if number in place],
+            seen.turn,
+            seen.seconds,
+            seen.link.out,
+            seen.link.back,
+            seen.window,
+            seen.ahead,
+        )
 
     def has(self, facts: Sequence[_Facts]) -> bool:
         """Whether it begins with those saves."""
@@ -583,12 +659,13 @@ class StepTables:
         unfit, self._unfit = self._unfit, ""
         return unfit
 
-    def learn(self, log: StepLog, link: Link | None, window: int) -> None:
+    def learn(self, log: StepLog, link: Link | None, window: int, ahead: int) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
 
         Args:
             link: as for ``StepLog.table``.
             window: bytes that may be on their way out.
+            ahead: bytes that may be brought back early.
         """
         if self.is_frozen:
             return
@@ -600,32 +677,19 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        ahead = None if self.controller is None else late_behind(window)
-        table = log.table(link, None if alike is None else alike.table, ahead)
+        # Where a controller says how much moves, the share says what stays.
+        table = log.table(link if self.controller is None else None, None if alike is None else alike.table)
         if alike is None:
             alike = KnownTable(table)
         else:
             self._known.remove(alike)
-            alike.take(table)
+        alike.take(table, log.times(link, window, ahead))
         alike.times, alike.misses, alike.is_given, alike.is_proven = alike.times + 1, 0, False, True
         log.taught = alike
         if log.known is alike:
             self.last = self.table_of(alike)
         most = _MOST_TABLES if self.controller is None else _MOST_CONTROLLED
         self._known = [*self._known, alike][-most:]
-
-
-def _shared(table: StepTable, fraction: float) -> tuple[StepTable, int]:
-    """See ``KnownTable.share``."""
-    movable = [number for number, row in enumerate(table.rows) if row.fate is _MOVE or row.fate is _STAY]
-    nbytes = [table.rows[number].storage_nbytes for number in movable]
-    moves = even_share(nbytes, [table.rows[number].fate is _STAY for number in movable], fraction)
-    rows = list(table.rows)
-    for number, one in zip(movable, moves, strict=True):
-        if rows[number].fate is not (fate := _MOVE if one else _STAY):
-            rows[number] = replace(rows[number], fate=fate)
-    kept = sum(one for one, does in zip(nbytes, moves, strict=True) if not does)
-    return replace(table, rows=tuple(rows)), kept
 
 
 class Kept(NamedTuple):

@@ -334,4 +334,4 @@ class Saving(abc.ABC):
             self.scratch.clear()
         out = self.transfers.out_rate.value
         link = None if out is None else Link(out, self.transfers.in_rate.value or out)
-        self.tables.learn(record.log, link, self._windows.inflight)
+        self.tables.learn(record.log, link, self._windows.inflight, self._windows.prefetch)

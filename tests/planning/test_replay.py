@@ -18,8 +18,8 @@ from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: By how much a replay may be off, of a step's time and of its peak.
-OFF = 0.005
+#: By how much a replay may be off, of a step's time, and of its peak: one source more or less of these small models.
+OFF, OFF_PEAK = 0.005, 0.01
 
 
 def _made(model: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]]) -> Made:
@@ -69,6 +69,6 @@ def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch
         assert table is not None
         found = Replay(plan.problem).run(moved_by(table, plan))
         assert step.seconds == pytest.approx(found.step_seconds, rel=OFF)
-        assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF)
+        assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF_PEAK)
         moved += plan.moved_bytes
     assert moved > 0
