@@ -157,10 +157,8 @@ class Offload:
             return
         if self.config.device_budget is not None:
             raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
-        if self.config.slowdown is not None:
-            raise ConfigError(
-                f"plan=... does not go with {self.config.says_slowdown}, which says what moves: leave one of them out"
-            )
+        if self.config.is_free:
+            raise ConfigError('plan=... does not go with policy="free", which says what moves: leave one of them out')
         if self.config.step_plans is False:
             raise ConfigError("plan=... does not go with step_plans=False, which looks nothing up: leave one out")
         plan.check()

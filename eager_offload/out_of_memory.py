@@ -104,8 +104,8 @@ def _advice(held: Held, reasons: Counter[KeepReason], config: OffloadConfig) -> 
     newest = reasons[KeepReason.NEWEST]
     if config.device_budget is not None:
         knob = "a smaller device_budget"
-    elif config.slowdown is not None:
-        knob = f'policy="max" in place of {config.says_slowdown}'
+    elif config.is_free:
+        knob = 'policy="max" in place of policy="free"'
     else:
         knob = "keep_last_bytes=0"
     is_zero = config.keep_last_bytes == 0

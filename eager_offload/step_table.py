@@ -21,7 +21,7 @@ So a table that does not fit costs time and changes no bit.
              hardly more than what may stay in any case
     KEEP     its original was still alive when it was asked for, so that to move it frees nothing
     SHARE    its bytes are an earlier save's, which waits for the last save of its storage
-Where there is a budget or a limit of the slowdown, ``budget.py`` says how many bytes move: see ``KnownTable.share``.
+Where there is a budget, or only what the link hides moves, ``budget.py`` says what moves: see ``KnownTable.share``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from eager_offload.budget import Controller, Kind, Timeline, share
+from eager_offload.budget import Controller, Kind, Timeline, hidden, share
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError, ScheduleMismatchError
-from eager_offload.schedule import StepUses, largest_of
+from eager_offload.schedule import StepUses, Windows, largest_of
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.finalizers import FinalizerRecord
 
@@ -287,34 +287,37 @@ class StepLog:
         """The table of its kind; that which it has taught, once its graph is gone."""
         return self.known if self.taught is None else self.taught
 
-    def times(self, link: Link | None, window: int, ahead: int) -> Times:
-        """Returns when the storages were saved and asked for, of a step of which something was.
+    def times(
+        self, saved: Mapping[int, float], asked: Mapping[int, float], link: Link | None, windows: Windows
+    ) -> Times:
+        """Returns when the storages could leave and were asked for, of a step of which something was.
 
-        Where nothing has been moved that could tell the link, as in a step of which a graph is captured, all saves and
-        asks follow each other in one second.
+        Args:
+            saved, asked: by its number, when a save was made and asked for first, in seconds.
+            link: ``None`` where nothing has been moved that could tell, as in a step of which a graph is captured: then
+                all saves and asks follow each other in one second.
         """
-        saved, asked = self.packed_at, self.asked_at
         if link is None:
-            saved = [float(number) for number in range(len(self.facts))]
-            asked = {number: float(len(saved) + rank) for rank, number in enumerate(self.asked_at)}
+            saved = {number: float(number) for number in range(len(self.facts))}
+            asked = {number: float(len(saved) + rank) for rank, number in enumerate(asked)}
             rate = max(sum(facts[1] for number, facts in enumerate(self.facts) if facts[3] == number), 1) / len(saved)
             link = Link(rate, rate)
         final, first_asked, turn = dict[int, float](), dict[int, float](), min(asked.values())
         later = turn
-        for number in reversed(range(len(saved))):
+        for number in reversed(range(len(self.facts))):
             owner = self.facts[number][3]
             final.setdefault(owner, later)
-            later = saved[number] if owner == number else later
+            later = saved.get(number, later) if owner == number else later
         for number, seconds in asked.items():
             first_asked.setdefault(self.facts[number][3], seconds)
         return Times(
             final,
             first_asked,
             turn,
-            max(asked.values()) - saved[0],
+            max(asked.values()) - min(saved.values()),
             link,
-            window,
-            ahead,
+            windows.inflight,
+            windows.prefetch,
         )
 
     def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
@@ -380,7 +383,19 @@ class Times(NamedTuple):
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("_shared", "facts", "is_given", "is_proven", "kind", "misses", "order", "seen", "table", "times")
+    __slots__ = (
+        "_shared",
+        "facts",
+        "is_given",
+        "is_proven",
+        "kind",
+        "misses",
+        "order",
+        "seen",
+        "table",
+        "timed",
+        "times",
+    )
 
     def __init__(self, table: StepTable, *, is_given: bool = False) -> None:
         self.facts = [row.facts for row in table.rows]
@@ -394,6 +409,8 @@ class KnownTable:
         self.kind: Kind | None = None
         #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
         self.seen: Times | None = None
+        #: The first step of it that the device was asked for the times of.
+        self.timed: Times | None = None
         self._shared: tuple[float, StepTable, int] | None = None
         self.table = table
         self.take(table)
@@ -412,17 +429,30 @@ class KnownTable:
         """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
         if self._shared is None or self._shared[0] != fraction:
             rows, kept = list(self.table.rows), 0
-            movable = [number for number, row in enumerate(rows) if row.fate is _MOVE or row.fate is _STAY]
-            for number, one in zip(movable, share(self._timeline(movable), fraction), strict=True):
+            for number, one in zip(self._movable, share(self._timeline(), fraction), strict=True):
                 kept += 0 if one else rows[number].storage_nbytes
                 if rows[number].fate is not (fate := _MOVE if one else _STAY):
                     rows[number] = replace(rows[number], fate=fate)
             self._shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
         return self._shared[1:]
 
-    def _timeline(self, numbers: Sequence[int]) -> Timeline:
-        """Returns the step as the rule by pace sees it, with the storages of these saves."""
-        seen = self.seen
+    def decide(self, times: Times) -> float | None:
+        """Returns the part of the movable bytes that the link hides, by the quicker of two steps; else ``None``."""
+        if self.timed is None:
+            self.timed = times
+            return None
+        self.seen, self._shared = min(self.timed, times, key=lambda one: one.seconds), None
+        step = self._timeline()
+        moves = hidden(step)
+        return sum(nbytes for nbytes, one in zip(step.nbytes, moves, strict=True) if one) / max(sum(step.nbytes), 1)
+
+    @property
+    def _movable(self) -> list[int]:
+        return [number for number, row in enumerate(self.table.rows) if row.fate is _MOVE or row.fate is _STAY]
+
+    def _timeline(self) -> Timeline:
+        """Returns the step as the rule by pace sees it."""
+        seen, numbers = self.seen, self._movable
         assert seen is not None
         place = {number: at for at, number in enumerate(numbers)}
         return Timeline(
@@ -578,7 +608,7 @@ class StepTables:
         #: The table of the last step that was looked up.
         self.last: StepTable | None = None
         self._known: list[KnownTable] = []
-        #: Says how much of a step moves, where there is a budget or a limit of the slowdown.
+        #: Says how much of a step moves, where there is a budget, or only what the link hides moves.
         self.controller: Controller | None = None
         #: The warning that the table of the user does not fit, until it is given.
         self._unfit = ""
@@ -606,7 +636,7 @@ class StepTables:
         """Returns the state of that kind of steps, for the controller."""
         assert self.controller is not None
         if known.kind is None:
-            known.kind = self.controller.new_kind()
+            known.kind = Kind()
         return known.kind
 
     def look_up(self, facts: _Facts) -> list[KnownTable]:
@@ -640,6 +670,12 @@ class StepTables:
         self._accounts.counters.keep_last_bytes = known.share(fraction)[1]
         return fraction
 
+    def time(self, known: KnownTable, times: Times) -> None:
+        """Takes in when the device has come to what a step like ``known`` does; two decide what the link hides."""
+        assert self.controller is not None
+        if (part := known.decide(times)) is not None:
+            self.controller.decide(self.kind_of(known), part)
+
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
         misses = self._accounts.counters.plan_misses
@@ -659,13 +695,12 @@ class StepTables:
         unfit, self._unfit = self._unfit, ""
         return unfit
 
-    def learn(self, log: StepLog, link: Link | None, window: int, ahead: int) -> None:
+    def learn(self, log: StepLog, link: Link | None, windows: Windows) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
 
         Args:
             link: as for ``StepLog.table``.
-            window: bytes that may be on their way out.
-            ahead: bytes that may be brought back early.
+            windows: those in force.
         """
         if self.is_frozen:
             return
@@ -683,7 +718,7 @@ class StepTables:
             alike = KnownTable(table)
         else:
             self._known.remove(alike)
-        alike.take(table, log.times(link, window, ahead))
+        alike.take(table, log.times(dict(enumerate(log.packed_at)), log.asked_at, link, windows))
         alike.times, alike.misses, alike.is_given, alike.is_proven = alike.times + 1, 0, False, True
         log.taught = alike
         if log.known is alike:

@@ -274,7 +274,7 @@ def test_a_plan_prints_as_a_table_and_a_file_holds_it(plan: StepTable, tmp_path:
         assert counted(given) == counted(plain)
         # What is saved again waits for its last save.
         assert 0 < given.stats(synchronize=True).bytes_out < plain.stats(synchronize=True).bytes_out
-    for fields in {"device_budget": "20GiB"}, {"policy": "free"}, {"max_slowdown": 0.05}:
+    for fields in {"device_budget": "20GiB"}, {"policy": "free"}:
         with pytest.raises(ConfigError, match=r"plan=\.\.\. does not go with"):
             Offload(plan=plan, **fields)
     path.write_text(path.read_text().replace('"format":3', '"format":2'))

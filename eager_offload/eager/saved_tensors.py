@@ -160,7 +160,7 @@ class SavedTensors(Saving):
         try:
             if readings is not None:
                 with offloader.lock:
-                    readings.note_ask()
+                    readings.note_ask(view.step.log, view.number)
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor = self._unpack(view)

@@ -33,7 +33,7 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, ResidentQueue
 from eager_offload.selection import footprint, root_of
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTable, StepTables
+from eager_offload.step_table import Fate, Kept, Step, StepRecord, StepScript, StepTable, StepTables
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
@@ -294,7 +294,7 @@ class Saving(abc.ABC):
         else:
             saved.aliases.append(view.alias)
         if self.keeping.readings is not None:
-            self.keeping.readings.note_save()
+            self.keeping.readings.note_save(step.log, number)
         return view
 
     @abc.abstractmethod
@@ -332,6 +332,4 @@ class Saving(abc.ABC):
         self._steps.discard(record)
         if not self.transfers.records:
             self.scratch.clear()
-        out = self.transfers.out_rate.value
-        link = None if out is None else Link(out, self.transfers.in_rate.value or out)
-        self.tables.learn(record.log, link, self._windows.inflight, self._windows.prefetch)
+        self.tables.learn(record.log, self.keeping.link, self._windows)

@@ -67,9 +67,9 @@ class Chooser:
         fitting = [one for one in (self.least, *found) if one.peak_bytes <= budget]
         return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes), default=self.least)
 
-    def hidden(self, limit: float = 0.0) -> Chosen:
-        """Returns the decision that moves most of those in which a step is longer by at most that part of it."""
-        most = (1 + max(limit, _HIDDEN)) * self.nothing.step_seconds
+    def hidden(self) -> Chosen:
+        """Returns the decision that moves most of those that the link hides."""
+        most = (1 + _HIDDEN) * self.nothing.step_seconds
         found = [one for parts in self._parts for one in self._tried(parts, lambda one: one.step_seconds <= most)]
         hidden = (one for one in (self.nothing, *found) if one.step_seconds <= most)
         return max(hidden, key=lambda one: (one.outcome.moved_bytes, -one.step_seconds))
