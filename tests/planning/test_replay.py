@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 import eager_offload as eo
+from eager_offload.budget import hidden
 from eager_offload.planning.replay import Replay
 from eager_offload.step_table import Fate, StepTable
 from tests.planning.programs import Made, Stack, shared, slow, wide
@@ -72,3 +73,13 @@ def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch
         assert step.peak_bytes == pytest.approx(found.peak_bytes + unseen, rel=OFF_PEAK)
         moved += plan.moved_bytes
     assert moved > 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "shared"])
+def test_what_a_link_hides_costs_a_step_next_to_nothing(name: str) -> None:
+    for rate in (3e7, 2e8, 1e9):
+        machine = slow(out=rate, back=rate, launch_seconds=0.0)
+        problem = eo.plan(*MODELS[name](), device=machine, policy="max", config={"min_bytes": "1KiB"}).problem
+        found, most = Replay(problem).run(tuple(hidden(problem.timeline))), (True,) * len(problem.program.storages)
+        assert found.step_seconds <= 1.03 * problem.compute_seconds
+        assert found.moved_bytes > 0 or Replay(problem).run(most).step_seconds > 1.03 * problem.compute_seconds
