@@ -1,8 +1,8 @@
-"""The part of a step's movable bytes that moves, so that a budget of memory and a limit of waiting hold.
+"""The part of a step's movable bytes that moves, so that a budget of memory holds, or that the link hides.
 
 Numbers only, like ``schedule.py``. ``Controller`` says the fraction when a step begins, and is told afterwards how much
-memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``even_share`` says
-which storages make up the fraction, for a step table, a plan and a compiled graph alike.
+memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``share`` says which
+storages make up the fraction, for a step table, a plan and a compiled graph alike.
 
 [Note: the fraction]
 Steps of one kind, such as those of one sequence length, have a state of their own. For each,
@@ -10,21 +10,23 @@ Steps of one kind, such as those of one sequence length, have a state of their o
     memory   Peak memory is a rest and what stays, ``(1 - f) * movable``. The slope is known, so a single step tells the
              least fraction that fits. The highest rest of the last steps with about the same fraction counts: the less
              moves, the less is on its way.
-    time     Compute waits for nothing up to some fraction, and for more beyond. The largest fraction within the limit
-             is searched between one that was within the limit and one that was not, along the line through what was
-             waited with the two (regula falsi). Once they are close the lower one is kept, until it exceeds the limit
-             twice in a row, and more is tried ever more rarely.
+    free     What the link hides follows from two steps: ``hidden`` says it by when their storages were saved and asked
+             for. After two steps in a row that stall, a quarter less moves.
 
-and the larger fraction is in force: memory comes first. A new kind begins with the time fraction of the kind before.
-Steps that nothing is known of are one kind together. All of these moves if there is a budget, which they must not
-exceed either; else their newest bytes stay, by the bytes of the step before.
+and the larger fraction is in force: memory comes first. A kind that is not decided has the free fraction of the kind
+decided last. Steps that nothing is known of are one kind together. All of these moves if there is a budget, which they
+must not exceed either; else their newest bytes stay, by the bytes of the step before.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 #: Of the budget: is left free, and what a change has to free or fill for it to be made.
 _MARGIN = 0.02
@@ -32,53 +34,143 @@ _MARGIN = 0.02
 _LESS = 1 / 16
 #: Of so many steps the rests count, where the fractions differ by less than ``_LIKE``.
 _REMEMBERED, _LIKE = 64, 1 / 8
-#: Of a step: a wait that counts as none, since clocks are not more exact.
-_HIDDEN = 0.005
-#: How close the bounds of the time fraction come.
-_NEAR = 1 / 40
-#: So many steps are judged together, unless one of them alone waits for so many limits, or for less than one part.
-_JUDGED, _CLEAR = 4, 3.0
-#: The fraction that was found is left when it exceeds the limit by so much, twice in a row.
-_SLACK = 1.2
-#: After so many steps within the limit more is tried; each time after twice as many.
-_PAUSE = 32
+#: Of a step: the part for which compute may wait for what a link hides.
+_WAITED = 0.01
+#: Of a step: a wait that is too long, and of what moves, the part that does after two such steps in a row.
+_STALLED, _REDUCED = 0.02, 0.75
+#: A pace is looked for within so many octaves around that of the link, which are halved so often.
+_OCTAVES, _HALVINGS = 32.0, 16
 
 
-def even_share(nbytes: Sequence[int], is_late: Sequence[bool], fraction: float) -> list[bool]:
-    """Returns of each storage whether it moves, where that part of the bytes does.
+@dataclass(frozen=True)
+class Timeline:
+    """A step as the rule by pace sees it: its storages in the order in which they are saved, in bytes and seconds."""
 
-    Of the storages that are in time the same part moves all along forward, so that the link is as busy at its beginning
-    as at its end. Those that are late stay first, the newest before the others.
+    nbytes: Sequence[int]
+    """Of each storage."""
+    final: Sequence[float]
+    """When each may leave."""
+    asked: Sequence[float]
+    """When each is asked for first."""
+    asks: Sequence[int]
+    """Those that are asked for, in that order."""
+    turn: float
+    """When backward begins."""
+    seconds: float
+    """Of the step, in which compute never waits."""
+    out: float
+    back: float
+    """Bytes a second."""
+    window: int
+    """Bytes on their way out at most."""
+    ahead: int
+    """Bytes brought back early at most."""
 
-    Args:
-        nbytes: of the storages, in the order in which they are saved.
-        is_late: whether each is asked for sooner than it could be away and back.
+    @cached_property
+    def leaving(self) -> list[int]:
+        """The storages in the order in which they may leave."""
+        return sorted(range(len(self.final)), key=self.final.__getitem__)
+
+    @cached_property
+    def called(self) -> list[float]:
+        """When each is brought back at the earliest: the look-ahead, which what stays takes a part of, comes to it."""
+        called, first, between = [self.turn] * len(self.nbytes), 0, 0
+        for at, number in enumerate(self.asks):
+            between += self.nbytes[number]
+            while between > self.ahead and first < at:
+                between -= self.nbytes[self.asks[first]]
+                first += 1
+            if first:
+                called[number] = self.asked[self.asks[first - 1]]
+        return called
+
+
+def share(step: Timeline, fraction: float) -> list[bool]:
+    """Returns of each storage whether it moves, where that part of the bytes does: the least that is not less.
+
+    1. A link of the least pace is looked for that hides so many bytes; see ``hidden``. The pace is bisected.
+    2. What moves behind a slower link moves behind a faster one too. So less is always a part of more.
+    3. Between the last two paces the oldest move.
     """
-    room = int((1 - fraction) * sum(nbytes))
-    moves = [True] * len(nbytes)
-    for number in reversed([number for number, late in enumerate(is_late) if late]):
-        if nbytes[number] > room:
-            room = 0  # it moves, and all before it
+    nbytes = step.nbytes
+    due = sum(nbytes) - round((1 - fraction) * sum(nbytes))
+    least, most = set[int](), set(range(len(nbytes)))
+    low, high = -_OCTAVES, _OCTAVES
+    for _ in range(_HALVINGS):
+        if len(most) - len(least) <= 1:
             break
-        room -= nbytes[number]
-        moves[number] = False
-    in_time = [number for number, late in enumerate(is_late) if not late]
-    total, due = sum(nbytes[number] for number in in_time), 0
-    left = min(room, total)
-    for number in reversed(in_time):
-        due += nbytes[number] * left  # in parts of a byte, as many as there are bytes in time
-        if nbytes[number] * total <= due:
-            due -= nbytes[number] * total
-            moves[number] = False
+        middle = (low + high) / 2
+        moves = hidden(step, 2.0**middle)
+        between = least | {number for number in most if moves[number]}
+        if sum(nbytes[number] for number in between) < due:
+            low, least = middle, between
+        else:
+            high, most = middle, between
+    due -= sum(nbytes[number] for number in least)
+    for number in sorted(most - least):
+        if due <= 0:
+            break
+        due -= nbytes[number]
+        least.add(number)
+    return [number in least for number in range(len(nbytes))]
+
+
+def hidden(step: Timeline, pace: float = 1.0) -> list[bool]:
+    """Returns of each storage whether it moves, where a link hides that which is so many times as fast.
+
+    Storages are taken in the order in which they may leave. One moves if with those taken before it compute waits for
+    at most ``_WAITED`` of the step, for both queues together:
+
+        out    copies run one after the other, and forward waits where the window is full
+        back   copies run one after the other, in the order in which they are asked for, each once it is called
+    """
+    out, back, allowed = step.out * pace, step.back * pace, _WAITED * step.seconds
+    moves = [False] * len(step.nbytes)
+    leaving, inflight, free, waited = deque[tuple[float, int]](), 0, -math.inf, 0.0
+    queue: list[_Reload] = []
+    for number in step.leaving:
+        nbytes, asked, now = step.nbytes[number], step.asked[number], step.final[number] + waited
+        while leaving and leaving[0][0] <= now:
+            inflight -= leaving.popleft()[1]
+        over, begins = inflight + nbytes - step.window, now
+        for gone, freed in leaving:
+            if over <= 0 or begins > now + allowed:
+                break
+            over, begins = over - freed, gone
+        waits, gone = waited + begins - now, max(free, begins) + nbytes / out
+        place = bisect_right(queue, -asked, key=lambda one: -one.asked)  # the end, where backward asks in reverse
+        after = queue[place:]
+        del queue[place:]
+        queue.append(_reload(queue, asked, nbytes / back, step.called[number]))
+        for one in after:
+            queue.append(_reload(queue, one.asked, one.seconds, one.called))
+        if waits + queue[-1].late <= allowed and gone + nbytes / back <= asked + allowed:
+            moves[number] = True
+            leaving.append((gone, nbytes))
+            inflight, free, waited = inflight + nbytes, gone, waits
+        else:
+            queue[place:] = after
     return moves
 
 
-@dataclass(slots=True)
-class Tried:
-    """A fraction, and the part of a step for which compute waited with it."""
+class _Reload(NamedTuple):
+    """A storage in the queue back, in which the last to be asked for is the first."""
 
-    fraction: float
-    waited: float
+    asked: float
+    seconds: float
+    called: float
+    begins: float
+    """When it has to begin, for it and those that are asked for after it to be there in time, or as late as those are
+    anyway."""
+    late: float
+    """For how long compute waits for it and those that are asked for after it."""
+
+
+def _reload(queue: Sequence[_Reload], asked: float, seconds: float, called: float) -> _Reload:
+    """Returns what is in front of ``queue`` if it is asked for before all of that."""
+    begins, late = (min(asked, queue[-1].begins), queue[-1].late) if queue else (asked, 0.0)
+    begins -= seconds
+    return _Reload(asked, seconds, called, max(begins, called), late + max(called - begins, 0.0))
 
 
 @dataclass(slots=True)
@@ -86,32 +178,12 @@ class Kind:
     """The steps of one kind so far."""
 
     memory: float = 1.0
-    time: float = 1.0
     #: Of the last steps, the fraction and the bytes beside those that stayed.
     rests: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    #: The largest time fraction that was within the limit, and the smallest that was not.
-    within: Tried | None = None
-    beyond: Tried | None = None
-    #: A larger fraction, which was beyond the limit as well.
-    before: Tried | None = None
-    #: How much more is tried next while nothing was beyond the limit.
-    stride: float = _NEAR
-    #: Seconds of the steps that are judged next, and how many these are; the first step after a change does not count.
-    waited: float = 0.0
-    compute: float = 0.0
-    steps: int = -1
-    #: How often in a row the fraction that was found was beyond the limit, and for how many steps it was within.
-    exceeded: int = 0
-    rested: int = 0
-    pause: int = _PAUSE
-
-    @property
-    def is_found(self) -> bool:
-        """Whether the time fraction is that of ``within``, as close to ``beyond`` as they come."""
-        within, beyond = self.within, self.beyond
-        if within is None or within.fraction != self.time:
-            return False
-        return beyond is not None and beyond.fraction - within.fraction <= _NEAR
+    #: The part that the link hides; ``None`` until that is decided.
+    free: float | None = None
+    #: Whether compute waited for too long in the last step with that.
+    is_stalled: bool = False
 
 
 class Controller:
@@ -119,31 +191,40 @@ class Controller:
 
     Args:
         budget: bytes of the device; ``None`` for any number.
-        limit: the part of a step without offload for which compute may wait; ``None`` for any.
-        time: the time fraction of new kinds; without a limit that of all.
+        part: the least that moves in steps of which it is not decided what the link hides.
+        is_free: whether that is decided.
     """
 
-    def __init__(self, budget: int | None, limit: float | None, time: float | None = None) -> None:
-        self.budget = budget
-        self.limit = None if limit is None else max(limit, _HIDDEN)
-        #: The part of the steps that were judged last for which compute waited.
+    def __init__(self, budget: int | None, part: float = 0.0, *, is_free: bool = False) -> None:
+        self.budget, self.is_free = budget, is_free
+        #: The part of the last step that was judged for which compute waited.
         self.slowdown = 0.0
-        self._time = (0.0 if limit is None else 1.0) if time is None else time
+        self._part = part
         #: The steps that nothing is known of.
-        self.unknown = self.new_kind()
+        self.unknown = Kind()
 
-    def without_time(self) -> Controller:
-        """Returns one for steps that have no time of their own, with the time fraction that was found last."""
-        return Controller(None, None, self._time)
-
-    def new_kind(self) -> Kind:
-        """Returns the state of a kind of steps that was not seen before."""
-        return Kind(time=self._time)
+    def fixed(self) -> Controller:
+        """Returns one for steps that have no time of their own, with the part that was decided last."""
+        return Controller(None, self._part)
 
     def fraction(self, kind: Kind) -> float:
         """Returns the part of the movable bytes that moves in a step of that kind."""
         memory = 0.0 if self.budget is None else kind.memory
-        return max(memory, self._time if self.limit is None else kind.time)
+        return max(memory, self._part if kind.free is None else kind.free)
+
+    def decide(self, kind: Kind, part: float) -> None:
+        """Has the link hide that part of steps of that kind, and of kinds that are not decided yet."""
+        kind.free = self._part = part
+
+    def observe_waits(self, kind: Kind, fraction: float, part: float) -> None:
+        """Learns from the part of a step for which compute waited; ``fraction``: with which the step was begun."""
+        if kind.free is None or fraction != kind.free:
+            return  # memory asked for more, or it was begun before a change
+        self.slowdown = part
+        was_stalled, kind.is_stalled = kind.is_stalled, part > _STALLED
+        if was_stalled and kind.is_stalled:
+            self.decide(kind, kind.free * _REDUCED)
+            kind.is_stalled = False
 
     def observe_memory(self, kind: Kind, peak: int, kept: int, movable: int, growth: int, *, is_exact: bool) -> None:
         """Learns from the memory of a step that is over.
@@ -167,67 +248,3 @@ class Controller:
             least = min(least, kind.memory + growth / movable)
         if least > kind.memory or kind.memory - least > min(small / movable, _LESS):
             kind.memory = min(least, 1.0)
-
-    def observe_time(self, kind: Kind, fraction: float, waited: float, compute: float) -> None:
-        """Learns from the time of a step that is over.
-
-        Args:
-            fraction: with which it was begun.
-            waited: seconds for which compute waited.
-            compute: its other seconds.
-        """
-        if self.limit is None or fraction != kind.time:
-            return  # memory asked for more, or it was begun before a change
-        kind.steps += 1
-        if not kind.steps:
-            return
-        kind.waited, kind.compute = kind.waited + waited, kind.compute + compute
-        part = kind.waited / max(kind.compute, 1e-12)
-        if kind.steps == _JUDGED or not self.limit / _CLEAR < part < self.limit * _CLEAR:
-            self.slowdown = part
-            self._judge(kind, Tried(fraction, part), self.limit)
-
-    def _judge(self, kind: Kind, tried: Tried, limit: float) -> None:
-        """Takes in what came of the time fraction, and sets the next one."""
-        if kind.is_found:
-            kind.exceeded = kind.exceeded + 1 if tried.waited > limit * _SLACK else 0
-            kind.rested += kind.steps
-            if kind.exceeded == 2:
-                kind.within, kind.beyond, kind.pause = None, tried, _PAUSE
-            elif kind.rested >= kind.pause:
-                kind.within, kind.beyond, kind.stride, kind.pause = tried, None, _NEAR, 2 * kind.pause
-        elif tried.waited <= limit:
-            kind.within = tried
-            if kind.beyond is not None and kind.beyond.fraction <= tried.fraction:
-                kind.beyond = None
-        else:
-            kind.before, kind.beyond = kind.beyond, tried
-            if kind.within is not None and kind.within.fraction >= tried.fraction:
-                kind.within = None
-        kind.waited, kind.compute, kind.steps = 0.0, 0.0, 0
-        self._time = kind.time = _next(kind, limit)
-        if kind.time != tried.fraction:
-            kind.steps, kind.rested, kind.exceeded = -1, 0, 0
-
-
-def _next(kind: Kind, limit: float) -> float:
-    """Returns the time fraction that is tried next."""
-    within, beyond = kind.within, kind.beyond
-    if beyond is None:
-        if within is None:
-            return kind.time
-        stride, kind.stride = kind.stride, 2 * kind.stride
-        return min(within.fraction + stride, 1.0)
-    if within is None:
-        # As if a step took as long as its transfers; or along the line through the last two, where that leads further.
-        guess = beyond.fraction * (1 + limit) / (1 + beyond.waited)
-        before = kind.before
-        if before is not None and before.fraction > beyond.fraction and before.waited > beyond.waited:
-            slope = (before.waited - beyond.waited) / (before.fraction - beyond.fraction)
-            guess = min(guess, max(beyond.fraction - (beyond.waited - limit) / slope, beyond.fraction / 2))
-        return max(min(guess, beyond.fraction - _NEAR), 0.0)
-    gap = beyond.fraction - within.fraction
-    if gap <= _NEAR:
-        return within.fraction
-    part = (limit - within.waited) / max(beyond.waited - within.waited, 1e-12)
-    return within.fraction + gap * min(max(part, 0.2), 0.8)

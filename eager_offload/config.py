@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,6 @@ _SIZES = (
     "device_budget",
 )
 _POLICIES = ("max", "free")
-_SLOWDOWN_ACCEPTED = "None or a number, 0 or more, such as 0.05 for a step that takes at most 5 % longer"
 #: Fewer bytes than this are not a budget for a device, but a number without its unit.
 _NO_BUDGET = MIB
 _BUDGET_ACCEPTED = 'None, "auto" or a whole number of bytes, more than 0, or a text such as "20GiB"'
@@ -146,7 +144,6 @@ class OffloadFields(TypedDict, total=False):
     step_plans: bool | Auto
     device_budget: Size | None
     policy: str
-    max_slowdown: float | None
     skip: tuple[str, ...] | Sequence[str] | str
     release_freed_memory: bool | Auto
     enabled: bool
@@ -221,7 +218,7 @@ class OffloadConfig(_BesideFields):
 
     step_plans: bool | Auto = "auto"
     """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
-    that are alike, or after 1 under ``device_budget``, ``policy="free"`` or ``max_slowdown``; ``True`` after 1;
+    that are alike, or after 1 under ``device_budget`` or ``policy="free"``; ``True`` after 1;
     ``False`` never, so that a budget moves everything movable."""
 
     device_budget: Size | None = None
@@ -231,13 +228,9 @@ class OffloadConfig(_BesideFields):
     process. Compiled code is decided when it is compiled, by the memory that its graphs are estimated to take."""
 
     policy: str = "max"
-    """``"max"`` moves everything movable. ``"free"`` moves only bytes that the link hides: as many stay as keep compute
-    from waiting for more than 0.5 % of a step, learnt from measured waits (see the page on budgets). Only
+    """``"max"`` moves everything movable. ``"free"`` moves only bytes that the link hides, with which compute waits for
+    at most 1 % of a step: decided for each kind of step by the times of two (see the page on budgets). Only
     ``device_budget`` bounds the bytes that stay. Compiled code is decided when it is compiled, by estimated times."""
-
-    max_slowdown: float | None = None
-    """How much longer a step may take than without offload, such as 0.05 for 5 %: as few bytes stay as hold it to that,
-    learnt or, in compiled code, estimated as for ``policy="free"``, which is 0. ``None``: no bound."""
 
     skip: tuple[str, ...] | Sequence[str] | str = ()
     """Patterns of module names, such as ``["lm_head", "*.norm"]``, whose saved tensors stay; ``*`` stands for any text.
@@ -275,7 +268,7 @@ class OffloadConfig(_BesideFields):
                 raise _refuse(field, self.given(field), accepted)
         if self.device_budget is not None:
             self._check_device_budget()
-        self._check_slowdown()
+        self._check_policy()
         for field in ("pin_memory", "step_plans", "release_freed_memory"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -300,24 +293,13 @@ class OffloadConfig(_BesideFields):
                 "many of the newest bytes stay: leave one of them out"
             )
 
-    def _check_slowdown(self) -> None:
+    def _check_policy(self) -> None:
         if not _is_one_of(self.policy, _POLICIES):
             raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
-        given = self.max_slowdown
-        if given is not None:
-            number = _number(given)
-            if number is None:
-                raise _refuse("max_slowdown", given, _SLOWDOWN_ACCEPTED)
-            self._store("max_slowdown", number)
-            if self.policy == "free":
-                raise ConfigError(
-                    f'max_slowdown={given!r} does not go with policy="free", which is a slowdown of 0: leave one of '
-                    "them out"
-                )
-        if self.slowdown is not None and self.keep_last_bytes != "auto":
+        if self.is_free and self.keep_last_bytes != "auto":
             raise ConfigError(
-                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with {self.says_slowdown}, which "
-                "learns how many bytes stay: leave one of them out"
+                f'keep_last_bytes={self.given("keep_last_bytes")!r} does not go with policy="free", which decides how '
+                "many bytes stay: leave one of them out"
             )
 
     @classmethod
@@ -447,17 +429,12 @@ class OffloadConfig(_BesideFields):
     @property
     def learns_what_stays(self) -> bool:
         """Whether earlier steps decide which of the newest bytes stay, and no setting."""
-        return self.keep_last_bytes == "auto" and self.device_budget is None and self.slowdown is None
+        return self.keep_last_bytes == "auto" and self.device_budget is None and not self.is_free
 
     @property
-    def slowdown(self) -> float | None:
-        """How much longer a step may take, as a share of it; ``None``: no bound."""
-        return 0.0 if self.policy == "free" else self.max_slowdown
-
-    @property
-    def says_slowdown(self) -> str:
-        """The setting that gives ``slowdown``, as a user writes it."""
-        return 'policy="free"' if self.policy == "free" else f"max_slowdown={self.max_slowdown!r}"
+    def is_free(self) -> bool:
+        """Whether only bytes move that the link hides."""
+        return self.policy == "free"
 
     def check_unit_of_budget(self, used: Callable[[], int | None], what: str) -> None:
         """Raises if ``device_budget`` seems to lack its unit, such as ``"20"`` for 20 GiB.
@@ -518,17 +495,6 @@ def _is_one_of(value: object, texts: Sequence[str]) -> bool:
     return isinstance(value, str) and value in texts
 
 
-def _number(value: object) -> float | None:
-    """Returns a finite number of 0 or more, from a number or a text; ``None`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if 0 <= number < math.inf else None
-
-
 def _directory(value: object) -> Path | None:
     if value is None:
         return None
@@ -554,7 +520,7 @@ def field_from_text(field: str, text: str) -> object:
     """Returns the value of a field from the text of a variable or of a command line."""
     if field == "skip":
         return [one.strip() for one in text.split(",")]
-    if field in ("device_budget", "max_slowdown") and text.lower() == "none":
+    if field == "device_budget" and text.lower() == "none":
         return None
     if (
         field in ("verify", "pin_memory", "step_plans", "release_freed_memory", "enabled")

@@ -75,10 +75,8 @@ def settings_of(
             )
     if found.device_budget is not None:
         raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
-    if found.slowdown is not None:
-        raise ConfigError(
-            f"plan=... does not go with {found.says_slowdown}, which says what moves: leave one of them out"
-        )
+    if found.is_free:
+        raise ConfigError('plan=... does not go with policy="free", which says what moves: leave one of them out')
     return OffloadConfig.from_fields(_what_stays(plan), found)
 
 
@@ -117,7 +115,6 @@ def _check_variables(plan: PlanSettings, planned: Mapping[str, object]) -> None:
         **planned,
         "device_budget": plan.device_budget,
         "policy": plan.policy,
-        "max_slowdown": 0,
     }
     config = OffloadConfig.from_env()
     for name, given in config.changed().items():

@@ -69,15 +69,6 @@ def bounded_window(wanted: int, movable: int, device_bytes: int | None = None) -
     return max(min(wanted, movable // _MOST_PART, _most_of(device_bytes)), 1)
 
 
-def late_behind(inflight: int) -> int:
-    """Returns the bytes on their way out that a storage finds before it, where the window is ``inflight`` bytes.
-
-    That says which storages are late, of steps of which a part moves: those that are asked for before they could be
-    away and back. How many bytes it really finds changes with that part, and with them what is late.
-    """
-    return inflight // 2
-
-
 def first_window(largest: int, device_bytes: int | None = None) -> int:
     """Returns the same of a step before which nothing is known; ``largest``: of the storages that it has saved."""
     return max(min(max(_FIRST_WINDOW, _TENSORS * largest), _most_of(device_bytes)), 1)

@@ -186,10 +186,10 @@ class OffloadStats:
     prefetch_bytes: int = 0
     """The prefetch window in force, likewise."""
     keep_last_bytes: int = 0
-    """Bytes of the last known step that stayed because of ``device_budget``, ``policy="free"`` or ``max_slowdown``."""
+    """Bytes of the last known step that stayed because of ``device_budget`` or ``policy="free"``."""
     slowdown: float = 0.0
     """The share of a step without offload for which compute waited for transfers, by the device's own clock, in the
-    last steps that ``policy="free"`` or ``max_slowdown`` has judged."""
+    last step since ``policy="free"`` has decided what moves."""
     compiled_regions: int = 0
     """Runs of forward graphs of compiled code that move something."""
     compiled_graphs: int = 0

@@ -64,7 +64,7 @@ def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) 
 def _clause(
     reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
 ) -> str:
-    is_bounded = config.device_budget is not None or config.slowdown is not None
+    is_bounded = config.device_budget is not None or config.is_free
     if reason is KeepReason.NEWEST and stats.plan is not None:
         return f"of the {saved} that a step saves, {stays} stay as the plan says"
     if reason is KeepReason.NEWEST:
@@ -77,10 +77,10 @@ def _clause(
                 f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
                 "since the link hides no more, or since less than a window frees nothing"
             )
-        if config.slowdown is not None:
+        if config.is_free:
             return (
-                f"of the {saved} that a step saves, {stays} stay, as long as {config.says_slowdown} has not found "
-                "that they move in time: that takes some steps"
+                f'of the {saved} that a step saves, {stays} stay, as long as policy="free" has not found that they '
+                "move in time: that takes two steps of a kind"
             )
     sentence = reason_text(reason, config, stats.prefetch_bytes)
     return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"

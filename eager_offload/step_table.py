@@ -21,7 +21,7 @@ So a table that does not fit costs time and changes no bit.
              hardly more than what may stay in any case
     KEEP     its original was still alive when it was asked for, so that to move it frees nothing
     SHARE    its bytes are an earlier save's, which waits for the last save of its storage
-Where there is a budget or a limit of the slowdown, ``budget.py`` says how many bytes move: see ``KnownTable.share``.
+Where there is a budget, or only what the link hides moves, ``budget.py`` says what moves: see ``KnownTable.share``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from eager_offload.budget import Controller, Kind, even_share
+from eager_offload.budget import Controller, Kind, Timeline, hidden, share
 from eager_offload.config import size_text
 from eager_offload.errors import ScheduleMismatchError
-from eager_offload.schedule import StepUses, late_behind
+from eager_offload.schedule import StepUses, Windows
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.forking import FinalizerRecord
 
@@ -193,13 +193,45 @@ class StepLog:
         """The table of its kind; that which it has taught, once its graph is gone."""
         return self.known if self.taught is None else self.taught
 
-    def table(self, link: Link | None, before: StepTable | None = None, ahead: int | None = None) -> StepTable:
+    def times(
+        self, saved: Mapping[int, float], asked: Mapping[int, float], link: Link | None, windows: Windows
+    ) -> Times:
+        """Returns when the storages could leave and were asked for, of a step of which something was.
+
+        Args:
+            saved, asked: by its number, when a save was made and asked for first, in seconds.
+            link: ``None`` where nothing has been moved that could tell, as in a step of which a graph is captured: then
+                all saves and asks follow each other in one second.
+        """
+        if link is None:
+            saved = {number: float(number) for number in range(len(self.facts))}
+            asked = {number: float(len(saved) + rank) for rank, number in enumerate(asked)}
+            rate = max(sum(facts[1] for number, facts in enumerate(self.facts) if facts[3] == number), 1) / len(saved)
+            link = Link(rate, rate)
+        final, first_asked, turn = dict[int, float](), dict[int, float](), min(asked.values())
+        later = turn
+        for number in reversed(range(len(self.facts))):
+            owner = self.facts[number][3]
+            final.setdefault(owner, later)
+            later = saved.get(number, later) if owner == number else later
+        for number, seconds in asked.items():
+            first_asked.setdefault(self.facts[number][3], seconds)
+        return Times(
+            final,
+            first_asked,
+            turn,
+            max(asked.values()) - min(saved.values()),
+            link,
+            windows.inflight,
+            windows.prefetch,
+        )
+
+    def table(self, link: Link | None, before: StepTable | None = None) -> StepTable:
         """Returns the table for a step like this one.
 
         Args:
             link: ``None`` where nothing has been moved that could tell.
             before: the table of an earlier step with the same saves; rows that stay as they are come from it.
-            ahead: bytes that each storage finds on their way out before it; ``None``: as many as it has found.
         """
         known = () if before is None else before.rows
         owners = [facts[3] for facts in self.facts]
@@ -216,9 +248,7 @@ class StepLog:
                 fate = _STAY
             else:
                 # Until it could be away and back, behind those that were on their way out.
-                travels = ((self.ahead[number] if ahead is None else ahead) + facts[1]) / link.out + facts[
-                    1
-                ] / link.back
+                travels = (self.ahead[number] + facts[1]) / link.out + facts[1] / link.back
                 rested = first_asked.get(number, math.inf) - self.packed_at[number]
                 fate = _MOVE if rested >= travels else _STAY
             last_save = last if last > number else -1
@@ -238,10 +268,28 @@ class Link:
     back: float
 
 
+class Times(NamedTuple):
+    """When the storages of a step were saved and asked for, and how fast they travelled; in seconds."""
+
+    final: Mapping[int, float]
+    """By the save that has brought a storage in, when its last save was followed by one that brought another in."""
+    asked: Mapping[int, float]
+    """By the save that has brought a storage in, in the order in which they were asked for, when that was first."""
+    turn: float
+    """When backward began."""
+    seconds: float
+    """From the first save to the last ask."""
+    link: Link
+    window: int
+    """Bytes that may be on their way out."""
+    ahead: int
+    """Bytes that may be brought back early."""
+
+
 class KnownTable:
     """A table, and how the steps were that were looked up in it."""
 
-    __slots__ = ("_shared", "facts", "kind", "misses", "order", "table", "times")
+    __slots__ = ("_shared", "facts", "kind", "misses", "order", "seen", "table", "timed", "times")
 
     def __init__(self, table: StepTable) -> None:
         self.facts = [row.facts for row in table.rows]
@@ -249,20 +297,66 @@ class KnownTable:
         self.times = self.misses = 0
         #: The state of its kind for a controller, where there is one.
         self.kind: Kind | None = None
+        #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
+        self.seen: Times | None = None
+        #: The first step of it that the device was asked for the times of.
+        self.timed: Times | None = None
+        self._shared: tuple[float, StepTable, int] | None = None
+        self.table = table
         self.take(table)
 
-    def take(self, table: StepTable) -> None:
-        """``table`` comes in place of its own, for the same saves."""
+    def take(self, table: StepTable, seen: Times | None = None) -> None:
+        """``table`` comes in place of its own, for the same saves, and ``seen`` if it has seen no two steps."""
+        if self.times < 2:
+            self.seen = seen
+        if self.times < 2 or self.table.rows != table.rows:
+            self._shared = None
         self.table = table
-        self._shared: tuple[float, StepTable, int] | None = None
         #: The saves in the order in which they are asked for the first time.
         self.order = tuple(dict.fromkeys(table.order))
 
     def share(self, fraction: float) -> tuple[StepTable, int]:
         """Returns the table in which that part of its movable bytes moves, and the bytes that stay by it."""
         if self._shared is None or self._shared[0] != fraction:
-            self._shared = (fraction, *_shared(self.table, fraction))
+            rows, kept = list(self.table.rows), 0
+            for number, one in zip(self._movable, share(self._timeline(), fraction), strict=True):
+                kept += 0 if one else rows[number].storage_nbytes
+                if rows[number].fate is not (fate := _MOVE if one else _STAY):
+                    rows[number] = replace(rows[number], fate=fate)
+            self._shared = (fraction, replace(self.table, rows=tuple(rows)), kept)
         return self._shared[1:]
+
+    def decide(self, times: Times) -> float | None:
+        """Returns the part of the movable bytes that the link hides, by the quicker of two steps; else ``None``."""
+        if self.timed is None:
+            self.timed = times
+            return None
+        self.seen, self._shared = min(self.timed, times, key=lambda one: one.seconds), None
+        step = self._timeline()
+        moves = hidden(step)
+        return sum(nbytes for nbytes, one in zip(step.nbytes, moves, strict=True) if one) / max(sum(step.nbytes), 1)
+
+    @property
+    def _movable(self) -> list[int]:
+        return [number for number, row in enumerate(self.table.rows) if row.fate is _MOVE or row.fate is _STAY]
+
+    def _timeline(self) -> Timeline:
+        """Returns the step as the rule by pace sees it."""
+        seen, numbers = self.seen, self._movable
+        assert seen is not None
+        place = {number: at for at, number in enumerate(numbers)}
+        return Timeline(
+            [self.facts[number][1] for number in numbers],
+            [seen.final[number] for number in numbers],
+            [seen.asked.get(number, math.inf) for number in numbers],
+            [place[number] for number in seen.asked if number in place],
+            seen.turn,
+            seen.seconds,
+            seen.link.out,
+            seen.link.back,
+            seen.window,
+            seen.ahead,
+        )
 
     def has(self, facts: Sequence[_Facts]) -> bool:
         """Whether it begins with those saves."""
@@ -402,7 +496,7 @@ class StepTables:
         #: The table of the last step that was looked up.
         self.last: StepTable | None = None
         self._known: list[KnownTable] = []
-        #: Says how much of a step moves, where there is a budget or a limit of the slowdown.
+        #: Says how much of a step moves, where there is a budget, or only what the link hides moves.
         self.controller: Controller | None = None
         #: Whether nothing is learnt or forgotten.
         self.is_frozen = False
@@ -424,7 +518,7 @@ class StepTables:
         """Returns the state of that kind of steps, for the controller."""
         assert self.controller is not None
         if known.kind is None:
-            known.kind = self.controller.new_kind()
+            known.kind = Kind()
         return known.kind
 
     def look_up(self, facts: _Facts) -> list[KnownTable]:
@@ -450,6 +544,12 @@ class StepTables:
         self._accounts.counters.keep_last_bytes = known.share(fraction)[1]
         return fraction
 
+    def time(self, known: KnownTable, times: Times) -> None:
+        """Takes in when the device has come to what a step like ``known`` does; two decide what the link hides."""
+        assert self.controller is not None
+        if (part := known.decide(times)) is not None:
+            self.controller.decide(self.kind_of(known), part)
+
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
         misses = self._accounts.counters.plan_misses
@@ -458,12 +558,12 @@ class StepTables:
         if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:
             self._known.remove(known)
 
-    def learn(self, log: StepLog, link: Link | None, window: int) -> None:
+    def learn(self, log: StepLog, link: Link | None, windows: Windows) -> None:
         """Takes in what a step has left behind, in place of what was known of its like.
 
         Args:
             link: as for ``StepLog.table``.
-            window: bytes that may be on their way out.
+            windows: those in force.
         """
         if self.is_frozen:
             return
@@ -475,32 +575,19 @@ class StepTables:
         if log.known is not None and log.known is not alike:
             self.missed(log.known, "fewer")
             log.fraction = None
-        ahead = None if self.controller is None else late_behind(window)
-        table = log.table(link, None if alike is None else alike.table, ahead)
+        # Where a controller says how much moves, the share says what stays.
+        table = log.table(link if self.controller is None else None, None if alike is None else alike.table)
         if alike is None:
             alike = KnownTable(table)
         else:
             self._known.remove(alike)
-            alike.take(table)
+        alike.take(table, log.times(dict(enumerate(log.packed_at)), log.asked_at, link, windows))
         alike.times, alike.misses = alike.times + 1, 0
         log.taught = alike
         if log.known is alike:
             self.last = self.table_of(alike)
         most = _MOST_TABLES if self.controller is None else _MOST_CONTROLLED
         self._known = [*self._known, alike][-most:]
-
-
-def _shared(table: StepTable, fraction: float) -> tuple[StepTable, int]:
-    """See ``KnownTable.share``."""
-    movable = [number for number, row in enumerate(table.rows) if row.fate is _MOVE or row.fate is _STAY]
-    nbytes = [table.rows[number].storage_nbytes for number in movable]
-    moves = even_share(nbytes, [table.rows[number].fate is _STAY for number in movable], fraction)
-    rows = list(table.rows)
-    for number, one in zip(movable, moves, strict=True):
-        if rows[number].fate is not (fate := _MOVE if one else _STAY):
-            rows[number] = replace(rows[number], fate=fate)
-    kept = sum(one for one, does in zip(nbytes, moves, strict=True) if not does)
-    return replace(table, rows=tuple(rows)), kept
 
 
 class Kept(NamedTuple):

@@ -58,7 +58,6 @@ TABLE = {
     "step_plans": Field("auto", False, "off", "False"),
     "device_budget": Field(None, "auto", "auto", "auto"),
     "policy": Field("max", "free", "free", "free"),
-    "max_slowdown": Field(None, 0.05, "0.05", "0.05"),
     "skip": Field((), ["lm_head", "*.norm"], "lm_head, *.norm", "lm_head *.norm"),
     "release_freed_memory": Field("auto", False, "0", "False"),
     "enabled": Field(True, False, "0", "False"),
@@ -155,7 +154,6 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     *((name, 'more than 0 bytes, or "auto"', [0, "0B", "0GiB"]) for name in ("host_budget", "disk_budget")),
     ("device_budget", f"{_SIZE}, more than 0", [0, "0B"]),
     ("policy", '"max" or "free"', ["least", None, True, ["free"]]),
-    ("max_slowdown", "a number, 0 or more", [-0.1, "5 %", True, float("nan"), float("inf"), [0.1]]),
     *(
         (name, 'True, False or "auto"', ["always", 1, None])
         for name in ("pin_memory", "step_plans", "release_freed_memory")
@@ -183,8 +181,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"tier": "host", "disk_path": "/tmp"}, r"disk_path=.*/tmp.* does not go with tier=\"host\".*leave disk_path out"),
     ({"device_budget": "20GB", "keep_last_bytes": "1000KB"}, "keep_last_bytes='1000KB' does not go with device_budget"),
     ({"policy": "free", "keep_last_bytes": "1000KB"}, "keep_last_bytes='1000KB' does not go with policy=\"free\""),
-    ({"max_slowdown": "0.05", "keep_last_bytes": 0}, r"keep_last_bytes=0 does not go with max_slowdown=0\.05"),
-    ({"policy": "free", "max_slowdown": 0.05}, r'max_slowdown=0\.05 does not go with policy="free"'),
 ]
 
 
@@ -248,7 +244,7 @@ def test_keywords_override_the_fields_of_a_config_and_leave_the_others() -> None
 def test_every_field_can_come_from_the_environment(name: str, config: eo.OffloadConfig) -> None:
     environ = {f"EAGER_OFFLOAD_{name.upper()}": TABLE[name].text, "PATH": "/bin"}
     assert eo.OffloadConfig.from_env(environ) == config
-    nothing = "none" if name in ("device_budget", "max_slowdown") else ""
+    nothing = "none" if name == "device_budget" else ""
     assert eo.OffloadConfig.from_env({f"EAGER_OFFLOAD_{name.upper()}": nothing}) == eo.OffloadConfig()
 
 

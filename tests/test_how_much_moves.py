@@ -1,4 +1,4 @@
-"""Windows, ``policy``, ``max_slowdown`` and ``device_budget``: on the simulated runtime's clock, and on a CPU."""
+"""Windows, ``policy`` and ``device_budget``: on the simulated runtime's clock, and on a CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ Make = Callable[..., eo.Offload]
 
 
 class Trained(NamedTuple):
-    """The medians are of the last steps, in some of which less may be tried."""
-
     gradients: list[Tensor]
     stats: eo.OffloadStats
     seconds: float
@@ -66,7 +64,7 @@ def simulate(link: float, steps: int = 80, **fields: Any) -> Trained:
     checker.assert_clean()
     stats = offload.stats(synchronize=True)
     offload.close()
-    return Trained(gradients, stats, median(seconds[-20:]), int(median(moved[-20:])))
+    return Trained(gradients, stats, median(seconds[-5:]), int(median(moved[-5:])))
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +82,21 @@ def assert_exact(trained: Trained, alone: Trained) -> None:
 def test_behind_a_slow_link_what_it_hides_moves_and_the_rest_stays(alone: Trained) -> None:
     found = {
         "max": simulate(0.04, 10),
-        "all": simulate(0.04, 30, max_slowdown=100),
-        "half": simulate(0.04, max_slowdown=0.5),
-        "free": simulate(0.04, policy="free"),
+        "free": simulate(0.04, 12, policy="free"),
     }
     for trained in found.values():
         assert_exact(trained, alone)
     moved = {name: trained.moved for name, trained in found.items()}
     slower = {name: trained.seconds / alone.seconds for name, trained in found.items()}
-    assert 0 < moved["free"] < moved["half"] < moved["max"] <= moved["all"], moved
+    assert 0 < moved["free"] < moved["max"], moved
     assert 0.99 <= slower["free"] <= 1.02, slower
-    assert 1.1 <= slower["half"] <= 1 + 0.5 * 1.2, slower
     assert slower["max"] > 2, slower
-    all_moves = found["all"]
-    assert all_moves.stats.keep_last_bytes == 0
-    assert all_moves.stats.slowdown == pytest.approx(slower["all"] - 1, rel=0.02), "it is measured as it is"
+    assert found["free"].stats.slowdown == pytest.approx(slower["free"] - 1, abs=0.002), "it is measured as it is"
     assert "policy     free: compute waits" in str(found["free"].stats)
-    assert "policy     max_slowdown of 50 %: compute waits" in str(found["half"].stats)
 
 
 def test_behind_a_fast_link_all_moves(alone: Trained) -> None:
-    free, most = simulate(2.0, 40, policy="free"), simulate(2.0, 3, keep_last_bytes=0)
+    free, most = simulate(2.0, 12, policy="free"), simulate(2.0, 3, keep_last_bytes=0)
     assert_exact(free, alone)
     assert free.moved >= 0.9 * most.moved
     assert free.stats.keep_last_bytes <= 2 * NBYTES
@@ -148,7 +140,7 @@ def gradient(around: AbstractContextManager[Any] = WITHOUT, steps: int = 12, con
     ("fields", "contexts"),
     [
         ({"policy": "free"}, 1),
-        ({"max_slowdown": 0.05}, 3),
+        ({"policy": "free"}, 3),
         ({"policy": "free", "device_budget": 1}, 3),
         ({"device_budget": 1}, 1),
         ({"device_budget": "1TiB"}, 1),

@@ -105,7 +105,7 @@ def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Pat
 
 
 def test_training_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nor does a budget, a limit of the slowdown, or a window that follows from the steps."""
+    """Nor does a budget, what the link hides, or a window that follows from the steps."""
 
     def measured(*_: object) -> Any:
         raise AssertionError("measured")
@@ -115,7 +115,7 @@ def test_training_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(HostRuntime, "measure_link", measured)
     monkeypatch.setattr(DiskTier, "measure", measured)
     model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), torch.randn(256, 64)
-    for fields in ({"device_budget": "64GiB"}, {"max_slowdown": 0.1}, {"tier": "disk", "disk_path": tmp_path}):
+    for fields in ({"device_budget": "64GiB"}, {"policy": "free"}, {"tier": "disk", "disk_path": tmp_path}):
         offload = eo.Offload(min_bytes=1024, **{"tier": "disk", "disk_path": tmp_path, **fields})
         for _ in range(3):
             with offload:

@@ -95,8 +95,7 @@ STAGES = (
     _way("ours, budget 30 GiB", 75, 37, _budget("30GiB")),
     _way("ours, budget 20 GiB", 75, 37, _budget("20GiB")),
     _way("ours, budget 45 GiB", 75, 35, _budget("45GiB")),
-    _way("ours, a slowdown of 0.2", 90, 55, replace(OURS, offload={"max_slowdown": 0.2}, warm_up=16)),
-    _way("ours, free", 90, 60, replace(OURS, offload={"policy": "free"}, warm_up=20)),  # it tries what may stay
+    _way("ours, free", 90, 60, replace(OURS, offload={"policy": "free"}, warm_up=4)),  # it is decided by two
     _way("compiled", 75, 32, COMPILED),
     _way("compiled, ours", 90, 36, replace(COMPILED, offload={})),
     _way("reduce-overhead, ours", 90, 33, replace(COMPILED, offload={}, compiled={"mode": "reduce-overhead"})),

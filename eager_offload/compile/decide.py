@@ -68,18 +68,20 @@ class Aim(NamedTuple):
 
     budget: int | None
     """Bytes of the device that the step may take."""
-    slowdown: float | None
-    """How much longer a step may take than without transfers, as a part of it: so much moves as then may."""
+    is_free: bool
+    """Whether only what the link hides moves."""
     fraction: float | None
     """The part of the bytes that moves, where that is known."""
 
     @classmethod
     def of(cls, config: OffloadConfig, fraction: float | None) -> Aim | None:
         """Returns what ``config`` and a plan's fraction say; ``None`` where that is how many of the newest stay."""
-        budget, slowdown = config.device_budget, config.slowdown
-        if budget is None and slowdown is None and fraction is None:
+        budget = config.device_budget
+        if budget is None and not config.is_free and fraction is None:
             return None
-        return cls(free_bytes(config.to_text()) if budget == "auto" else cast("int | None", budget), slowdown, fraction)
+        return cls(
+            free_bytes(config.to_text()) if budget == "auto" else cast("int | None", budget), config.is_free, fraction
+        )
 
 
 class Decided(NamedTuple):
@@ -240,7 +242,7 @@ def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
     if aim.fraction is not None:
         found = chooser.share(aim.fraction)
     else:
-        found = chooser.nothing if aim.slowdown is None else chooser.hidden(aim.slowdown)
+        found = chooser.hidden() if aim.is_free else chooser.nothing
         if aim.budget is not None and found.peak_bytes > aim.budget:
             found = chooser.within(aim.budget)
     stay = frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one)

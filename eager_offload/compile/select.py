@@ -119,7 +119,7 @@ def choose(
         forward: its outputs are ``num_outputs`` of the user's (mutated inputs among them), then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        config: ``min_bytes``, ``keep_last_bytes`` and the windows; ``device_budget``, ``policy`` and ``max_slowdown``.
+        config: ``min_bytes``, ``keep_last_bytes`` and the windows; ``device_budget`` and ``policy``.
         fraction: the part of the bytes that moves, where a plan says it.
         whole: whether the two graphs are a whole step. Of a part everything moves that may where there is a budget.
 
@@ -275,7 +275,7 @@ def _decided(
     whole: bool,
 ) -> Decided | None:
     """The planner's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
-    if not movable or not any(one is not None for one in aim) or not (whole or aim.budget is None):
+    if not movable or not (whole or aim.budget is None):
         return None
     device = next(iter(movable.values())).bases[0].meta["val"].device
     problem, names = problem_of(step(), movable, windows, machine_here(device, config.to_text()))

@@ -385,7 +385,7 @@ def _saver() -> Saver | None:
     if offload is None:
         return None
     config = offload.config
-    moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and config.slowdown is None
+    moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and not config.is_free
     return Saver(offload.pack, contexts.unpack, config.size("min_bytes"), moves_all)
 
 

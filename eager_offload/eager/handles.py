@@ -335,7 +335,7 @@ class SavedView:
         try:
             if readings is not None:
                 with offloader.lock:  # which other threads' steps read too
-                    readings.note_ask()
+                    readings.note_ask(self.step.log, self.number)
             if profiler_is_on():
                 with profiled("unpack"):
                     tensor: Tensor | None = moves.fetch(self)

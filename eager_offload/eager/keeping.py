@@ -1,7 +1,7 @@
 """How many saved bytes of one device stay, and how many may be on their way.
 
-The windows say both, unless there is a budget of the device or a limit of the slowdown: then a controller says which
-part of a known step's bytes moves. What is here needs the lock of the transfers, see ``DeviceOffloader.locked``.
+The windows say both, unless there is a budget of the device or only what the link hides moves: then a controller says
+which part of a known step's bytes moves. What is here needs the lock of the transfers, see ``DeviceOffloader.locked``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.eager.readings import Reading, Readings
 from eager_offload.engine.transfers import Transfers
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.step_table import Step, StepTables
+from eager_offload.step_table import Link, Step, StepTables
 from eager_offload.tiers.forking import Living
 
 
@@ -27,13 +27,13 @@ class Keeping:
         self._windows = transfers.windows
         #: Reads what steps take; ``None`` where nothing depends on that.
         self.readings: Readings | None = None
-        is_controlled = config.device_budget is not None or config.slowdown is not None
+        is_controlled = config.device_budget is not None or config.is_free
         if is_controlled or transfers.accounts.counters.plan is not None:
             self.readings = Readings(transfers, config)
         self._budget = None if self.readings is None else self.readings.budget
         if is_controlled:
             if tables.controller is None:
-                tables.control(Controller(self._budget, config.slowdown))
+                tables.control(Controller(self._budget, float(config.is_free), is_free=config.is_free))
             else:
                 tables.controller.budget = self._budget
         self._queues: Living[ResidentQueue] = Living()
@@ -49,7 +49,7 @@ class Keeping:
 
     def move(self, fraction: float) -> None:
         """Has that part of the movable bytes of each known step move."""
-        self._tables.control(Controller(None, None, fraction))
+        self._tables.control(Controller(None, fraction))
         self.leaves_early = True
 
     @property
@@ -76,9 +76,9 @@ class Keeping:
         if (over := self.readings.begin(queue)) is not None:
             self._observe_memory(over)
         for one in self.readings.timed():
-            self._observe_time(one)
+            self._observe_waits(one)
         controller = self._tables.controller
-        if controller is not None and self._config.slowdown is not None and self._budget is None:
+        if controller is not None and controller.is_free and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
         warning, self._unkept = self._unkept, None if self._unkept else self._unkept
         return warning or ""
@@ -110,15 +110,25 @@ class Keeping:
             movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
             controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
-    def _observe_time(self, one: Reading) -> None:
-        """Has the controller learn from the time of a step that is over."""
-        controller = self._tables.controller
+    def _observe_waits(self, one: Reading) -> None:
+        """Has the controller learn from the waits of a step that is over, or decide what the link hides of its kind."""
+        controller, log = self._tables.controller, one.log
         assert controller is not None
-        if one.log is not None and one.log.fraction is not None:
-            known, compute = one.log.kind, max(one.seconds - one.exposed, 0.0)
-            kind = self._tables.kind_of(known) if known is not None and one.log.is_known else controller.unknown
-            controller.observe_time(kind, one.log.fraction, one.exposed, compute)
-            self._transfers.accounts.counters.slowdown = controller.slowdown
+        if log is None or (known := log.kind) is None:
+            return
+        kind, link = self._tables.kind_of(known), self.link
+        if kind.free is not None:
+            if log.fraction is not None:
+                controller.observe_waits(kind, log.fraction, one.exposed / max(one.seconds - one.exposed, 1e-12))
+                self._transfers.accounts.counters.slowdown = controller.slowdown
+        elif one.saved and one.asked and link is not None:
+            self._tables.time(known, log.times(one.saved, one.asked, link, self._windows))
+
+    @property
+    def link(self) -> Link | None:
+        """How fast bytes travel; ``None`` where nothing was moved that could tell."""
+        out = self._transfers.out_rate.value
+        return None if out is None else Link(out, self._transfers.in_rate.value or out)
 
     def _use_windows(self) -> None:
         prefetch = self._order.limit = self._windows.prefetch

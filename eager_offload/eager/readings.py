@@ -75,7 +75,15 @@ class Reading:
     growth: int = 0
     stopped: Moment = None
     end: int = 0
-    #: Seconds for which compute has waited, as far as the waits were read, and all seconds.
+    #: Whether each of its saves and first asks is timed: by their numbers, when it was, and where in the log. Once it
+    #: is over, the seconds until then for which compute did not wait.
+    is_timed: bool = False
+    saves_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+    asks_at: dict[int, tuple[Moment, int]] = field(default_factory=dict)
+    saved: dict[int, float] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+    #: Seconds for which compute has waited, as far as the waits were read, and where in the log; and all seconds.
+    waits_at: list[tuple[int, float]] = field(default_factory=list)
     exposed: float = 0.0
     seconds: float = 0.0
 
@@ -94,8 +102,7 @@ class Readings:
         #: From when to when the steps lasted of which the stats are to be told; and the seconds of the last ones.
         self._told: deque[tuple[Moment, Moment]] = deque(maxlen=_TOLD)
         self._seconds: deque[float] = deque(maxlen=_TOLD)
-        #: The setting for which time is read; ``None`` where it is not.
-        self._timed_for = None if config.slowdown is None else config.says_slowdown
+        self._is_free = config.is_free
         self._tells_time: bool | None = None
         self._given = config.written("device_budget")
         #: Bytes; ``None`` where memory is not read.
@@ -117,16 +124,23 @@ class Readings:
         if (one := self._open) is not None and one.log is None and one.thread() is queue:
             one.log = log
 
-    def note_save(self) -> None:
-        """Something is saved that may be asked for."""
+    def note_save(self, log: StepLog, number: int) -> None:
+        """Something is saved that may be asked for, as that save of the step of ``log``."""
         if (one := self._open) is not None:
+            if self._is_free and one.log is log:
+                if not one.saves:
+                    one.is_timed = log.known is None or log.known.kind is None or log.known.kind.free is None
+                if one.is_timed:
+                    one.saves_at[number] = self._moment(), self._transfers.transfer_log.end
             one.saves += 1
             if self._is_sampled():
                 self._look(one)
 
-    def note_ask(self) -> None:
-        """Something is asked for."""
+    def note_ask(self, log: StepLog, number: int) -> None:
+        """That save of the step of ``log`` is asked for."""
         if (one := self._open) is not None:
+            if one.is_timed and one.log is log and number not in one.asks_at:
+                one.asks_at[number] = self._moment(), self._transfers.transfer_log.end
             is_last = one.asks + 1 == one.saves
             is_due = is_last or (self._watches and one.asks == self._steps % self._asks)
             one.asks += 1
@@ -169,12 +183,12 @@ class Readings:
             The reading that ends with it, of which the memory is known; see ``timed`` for the time.
 
         Raises:
-            ConfigError: the config has a limit of the slowdown, and the device's events do not tell the time.
+            ConfigError: only what the link hides moves, and the device's events do not tell the time.
         """
         self._check_clock()
         one, closed = self._open, None
         memory = self._runtime.memory(self._device) if self._is_planned else self._memory()
-        now = self._moment() if self._is_planned or self._timed_for is not None else None
+        now = self._moment() if self._is_planned or self._is_free else None
         if one is not None:
             thread = one.thread()
             if thread is not None and thread is not queue:
@@ -199,12 +213,24 @@ class Readings:
                 if isinstance(entry, Waited) and entry.what and entry.device == self._device:
                     if (waited := entry.seconds()) is None:
                         return
-                    one.exposed += waited
+                    one.waits_at.append((one.waits.position, waited))
             if (seconds := self._runtime.seconds_between(one.began, one.stopped)) is None:
                 return
-            one.exposed /= 1 + len(one.others)
+            one.exposed = sum(waited for _, waited in one.waits_at) / (1 + len(one.others))
             one.seconds = seconds
+            one.saved = self._without_waits(one, one.saves_at)
+            one.asked = self._without_waits(one, one.asks_at)
             yield self._over.popleft()
+
+    def _without_waits(self, one: Reading, moments: dict[int, tuple[Moment, int]]) -> dict[int, float]:
+        """Returns the seconds from the beginning of ``one`` to those moments, less what compute has waited before."""
+        found, waited, at = {}, 0.0, 0
+        for number, (moment, position) in moments.items():
+            while at < len(one.waits_at) and one.waits_at[at][0] < position:
+                waited += one.waits_at[at][1]
+                at += 1
+            found[number] = (self._runtime.seconds_between(one.began, moment) or 0.0) - waited
+        return found
 
     def _close(self, one: Reading, memory: DeviceMemory | None, now: Moment) -> None:
         """``one`` is over."""
@@ -218,7 +244,7 @@ class Readings:
             if remembered is not None and one.peak <= remembered and one.is_over and not self._hides(one.memory):
                 one.peak, one.is_exact = remembered, False
         self._steps += 1
-        if self._timed_for is not None:
+        if self._is_free:
             one.stopped, one.end = now, self._transfers.transfer_log.end
             self._over.append(one)
 
@@ -263,13 +289,13 @@ class Readings:
         return self._runtime.available_memory(self._device, memory.used)
 
     def _check_clock(self) -> None:
-        if self._timed_for is None:
+        if not self._is_free:
             return
         if self._tells_time is None:
             self._tells_time = self._runtime.tells_time(self._device)
         if not self._tells_time:
             raise ConfigError(
-                f"{self._timed_for} is not accepted for {self._device}, whose events do not tell the time, so that how "
+                f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
                 "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or device_budget "
                 "what stays"
             )

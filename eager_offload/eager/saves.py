@@ -28,7 +28,7 @@ from eager_offload.marks import Mark
 from eager_offload.schedule import AT_THE_EXIT, AWAITED_WINDOWS, PrefetchOrder, ResidentQueue
 from eager_offload.selection import footprint
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, Kept, Link, Step, StepRecord, StepScript, StepTables
+from eager_offload.step_table import Fate, Kept, Step, StepRecord, StepScript, StepTables
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it
@@ -109,9 +109,7 @@ class SavedTensors:
     def learn(self, record: StepRecord) -> None:
         """Takes in what a step has taught whose graph is gone; needs the lock."""
         self._steps.discard(record)
-        out = self.offloader.out_rate.value
-        link = None if out is None else Link(out, self.offloader.in_rate.value or out)
-        self.tables.learn(record.log, link, self._windows.inflight)
+        self.tables.learn(record.log, self.keeping.link, self._windows)
 
     # -- saves ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +137,7 @@ class SavedTensors:
                 if not isinstance(saved, SavedView):
                     return saved
                 if self.keeping.readings is not None:
-                    self.keeping.readings.note_save()
+                    self.keeping.readings.note_save(step.log, saved.number)
                 storage = saved.storage
                 shares = storage.number != saved.number or storage.step is not step
                 if shares or packed_at <= queue.final_after:
@@ -186,7 +184,7 @@ class SavedTensors:
             if not isinstance(saved, SavedView):
                 return None
             if self.keeping.readings is not None:
-                self.keeping.readings.note_save()
+                self.keeping.readings.note_save(step.log, saved.number)
             return saved
 
     def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:

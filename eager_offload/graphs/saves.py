@@ -146,17 +146,16 @@ class CapturedSaves:
 
     def _learner(self) -> _Saves:
         config, tables = self._offload.config, StepTables(True, self._offload._accounts)
-        if config.slowdown is not None:  # steps before have learnt what stays: a graph has no time of its own
-            config = OffloadConfig.from_fields({"max_slowdown": None, "policy": "max"}, config)
+        if config.is_free:  # steps before have decided what stays: a graph has no time of its own
+            config = OffloadConfig.from_fields({"policy": "max"}, config)
             if (controller := self._offload.controller_of(self._stream.device)) is not None:
-                tables.control(controller.without_time())
+                tables.control(controller.fixed())
         return self._new(config, self._offload._accounts, tables)
 
     def _fix(self, learnt: _Saves) -> _Saves:
         """The saved tensors of the last warm-up, by what those before have learnt."""
         windows = learnt.transfers.windows
         fields = {
-            "max_slowdown": None,
             "policy": "max",
             "device_budget": None,
             "keep_last_bytes": learnt.saved_tensors.keeping.keep,

@@ -237,7 +237,7 @@ def _slow_link(stats: OffloadStats, config: OffloadConfig) -> str:
     """Returns the advice for transfers that run all the time while compute waits for them."""
     rate = _rate(stats)
     less = "To move less, "
-    if config.slowdown is None and config.keep_last_bytes == "auto":
+    if not config.is_free and config.keep_last_bytes == "auto":
         less += 'policy="free" moves what the link hides and no more; or '
     return (
         f"while transfers ran {percent_text(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
@@ -290,7 +290,7 @@ def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterat
 
 def _knob_of_what_stays(stats: OffloadStats, config: OffloadConfig) -> str | None:
     """Returns the setting that keeps more of the newest bytes; empty if each costs much, ``None`` if that is learnt."""
-    if config.slowdown is not None or 0 < stats.device_memory_peak <= stats.device_budget:
+    if config.is_free or 0 < stats.device_memory_peak <= stats.device_budget:
         return None
     if stats.plan is not None:
         return " A plan for a larger device_budget leaves them where they are."

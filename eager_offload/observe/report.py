@@ -60,10 +60,9 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
             f"{size_text(stats.device_memory_peak)}: {size_text(stats.keep_last_bytes)} may stay"
         )
     learns = not stats.compiled_regions or stats.keep_last_bytes  # compiled code does not
-    if (setting := config.slowdown) is not None and learns:
-        limit = f"max_slowdown of {percent_text(setting)}" if setting else "free"
+    if config.is_free and learns:
         lines.append(
-            f"policy     {limit}: compute waits {percent_text(stats.slowdown)} of a step, and "
+            f"policy     free: compute waits {percent_text(stats.slowdown)} of a step, and "
             f"{size_text(stats.keep_last_bytes)} may stay"
         )
     if stats.compiled_regions:

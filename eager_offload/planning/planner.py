@@ -129,7 +129,7 @@ def plan(
                 f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which says itself what "
                 "stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
             )
-        settings = replace(given, device_budget=None, policy="max", max_slowdown=None)
+        settings = replace(given, device_budget=None, policy="max")
         if host_budget is not None:
             settings = replace(settings, host_budget=host_budget)
         named = given.device_budget if device_budget is None else device_budget

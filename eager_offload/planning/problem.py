@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-from eager_offload.planning.program import Program
+from eager_offload.budget import Timeline
+from eager_offload.planning.program import Program, ProgramSave
 from eager_offload.tiers.memory import PAGE, round_up
 
 #: For each storage that may move, whether it does.
@@ -45,6 +47,34 @@ class Problem:
     def begins(self) -> list[float]:
         """When each operator begins where compute never waits, and at last when the step ends."""
         return list(accumulate(self.op_seconds, initial=0.0))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step as the rule by pace sees it."""
+        program, storages, begins = self.program, self.program.storages, self.begins
+        final, asks = [begins[one.saved] for one in storages], self.by_ask
+        if not self.ordered:  # a graph has what it computes at once; autograd, when a later node brings another one in
+            saves = [save for save in program.saves if save.storage >= 0]
+            brought = dict[int, ProgramSave]()
+            for save in saves:
+                brought.setdefault(save.storage, save)
+            first = list(brought.values())
+            for save in saves:
+                later = bisect_right(first, save.node, key=lambda one: one.node)
+                final[save.storage] = begins[first[later].op] if later < len(first) else self.forward_seconds
+            asks = [one for one in dict.fromkeys(program.saves[ask.save].storage for ask in program.asks) if one >= 0]
+        return Timeline(
+            [one.moved_bytes for one in storages],
+            final,
+            [begins[one.asked] for one in storages],
+            asks,
+            self.forward_seconds,
+            self.compute_seconds,
+            self.out,
+            self.back,
+            self.window,
+            self.ahead,
+        )
 
     @property
     def compute_seconds(self) -> float:

@@ -17,18 +17,14 @@ its peak depends on no time.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave, living
-from eager_offload.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses, late_behind
-
-#: Of each storage, whether it is asked for before it could be away, behind what is on its way, and back.
-Late: TypeAlias = tuple[bool, ...]
+from eager_offload.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
 
 
 class Outcome(NamedTuple):
@@ -93,18 +89,7 @@ class Replay:
 
     def run(self, moves: Moves) -> Outcome:
         """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""
-        return self.learn(moves)[0]
-
-    def learn(self, moves: Moves) -> tuple[Outcome, Late]:
-        """Returns the same, and what a step table learns from such a step (``StepLog.table``)."""
-        step, problem = _Step(self, self.problem.within_room(moves)), self.problem
-        outcome = step.run()
-        late = [
-            step.asked_at.get(number, math.inf) - step.saved_at.get(number, 0.0)
-            < (late_behind(problem.window) + one.moved_bytes) / problem.out + one.moved_bytes / problem.back
-            for number, one in enumerate(problem.program.storages)
-        ]
-        return outcome, tuple(late)
+        return _Step(self, self.problem.within_room(moves)).run()
 
 
 class _Stored:
@@ -138,9 +123,6 @@ class _Step:
         self.back: dict[int, float] = {}
         self.here = set(range(len(self.storages)))
         self.returned = set[int]()
-        #: By storage, when it was saved and asked for first.
-        self.saved_at: dict[int, float] = {}
-        self.asked_at: dict[int, float] = {}
         #: Whether what is known of the order of asks is in force, as it is from the first one on.
         self.is_arranged = False
         #: What the node that runs has asked for: saves, and their storages; and how many were asked for before.
@@ -196,7 +178,6 @@ class _Step:
                 self.queue.saved_again(first, save)
             return
         self._poll()
-        self.saved_at[number] = self._reached()
         if self.moves[number]:
             last = self.of.last[number]
             # A graph has what it computes at once; autograd, when the next operator is recorded.
@@ -277,7 +258,6 @@ class _Step:
         self.queue.discard(self.of.first[number])  # what has not begun to leave stays
         if number not in self.here:
             self._bring(number)
-        self.asked_at.setdefault(number, self._reached())
         self.asked.append(save)
         self.using.add(number)
         if not self.is_arranged:

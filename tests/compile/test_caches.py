@@ -198,7 +198,7 @@ def keys(text: str) -> tuple[str, str]:
 #: Whatever decides what moves, or when.
 FIELDS_THAT_DECIDE: tuple[dict[str, Any], ...] = (
     *({}, {"min_bytes": 300}, {"keep_last_bytes": 300}, {"prefetch_bytes": 1 << 20}, {"tier": "host"}),
-    *({"device_budget": 1}, {"device_budget": 2}, {"policy": "free"}, {"max_slowdown": 0.5}),
+    *({"device_budget": 1}, {"device_budget": 2}, {"policy": "free"}),
 )
 
 

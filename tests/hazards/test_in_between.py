@@ -266,7 +266,7 @@ def test_a_step_is_exposed_by_its_own_waits_for_transfers() -> None:
     """Not by those that a tier grows in, nor by those of the next step, which are enqueued before it is read."""
     runtime, accounts, log, cpu = Lagging(), Accounts(), TransferLog(), torch.device("cpu")
     offloader = DeviceOffloader(cpu, runtime, [], accounts, log, windows=Windows(1 << 20, 1 << 20))
-    readings, queue, read = Readings(offloader, OffloadConfig(max_slowdown=0.5)), ResidentQueue(0), []
+    readings, queue, read = Readings(offloader, OffloadConfig(policy="free")), ResidentQueue(0), []
     for _ in range(12):
         readings.begin(queue)
         readings.note_step(StepLog(), queue)

@@ -135,12 +135,12 @@ def test_an_edge_left_out_is_reported_and_shows_if_and_only_if_it_is_needed(
 
 
 @pytest.mark.filterwarnings("ignore:.*device_budget:RuntimeWarning")
-@pytest.mark.parametrize("setting", ["keep_last_bytes", "nothing", "max_slowdown", "device_budget"])
+@pytest.mark.parametrize("setting", ["keep_last_bytes", "nothing", "policy", "device_budget"])
 def test_h71_what_a_captured_step_moves_does_not_depend_on_the_host(setting: str, offloads: Any) -> None:
     """Nor on the link, on what earlier steps have on its way, or, but for a budget, on whether there were any."""
     small = {"max_inflight_bytes": "2KiB", "prefetch_bytes": "2KiB", "keep_last_bytes": "auto"}
     budget = torch.accelerator.memory_allocated() + 8192
-    values = {"keep_last_bytes": 0, "max_slowdown": 0.1, "device_budget": budget}
+    values = {"keep_last_bytes": 0, "policy": "free", "device_budget": budget}
     fields = small | {name: values[name] for name in values if name == setting}
     w, x = torch.full((16, 16), 0.01, device=NAME, requires_grad=True), torch.ones(16, 16, device=NAME)
 
