@@ -21,7 +21,6 @@ The count of hiding pairs is therefore known when the context is left without an
 
 from __future__ import annotations
 
-import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -103,8 +102,10 @@ thread = _Thread()
 
 
 class _Process:
-    """The counts of all threads."""
+    """The counts of all threads, and what makes an ``Offload`` for the whole process."""
 
+    make_owner: Callable[[OffloadConfig], Owner]
+    """Set by the module of ``Offload``, which is above this one."""
     backwards = 0
     """Backwards that were begun since an ``Offload`` was made, except in ``outside``."""
 
@@ -172,17 +173,9 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
     standing = _standing.get(text)
     if standing is None:
         with _standing_lock.lock:
-            standing = _standing.get(text) or make_owner(OffloadConfig.from_text(text))
+            standing = _standing.get(text) or process.make_owner(OffloadConfig.from_text(text))
             _standing[text] = standing
     return standing
-
-
-def make_owner(config: OffloadConfig) -> Owner:
-    """Returns a new ``Offload``. Its module imports this one, and compiled code may run without it."""
-    made: Any = importlib.import_module("eager_offload.offload").Offload(config)
-    made.expect_no_use()  # a graph uses it, or whoever has asked for it
-    owner: Owner = made
-    return owner
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

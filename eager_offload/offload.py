@@ -720,6 +720,13 @@ class Offload:
         self._in_vain.warn_if_nothing_moved(moved_before, because)
 
 
+def _made(config: OffloadConfig) -> Offload:
+    """Returns an object for the whole process: a graph uses it, or whoever has asked for it."""
+    made = Offload(config)
+    made._in_vain.is_used()
+    return made
+
+
 def _all_held() -> list[tuple[Held, OffloadConfig]]:
     """Returns the held bytes of each live object that no call of the library is using."""
     return [(offload.held(), offload.config) for offload in _alive if not offload._is_reentered()]
@@ -744,5 +751,6 @@ def _prepare_all() -> None:
 #: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
+contexts.process.make_owner = _made
 watch.held, watch.is_wanted, watch.ended = _all_held, _alive.__bool__, _note_step_peaks
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)
