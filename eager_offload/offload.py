@@ -34,7 +34,17 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
-from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell, warn
+from eager_offload.errors import (
+    FORKED,
+    CaptureStateError,
+    ConfigError,
+    OffloadError,
+    captured,
+    reentered,
+    tell,
+    warn,
+    warn_once,
+)
 from eager_offload.in_vain import InVain
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.marks import no_offload
@@ -532,7 +542,9 @@ class Offload:
             with self._accounts.lock:
                 self._offloaders.poll()
                 self._offloaders.snapshot_peaks()
-                return self._accounts.counters.snapshot(self.config)
+                found = self._accounts.counters.snapshot(self.config)
+        tell()
+        return found
 
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
         """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
@@ -667,7 +679,8 @@ class Offload:
             if context is None or context.forward is not inherited.forward:  # it has entered one of its own
                 self.pack = replaced
                 return replaced(tensor)
-            self._in_vain.warn_once("forked", FORKED.format(where="inside of a `with offload` of its parent's"))
+            forked = FORKED.format(where="inside of a `with offload` of its parent's")
+            warn_once("forked", forked, self._accounts.said)
             with no_offload():
                 return replaced(tensor)
 
@@ -701,11 +714,12 @@ class Offload:
             self._hook_pair = plain_hooks(self.config_key)
             with self._accounts.lock:
                 self._accounts.counters.demote("uncompiled")
-            self._in_vain.warn_once(
+            warn_once(
                 "uncompiled",
                 f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
                 "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
+                self._accounts.said,
             )
 
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:

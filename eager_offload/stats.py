@@ -398,10 +398,9 @@ class Counters:
         self.note_live()
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
 
-    def demote(self, kind: str) -> bool:
-        """Counts a demotion. Returns whether it is the first of its kind, of which the user is warned."""
+    def demote(self, kind: str) -> None:
+        """Counts a demotion."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
-        return self.demotions[kind] == 1
 
     def stall(self, seconds: float, *, fills_window: bool) -> None:
         """Counts a wait of compute."""
@@ -443,11 +442,15 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
+        #: The keys of the warnings that were given, see ``warn_once``.
+        self.said: set[str] = set()
 
     def demoted(self, kind: str, reasons: Iterable[str]) -> list[str]:
         """Counts, under the lock, a demotion of ``kind`` for each of ``reasons``. Returns those to warn of."""
         with self.lock:
-            return [reason for reason in reasons if self.counters.demote(kind)]
+            for _ in (found := list(reasons)):
+                self.counters.demote(kind)
+            return found if found and self.counters.demotions[kind] == len(found) else []
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

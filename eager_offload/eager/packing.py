@@ -20,6 +20,7 @@ from eager_offload.eager.coding import Coding
 from eager_offload.eager.handles import Returned, SavedStorage, SavedView
 from eager_offload.engine.transfer import State, Transfer
 from eager_offload.engine.transfers import Transfers
+from eager_offload.errors import warn_once
 from eager_offload.kernels.codecs import CODECS, is_out_of_memory
 from eager_offload.runtime.base import Layout, Stream
 
@@ -48,11 +49,13 @@ def packed(transfers: Transfers, saved: SavedStorage, coding: Coding) -> Packed 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    if transfers.accounts.counters.demote("device_full"):
-        transfers.warn(
-            f"{transfers.device} has no memory left to {coding.codec.name} the {coding.nbytes} bytes of a saved "
-            "tensor before they leave: they stay, with the storage that they are a part of"
-        )
+    transfers.accounts.counters.demote("device_full")
+    warn_once(
+        "device_full",
+        f"{transfers.device} has no memory left to {coding.codec.name} the {coding.nbytes} bytes of a saved "
+        "tensor before they leave: they stay, with the storage that they are a part of",
+        transfers.accounts.said,
+    )
     return None
 
 

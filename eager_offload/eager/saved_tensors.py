@@ -19,7 +19,7 @@ from eager_offload.eager.ownership import own_until_taken
 from eager_offload.eager.saving import Saving
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT
-from eager_offload.errors import OffloadError
+from eager_offload.errors import OffloadError, warn
 from eager_offload.kernels.codecs import CODECS
 from eager_offload.marks import Mark
 from eager_offload.schedule import ResidentQueue
@@ -62,9 +62,7 @@ class SavedTensors(Saving):
         if not self.keeping.adapts or offloader.is_crashed or offloader.is_capturing():
             return
         with offloader.lock, offloader.locked():
-            message = self.keeping.begin(queue)
-        if message:  # with the lock not held: a warnings.showwarning is the user's
-            offloader.warn(message)
+            self.keeping.begin(queue)
 
     def begin_further_step(self, queue: ResidentQueue) -> None:
         """Begins another step in the same context; ``queue`` is the calling thread's."""
@@ -72,7 +70,7 @@ class SavedTensors(Saving):
         with self.offloader.lock:
             self._accounts.counters.begin()
         for reason in self._accounts.demoted("uncompiled_codec", failures):
-            self.offloader.warn(reason)
+            warn(reason)
         self.begin_forward(queue)
 
     # -- forward ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload._torch import module_call, offloaded_modules, run_uncompiled, version_of
-from eager_offload.errors import FORKED, warn
+from eager_offload.errors import FORKED, warn, warn_once
 from eager_offload.module_calls import ModuleCall, show_to_compilers
 from eager_offload.out_of_memory import watch
 
@@ -68,15 +68,13 @@ class OffloadedCalls:
         #: Steps in which nothing was seen.
         self._unseen = 0
         self._is_offloaded = self._is_in_eval_mode = False
-        process, said_of_fork = os.getpid(), list[bool]()
+        process = os.getpid()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             assert module is not None  # it is what is being called
             if os.getpid() != process:
-                if not said_of_fork:
-                    said_of_fork.append(True)
-                    warn(FORKED.format(where="after its parent had prepared this model"))
+                warn_once("forked", FORKED.format(where="after its parent had prepared this model"))
                 return call(*arguments, **named)
             if not when(module):
                 return call(*arguments, **named)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import size_text
-from eager_offload.errors import warn
+from eager_offload.errors import warn_once
 from eager_offload.runtime.accelerator_api import AcceleratorApi
 from eager_offload.tiers.finalizers import FinalizerRecord
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT
@@ -75,7 +75,7 @@ class PinnedMemory:
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
         #: The node of memory nearest to a device, by the device's index.
         self._nodes: dict[int, int | None] = {}
 
@@ -95,7 +95,15 @@ class PinnedMemory:
             try:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
-                self._warn(nbytes, error)
+                reason, limit = str(error).partition("\n")[0], pinning_limit()
+                lock = "" if limit is None else f", which is {size_text(limit)} now,"
+                warn_once(
+                    "pin",
+                    f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
+                    f"memory, and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a "
+                    "smaller host_budget may help; pin_memory=False says that it is meant so",
+                    self._said,
+                )
             return self.pageable(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
@@ -127,10 +135,11 @@ class PinnedMemory:
             except RuntimeError as error:
                 refused.append(record)
                 reason = str(error).partition("\n")[0]
-                self._warn_once(
+                warn_once(
+                    "unpin",
                     f"{record.pages.nbytes} bytes of pinned host memory could not be unpinned ({reason}): they are "
                     "held until that works. After an error of the device it does not: start the process anew",
-                    "unpin",
+                    self._said,
                 )
             else:
                 self._records.discard(record)
@@ -186,20 +195,3 @@ class PinnedMemory:
         slab = self._api.empty_pinned(nbytes + PAGE - 1)
         start = -slab.data_ptr() % PAGE
         return slab[start : start + nbytes]
-
-    def _warn(self, nbytes: int, error: RuntimeError) -> None:
-        reason, limit = str(error).partition("\n")[0], pinning_limit()
-        lock = "" if limit is None else f", which is {size_text(limit)} now,"
-        self._warn_once(
-            f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
-            f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
-            "host_budget may help; pin_memory=False says that it is meant so",
-            "pin",
-        )
-
-    def _warn_once(self, message: str, about: str) -> None:
-        with self._lock:
-            if about in self._warned:
-                return
-            self._warned.add(about)
-        warn(message)

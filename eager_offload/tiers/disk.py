@@ -32,7 +32,7 @@ from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom
 from eager_offload.tiers.memory import PAGE, anonymous_slab, round_up
-from eager_offload.tiers.ranks import warning_of_guess
+from eager_offload.tiers.ranks import warn_of_guess
 from eager_offload.tiers.rawfile import RawFile
 from eager_offload.tiers.spill import SpillFile
 
@@ -172,8 +172,9 @@ class DiskTier(Tier):
     def lanes(self) -> int:
         return max(len(self._disks), 1)
 
-    def warning(self) -> str | None:
-        return None if self._given is not None else warning_of_guess()
+    def warn(self, said: set[str]) -> None:
+        if self._given is None:
+            warn_of_guess()
 
     @property
     def shortage(self) -> Shortage:

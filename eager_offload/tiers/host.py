@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from eager_offload.config import size_literal, size_text
-from eager_offload.errors import OffloadError
+from eager_offload.errors import OffloadError, warn_once
 from eager_offload.tiers.base import MustGrow, Shortage, Tier
 from eager_offload.tiers.finalizers import Living
 from eager_offload.tiers.forking import ForkSafeLock
@@ -14,7 +14,7 @@ from eager_offload.tiers.guard import process_guard
 from eager_offload.tiers.limits import HOST_FRACTION, host_headroom
 from eager_offload.tiers.pool import Pool
 from eager_offload.tiers.quotas import Quota
-from eager_offload.tiers.ranks import warning_of_guess
+from eager_offload.tiers.ranks import warn_of_guess
 from eager_offload.tiers.slabs import HostSlot
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
@@ -55,7 +55,6 @@ class HostTier(Tier):
         self._next_look = 0
         #: Bytes that are refused until the budget is worked out anew, where it follows the machine.
         self._refused_until_look = 0
-        self._has_warned = False
         pool.join(self._quota)
 
     @property
@@ -123,18 +122,17 @@ class HostTier(Tier):
         self._refused_until_look -= nbytes
         return self._refused_until_look < 0
 
-    def warning(self) -> str | None:
+    def warn(self, said: set[str]) -> None:
         if self._quota.pooled:
-            return warning_of_guess()
-        overdraft = self._quota.overdraft
-        if overdraft is None or self._has_warned:
-            return None
-        self._has_warned = True
-        return (
-            f"host_budget={self._given or size_literal(self.budget)} is taken as it was given, although memory is "
-            f"short: {overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
-            f'{overdraft.remedy}, or leave it to host_budget="auto"'
-        )
+            warn_of_guess()
+        elif (overdraft := self._quota.overdraft) is not None:
+            warn_once(
+                "host_budget",
+                f"host_budget={self._given or size_literal(self.budget)} is taken as it was given, although memory is "
+                f"short: {overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
+                f'{overdraft.remedy}, or leave it to host_budget="auto"',
+                said,
+            )
 
     @property
     def shortage(self) -> Shortage:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from eager_offload.errors import warn_once
+
 #: The variables in which launchers give the number of processes that they started on this node: torchrun (and launchers
 #: that start processes as it does), worker groups on Ray, Open MPI, and Hydra (MPICH, Intel MPI).
 _NUMBERS = ("LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -30,8 +32,6 @@ class Ranks(NamedTuple):
 
 #: What a framework has said that starts processes by itself; 0: nothing.
 _reported = 0
-#: Whether the user has been told that nobody has counted the ranks of this node.
-_has_warned = False
 
 
 def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
@@ -70,17 +70,15 @@ def set_local_ranks(ranks: int) -> None:
     _reported = max(ranks, 0)
 
 
-def warning_of_guess() -> str | None:
-    """Returns what the user is to be told, once in a process, where nothing tells how many ranks share this node."""
-    global _has_warned
-    if _has_warned or not (found := ranks_here()).is_guess:
-        return None
-    _has_warned = True
-    return (
-        f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its share "
-        "of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give host_budget and "
-        "disk_budget in bytes"
-    )
+def warn_of_guess() -> None:
+    """Warns, once in a process, if nothing tells how many ranks share this node."""
+    if (found := ranks_here()).is_guess:
+        warn_once(
+            "ranks",
+            f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its "
+            "share of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give "
+            "host_budget and disk_budget in bytes",
+        )
 
 
 def _positive(text: str) -> int:
