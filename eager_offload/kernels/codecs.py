@@ -34,8 +34,8 @@ from eager_offload.codecs.names import is_compiled
 from eager_offload.codecs.rounded import BLOCK, compiled_multiple
 from eager_offload.errors import CapabilityError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
-from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Signature, TensorSpec
+from eager_offload.kernels.staging import LaunchSpec
 
 _logger = logging.getLogger("eager_offload.kernels")
 

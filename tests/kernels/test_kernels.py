@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -53,13 +54,13 @@ def kernel_of(body: Any, *inputs: Any, impl: str = "inductor", **fields: Any) ->
 
 def kept_count() -> int:
     """How many compiled kernels are alive."""
-    return sum(reference() is not None for reference in compiled._kept.values())
+    return len(compiled._kept)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a test compiles goes with it; the process keeps those of its codecs."""
-    monkeypatch.setattr(compiled, "_kept", {})
+    monkeypatch.setattr(compiled, "_kept", weakref.WeakValueDictionary())
     yield
     collect()
     assert kept_count() == 0
@@ -230,6 +231,6 @@ def test_cuda_is_refused_at_once_where_there_is_none_and_with_clusters(monkeypat
         as_torch_kernel(kernel(cluster=(2, 1, 1)), "cuda")
     with pytest.raises(CapabilityError, match="k: impl='cuda' takes CUDA tensors, and these are on cpu"):
         as_torch_kernel(kernel(), "cuda")(torch.ones(4))
-    monkeypatch.setattr("eager_offload.kernels.cuda.compile_cuda", None)
+    monkeypatch.setattr("eager_offload.kernels.compiled.compile_cuda", None)
     with pytest.raises(CapabilityError, match="this torch compiles none"):
         as_torch_kernel(kernel(), "cuda")
