@@ -15,12 +15,13 @@ import torch
 from eager_offload.errors import CaptureInputError, CaptureStateError, NoAcceleratorError
 from eager_offload.graphs.pools import (
     CapturePool,
+    CaptureStatus,
     GraphPoolHandle,
     ReplayOrder,
     capture_pool_for_handle,
+    capture_status,
     require_runtime,
 )
-from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
 
@@ -147,15 +148,10 @@ def _upload(graph: Any, stream: torch.Stream) -> bool:
     with suppress(RuntimeError, ImportError, OSError, AttributeError):
         name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         of_cuda: Any = torch.cuda.Stream
-        return _by_library(int(raw()), int(of_cuda(**name).cuda_stream))
+        library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
+        library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        return int(library.cudaGraphUpload(int(raw()), int(of_cuda(**name).cuda_stream))) == 0
     return False
-
-
-def _by_library(executable: int, stream: int) -> bool:
-    assert torch.version.cuda is not None
-    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
-    library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return int(library.cudaGraphUpload(executable, stream)) == 0
 
 
 class GraphCaptureGuard:

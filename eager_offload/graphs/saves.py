@@ -99,7 +99,12 @@ class CapturedSaves:
         """
         number, script = len(self._scripts), StepScript()
         if self._learnt is None:
-            self._learnt = self._learner()
+            config, tables = self._offload.config, StepTables(True, self._offload._accounts)
+            if config.slowdown is not None:  # steps before have learnt what stays: a graph has no time of its own
+                config = OffloadConfig.from_fields({"max_slowdown": None, "policy": "max"}, config)
+                if (controller := self._offload.controller_of(self._stream.device)) is not None:
+                    tables.control(controller.without_time())
+            self._learnt = self._new(config, self._offload._accounts, tables)
         if number == self._warmups - 1:
             saves = self._rehearsed = self._fix(self._learnt)
         else:
@@ -144,14 +149,6 @@ class CapturedSaves:
         self.tables = script.tables()
         counters = saves.transfers.accounts.counters
         self.kept = {reason: nbytes for reason, nbytes in counters.kept_bytes.items() if nbytes}
-
-    def _learner(self) -> _Saves:
-        config, tables = self._offload.config, StepTables(True, self._offload._accounts)
-        if config.slowdown is not None:  # steps before have learnt what stays: a graph has no time of its own
-            config = OffloadConfig.from_fields({"max_slowdown": None, "policy": "max"}, config)
-            if (controller := self._offload.controller_of(self._stream.device)) is not None:
-                tables.control(controller.without_time())
-        return self._new(config, self._offload._accounts, tables)
 
     def _fix(self, learnt: _Saves) -> _Saves:
         """The saved tensors of the last warm-up, by what those before have learnt."""
