@@ -102,27 +102,21 @@ thread = _Thread()
 
 
 class _Process:
-    """The counts of all threads, and what makes an ``Offload`` for the whole process."""
+    """The counts of all threads, what makes an ``Offload`` for the whole process, and what a fork does to contexts."""
 
     make_owner: Callable[[OffloadConfig], Owner]
     """Set by the module of ``Offload``, which is above this one."""
     backwards = 0
     """Backwards that were begun since an ``Offload`` was made, except in ``outside``."""
 
-
-process = _Process()
-
-
-class _Inherited:
-    """The contexts that the thread was in that has forked."""
-
     def after_fork(self) -> None:
+        """Leaves the contexts that the forking thread was in to the parent."""
         for owner in {context.owner for context in thread.contexts}:
             owner.leave_to_parent()
 
 
-_inherited = _Inherited()
-tell_after_fork(_inherited)
+process = _Process()
+tell_after_fork(process)
 #: Set once a compiler has asked for the graph of a hook: from then on autograd may have nodes without a visible save.
 compiled = threading.Event()
 

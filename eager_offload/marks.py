@@ -88,7 +88,7 @@ REGION_NOTE, CODEC_NOTE, MODULE_NOTE = "eager_offload_keeps", "eager_offload_cod
 
 inside = _Inside()
 # No lock: each is changed by single operations, which no other thread can interrupt.
-#: The marks by address, with those of storages that have gone since the last call of ``any_marks``.
+#: The marks by address, with those of storages that have gone since ``_forget_gone``.
 standing: dict[int, _Marked] = {}
 _gone: deque[_Marked] = deque()
 
@@ -114,8 +114,10 @@ class Region(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _take_last(getattr(inside, self._kind), self._added):
+        entries = getattr(inside, self._kind)
+        if self._added not in entries:
             raise OffloadError("this region is left in a thread that has not entered one: use one `with` for both")
+        del entries[len(entries) - 1 - entries[::-1].index(self._added)]  # regions of generators need not nest
 
     def __call__(self, func: F) -> F:
         if any(is_one(func) for is_one in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
@@ -128,14 +130,6 @@ class Region(ContextDecorator):
     def _recreate_cm(self) -> Region:
         # Called for each call of a decorated function, which may be a traced one.
         return no_offload() if self._kind == "keeps" else codec(str(self._added))
-
-
-def _take_last(entries: list[Any], entry: object) -> bool:
-    """Deletes the last ``entry`` of ``entries``; regions of generators need not nest. Returns whether there was one."""
-    if entry not in entries:
-        return False
-    del entries[len(entries) - 1 - entries[::-1].index(entry)]
-    return True
 
 
 def no_offload() -> Region:
@@ -235,7 +229,9 @@ def prefer_offload(tensor: T) -> T:
 
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
-    """Returns the mark on ``storage``."""
+    """Returns the mark on ``storage``. Need not be called while ``standing`` is empty, as it mostly is."""
+    if _gone:
+        _forget_gone()
     marked = standing.get(storage_key(storage))
     return None if marked is None or marked() is not storage else marked.mark
 
@@ -243,16 +239,6 @@ def mark_of(storage: torch.UntypedStorage) -> Mark | None:
 def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
     standing.pop(storage_key(storage), None)
-
-
-def any_marks() -> bool:
-    """Returns whether there is any mark; mostly there is none, and no storage has to be looked up.
-
-    If ``marks.standing`` is empty, this need not be called.
-    """
-    if _gone:
-        _forget_gone()
-    return bool(standing)
 
 
 def _forget_gone() -> None:

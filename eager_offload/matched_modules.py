@@ -183,15 +183,6 @@ class _InCodec:
         return self._named.rules() is None
 
 
-def _attribute_of_inner(module: nn.Module) -> str | None:
-    """Returns the attribute of a wrapper that holds its inner module; ``None`` if ``module`` is not a wrapper.
-
-    Classes are recognized by name, so that nothing has to be imported.
-    """
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
-
-
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of ``model`` by name, without wrappers and the parts that they add to names."""
     inside: dict[str, tuple[nn.Module, str]] = {}
@@ -200,7 +191,9 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
         plain = ""
         if name:
             outer, plain = inside.get(parent, (model, parent))
-            if attribute != _attribute_of_inner(outer):
+            # By their names, so that nothing has to be imported.
+            classes = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(outer).__mro__)
+            if attribute != next((_WRAPPERS[one] for one in classes if one in _WRAPPERS), None):
                 plain = f"{plain}.{attribute}" if plain else attribute
         inside[name] = module, plain
     return {plain: module for module, plain in inside.values()}

@@ -87,7 +87,7 @@ class Offloading:
         area, storage = saved.footprint, saved.aliases[0].untyped_storage()
         if storage.nbytes() < area.start + area.nbytes:
             return KeepReason.LAYOUT  # resized since it was saved
-        if marks.standing and marks.any_marks():
+        if marks.standing:
             if marks.mark_of(storage) is Mark.KEEP:
                 return KeepReason.MARKED
             marks.clear_mark(storage)
