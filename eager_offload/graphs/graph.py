@@ -20,6 +20,7 @@ from eager_offload.graphs.pools import (
     ReplayOrder,
     capture_pool_for_handle,
     capture_status,
+    check_outside,
     require_runtime,
 )
 from eager_offload.runtime.accelerator import AcceleratorRuntime
@@ -76,7 +77,7 @@ class CapturedGraph:
         there = here if stream is None else stream
         if there.device != device:
             raise CaptureInputError(f"a graph that was captured on {device} was launched on a stream of {there.device}")
-        self._check_outside("a graph was launched", there)
+        check_outside("a graph was launched", there)
         runtime.poll()
         with self._order.lock:
             if there != here:
@@ -107,7 +108,7 @@ class CapturedGraph:
         Raises:
             CaptureStateError: in a capture.
         """
-        self._check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
+        check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
         if not self.is_uploaded:
             self.is_uploaded = _upload(self._graph, self._runtime.current_stream(self._stream.device))
         return self.is_uploaded
@@ -125,10 +126,6 @@ class CapturedGraph:
     def keep(self, *used: object) -> None:
         """Has ``used`` live as long as a replay may need it."""
         self._uses.extend(used)
-
-    def _check_outside(self, what: str, stream: torch.Stream) -> None:
-        if any(capture_status(one) is not CaptureStatus.NONE for one in (None, stream)):
-            raise CaptureStateError(f"{what} in a capture: graphs of graphs are not made")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Has what a replay uses outlive it. This runs anywhere: takes no lock, waits for nothing, spoils no capture.

@@ -20,6 +20,7 @@ from eager_offload._torch import accelerator_in_use, stream_is_capturing
 from eager_offload.config import parse_size
 from eager_offload.errors import (
     CapacityError,
+    CaptureStateError,
     HostAllocationUnderCaptureError,
     NoAcceleratorError,
     PoolInUseError,
@@ -72,6 +73,15 @@ def capture_status(stream: torch.Stream | None = None) -> CaptureStatus:
 def is_capturing(stream: torch.Stream | None = None) -> bool:
     """Whether what is enqueued on ``stream``, else on the current one, becomes a part of a graph."""
     return capture_status(stream).is_capturing
+
+
+def check_outside(what: str, stream: torch.Stream | None = None) -> None:
+    """Raises ``CaptureStateError`` if the current stream, or ``stream``, is being captured."""
+    if any(capture_status(one) is not CaptureStatus.NONE for one in {None, stream}):
+        raise CaptureStateError(
+            f"{what} in a capture: each replay would do it again, with what it is given now. Do it before the capture, "
+            "and between replays"
+        )
 
 
 def require_runtime(what: str) -> AcceleratorRuntime:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from eager_offload.graphs.graph import (
     check_autocast,
     pool_of,
 )
-from eager_offload.graphs.pools import CapturePool, CaptureStatus, GraphPoolHandle, capture_status
+from eager_offload.graphs.pools import CapturePool, CaptureStatus, GraphPoolHandle, capture_status, check_outside
 from eager_offload.graphs.saves import CapturedSaves
 from eager_offload.offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import StepTable
@@ -59,7 +58,7 @@ class DeviceScalar:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         _check_number(value, dtype)
-        _check_outside("a DeviceScalar was made")
+        check_outside("a DeviceScalar was made")
         with torch.inference_mode(False):
             self._tensor = torch.full((), value, dtype=dtype, device=device)
 
@@ -76,7 +75,7 @@ class DeviceScalar:
             CaptureStateError: in a capture, whose replays would all write this value.
         """
         _check_number(value, self._tensor.dtype)
-        _check_outside("DeviceScalar.update was called")
+        check_outside("DeviceScalar.update was called")
         with torch.no_grad():
             # A fill carries its number along. A copy from host memory would read what the next update puts there.
             self._tensor.fill_(value)
@@ -97,7 +96,7 @@ class StaticInputs:
     """
 
     def __init__(self, inputs: Any) -> None:
-        _check_outside("StaticInputs was made")
+        check_outside("StaticInputs was made")
         self._names, leaves, self._structure = flatten_with_names(inputs)
         with torch.inference_mode(False), torch.no_grad():
             self._leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -114,7 +113,7 @@ class StaticInputs:
             CaptureInputError: structure, shape, dtype, device or a plain value is another one.
             CaptureStateError: in a capture.
         """
-        _check_outside("StaticInputs.update was called")
+        check_outside("StaticInputs.update was called")
         names, leaves, structure = flatten_with_names(inputs)
         if structure != self._structure:
             raise CaptureInputError(
@@ -159,21 +158,6 @@ def _check_number(value: object, dtype: torch.dtype) -> None:
         raise CaptureInputError(f"a DeviceScalar of {dtype} cannot hold {value!r}")
 
 
-def _check_outside(what: str) -> None:
-    if capture_status() is not CaptureStatus.NONE:
-        raise CaptureStateError(
-            f"{what} while the current stream is being captured: each replay would do it again, with what it is given "
-            "now. Do it before the capture, and between replays"
-        )
-
-
-class _Parts(NamedTuple):
-    """What a captured step has until it is closed."""
-
-    graph: CapturedGraph
-    inputs: StaticInputs
-
-
 class CapturedStep:
     """A step as a graph; ``capture_step`` makes it. A context manager, which closes it.
 
@@ -187,12 +171,13 @@ class CapturedStep:
 
     def __init__(
         self,
-        parts: _Parts,
+        parts: tuple[CapturedGraph, StaticInputs],
         plans: tuple[StepTable, ...],
         kept: Mapping[KeepReason, int],
         scalars: Sequence[DeviceScalar],
     ) -> None:
-        self._parts: _Parts | None = parts
+        #: What it has until it is closed: the graph, and where that reads its inputs.
+        self._parts: tuple[CapturedGraph, StaticInputs] | None = parts
         #: What the capture has done, for each forward of the step with its backward; empty without ``offload``.
         self.plans = plans
         #: Bytes as saved of what stays on the device, by reason: of one step. Empty without ``offload``.
@@ -212,7 +197,7 @@ class CapturedStep:
         Raises:
             CaptureStateError: the step is closed.
         """
-        return self._open().graph
+        return self._open()[0]
 
     @property
     def result(self) -> Any:
@@ -221,7 +206,7 @@ class CapturedStep:
         Raises:
             CaptureStateError: the step is closed.
         """
-        return self._open().graph.result
+        return self._open()[0].result
 
     def __call__(self, *inputs: Any) -> Any:
         """Copies ``inputs`` to where the graph reads them, launches it on the current stream, and returns ``result``.
@@ -244,7 +229,7 @@ class CapturedStep:
             CaptureInputError: ``stream`` is of another device.
             CaptureStateError: in a capture, or the step is closed.
         """
-        self._open().graph.launch(stream)
+        self._open()[0].launch(stream)
 
     def close(self) -> None:
         """Lets go of the graph, its memory, its inputs and results; what a replay uses stays until that is over.
@@ -262,7 +247,7 @@ class CapturedStep:
     ) -> None:
         self.close()
 
-    def _open(self) -> _Parts:
+    def _open(self) -> tuple[CapturedGraph, StaticInputs]:
         if self._parts is None:
             raise CaptureStateError("a captured step was used that is closed: capture it again")
         return self._parts
@@ -270,7 +255,7 @@ class CapturedStep:
     def __repr__(self) -> str:
         if self._parts is None:
             return "<CapturedStep: closed>"
-        return f"<CapturedStep: {self._parts.graph.num_replays} replays>"
+        return f"<CapturedStep: {self._parts[0].num_replays} replays>"
 
 
 def capture_step(
@@ -324,7 +309,15 @@ def capture_step(
         offload = None
     with overriding_stale_streams():
         saves = None if offload is None else CapturedSaves(offload, stream, runtime, warmup)
-        _warm_up(fn, static, saves, warmup, runtime, stream)
+        here = runtime.current_stream(stream.device)
+        runtime.wait(stream, runtime.record(here))  # what the step reads was made there
+        try:
+            with runtime.enter(stream):
+                for _ in range(warmup):
+                    with nullcontext() if saves is None else saves.warm_up():
+                        fn(*static.values)
+        finally:
+            runtime.wait(here, runtime.record(stream))  # and so is what comes after the warm-ups
         nbytes = 0 if saves is None else saves.slot_bytes
         owner = CapturePool(nbytes) if shared is None and nbytes else shared
         guard = GraphCaptureGuard(stream, mode, owner, debug)
@@ -341,7 +334,7 @@ def capture_step(
     graph.result = result
     graph.keep(fn, static, *scalars, result)
     plans, kept = ((), dict[KeepReason, int]()) if saves is None else (saves.tables, saves.kept)
-    return CapturedStep(_Parts(graph, static), plans, kept, scalars)
+    return CapturedStep((graph, static), plans, kept, scalars)
 
 
 def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Sequence[object], warmup: int) -> None:
@@ -370,23 +363,3 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
         raise CaptureStateError(
             "an Offload with pin_memory=False cannot be captured: copies from and to pageable memory make the host wait"
         )
-
-
-def _warm_up(
-    fn: Callable[..., Any],
-    static: StaticInputs,
-    saves: CapturedSaves | None,
-    warmup: int,
-    runtime: AcceleratorRuntime,
-    stream: torch.Stream,
-) -> None:
-    """Real steps on ``stream``."""
-    here = runtime.current_stream(stream.device)
-    runtime.wait(stream, runtime.record(here))
-    try:
-        with runtime.enter(stream):
-            for _ in range(warmup):
-                with nullcontext() if saves is None else saves.warm_up():
-                    fn(*static.values)
-    finally:
-        runtime.wait(here, runtime.record(stream))

@@ -59,6 +59,8 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
 
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
 
+    from eager_offload._torch import compile_fx  # likewise
+
     try:
         graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
     except Exception as error:
@@ -78,7 +80,12 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
     def compile_it() -> Launch:
         copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
         try:
-            compiled = _by_inductor(graph, distinct)
+            if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
+                compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
+            else:
+                # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what
+                # the caller has set, autocast or hooks of saved tensors, compile anew.
+                compiled = cast(Launch, compile_fx(graph, distinct))
 
             def launch(*given: Tensor) -> None:
                 compiled(*(given[place].detach() for place in firsts))
@@ -89,18 +96,6 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
         return launch
 
     return kept(text, compile_it)
-
-
-def _by_inductor(graph: Any, given: list[Tensor]) -> Launch:
-    """What ``graph`` does, compiled for such tensors."""
-    from eager_offload._torch import compile_fx  # with the compiler
-
-    if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
-        compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
-        return compiled
-    # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what the caller
-    # has set, autocast or hooks of saved tensors, compile anew.
-    return cast(Launch, compile_fx(graph, given))
 
 
 def _code(graph: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,10 @@ class TorchKernel:
         """
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)
-        with torch.no_grad(), _without_autocast(call.device):
+        kind = call.device.type
+        # A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called.
+        is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        with torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
             self._launch(call.device, call.tensors)
         return kernel.signature.result(call, arguments)
 
@@ -136,12 +139,6 @@ class TorchKernel:
                 return None
             self._compiled[place] = found
             return found
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called."""
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:

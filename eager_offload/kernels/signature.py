@@ -177,7 +177,10 @@ class Signature:
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the argument {name}", spec, leaf, device)
         tensors = [
-            leaf if isinstance(leaf, Tensor) else _filled(leaf, spec, device)
+            # torch takes no whole number of more than 64 bits
+            leaf
+            if isinstance(leaf, Tensor)
+            else torch.full((), float(leaf) if spec.dtype.is_floating_point else leaf, dtype=spec.dtype, device=device)
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         count = len(flatten_with_names(self.inputs)[1])
@@ -303,8 +306,3 @@ def _holds(dtype: torch.dtype, value: Any) -> bool:
         # Some dtypes of eight bits have no infinity.
         return repr(torch.tensor(value, dtype=dtype).item()) == repr(float(value))
     return isinstance(value, int) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
-
-
-def _filled(value: float, spec: Scalar, device: torch.device) -> Tensor:
-    # Torch takes no whole number of more than 64 bits.
-    return torch.full((), float(value) if spec.dtype.is_floating_point else value, dtype=spec.dtype, device=device)
