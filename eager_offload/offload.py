@@ -531,7 +531,7 @@ class Offload:
         leaves out transfers that ended since the last save or unpack, and waits for none.
 
         Args:
-            synchronize: waits until all transfers are over, so that every figure is final.
+            synchronize: waits until all transfers are over, so that every figure is final, and warns of what failed.
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
@@ -543,7 +543,8 @@ class Offload:
                 self._offloaders.poll()
                 self._offloaders.snapshot_peaks()
                 found = self._accounts.counters.snapshot(self.config)
-        tell()
+        if synchronize:
+            tell()
         return found
 
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
