@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -16,8 +17,7 @@ from urllib.parse import unquote
 
 from eager_offload.errors import ConfigError
 from eager_offload.names import briefly, check_names, checks_names, unknown_name
-from eager_offload.pydantic_schema import schema_of
-from eager_offload.schedule import Windows
+from eager_offload.schedule import Windows, largest_of
 
 MIB = 1 << 20
 
@@ -390,9 +390,26 @@ class OffloadConfig(_BesideFields):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
-        hints = get_type_hints(cls)
-        annotations = {name: hints[name] for name in FIELDS}
-        return schema_of(cls, annotations, _DEFAULTS.to_dict(), handler.generate_schema)
+        """Returns pydantic's schema for fields of this type.
+
+        A model takes an object of this class, or a mapping for ``from_dict``, whose ``ConfigError`` pydantic reports
+        with the place in the file, since it is a ``ValueError``. The model's dump has the result of ``to_dict``, and
+        its JSON schema the names, types and defaults of the fields.
+        """
+        core_schema = importlib.import_module("pydantic_core.core_schema")  # which pydantic has brought
+        hints, defaults = get_type_hints(cls), _DEFAULTS.to_dict()
+        fields = {}
+        for name in FIELDS:
+            of_type = handler.generate_schema(hints[name])
+            with_default = core_schema.with_default_schema(of_type, default=defaults[name])
+            fields[name] = core_schema.typed_dict_field(with_default, required=False)
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls.from_dict(value),
+            json_schema_input_schema=core_schema.typed_dict_schema(fields, extra_behavior="forbid"),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                cls.to_dict, return_schema=core_schema.dict_schema()
+            ),
+        )
 
     @classmethod
     def from_text(cls, text: str) -> OffloadConfig:
@@ -401,16 +418,19 @@ class OffloadConfig(_BesideFields):
 
     # For the rest of the library: the same values, each in one type.
 
-    def windows(self, device_bytes: Callable[[], int | None]) -> Windows:
-        """Returns the windows of a device, or of a graph, before its first step.
+    def windows(self, device_bytes: Callable[[], int | None], movable: Sequence[int] = ()) -> Windows:
+        """Returns the windows of a device, or of a graph.
 
         Args:
             device_bytes: returns the memory of the device, as for ``auto_window``; called if a window is ``"auto"``.
+            movable: the bytes of each storage that a step could move; without them the windows are of a first step.
         """
         inflight, prefetch = (
             None if one == "auto" else cast(int, one) for one in (self.max_inflight_bytes, self.prefetch_bytes)
         )
-        return Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
+        windows = Windows(inflight, prefetch, device_bytes() if None in (inflight, prefetch) else None)
+        windows.begin(sum(movable), largest_of(movable))
+        return windows
 
     def newest_bytes(self, prefetch_bytes: int) -> int:
         """Returns ``keep_last_bytes`` in bytes; ``prefetch_bytes`` is the prefetch window if that is ``"auto"``."""

@@ -21,7 +21,6 @@ The count of hiding pairs is therefore known when the context is left without an
 
 from __future__ import annotations
 
-import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -102,25 +101,21 @@ thread = _Thread()
 
 
 class _Process:
-    """The counts of all threads."""
+    """The counts of all threads, what makes an ``Offload`` for the whole process, and what a fork does to contexts."""
 
+    make_owner: Callable[[OffloadConfig], Owner]
+    """Set by the module of ``Offload``, which is above this one."""
     backwards = 0
     """Backwards that were begun since an ``Offload`` was made, except in ``outside``."""
 
-
-process = _Process()
-
-
-class _Inherited:
-    """The contexts that the thread was in that has forked."""
-
     def after_fork(self) -> None:
+        """Leaves the contexts that the forking thread was in to the parent."""
         for owner in {context.owner for context in thread.contexts}:
             owner.leave_to_parent()
 
 
-_inherited = _Inherited()
-tell_after_fork(_inherited)
+process = _Process()
+tell_after_fork(process)
 #: Set once a compiler has asked for the graph of a hook: from then on autograd may have nodes without a visible save.
 compiled = threading.Event()
 
@@ -171,17 +166,9 @@ def serving(text: str, *, is_hooked: bool = False) -> Owner:
     standing = _standing.get(text)
     if standing is None:
         with _standing_lock.lock:
-            standing = _standing.get(text) or make_owner(OffloadConfig.from_text(text))
+            standing = _standing.get(text) or process.make_owner(OffloadConfig.from_text(text))
             _standing[text] = standing
     return standing
-
-
-def make_owner(config: OffloadConfig) -> Owner:
-    """Returns a new ``Offload``. Its module imports this one, and compiled code may run without it."""
-    made: Any = importlib.import_module("eager_offload.offload").Offload(config)
-    made.expect_no_use()  # a graph uses it, or whoever has asked for it
-    owner: Owner = made
-    return owner
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import errno
 import sys
 import warnings
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,8 +19,10 @@ FORKED = (
     "this process was forked {where}: it trains without offload there, with the same gradients. To offload in a "
     "process, do that in the process itself"
 )
-#: Warnings of the process that the user's filters turn into errors, and that were not raised yet.
+#: Warnings of the process that could not be given where they arose.
 _untold: deque[str] = deque()
+#: The keys of ``warn_once`` for warnings of which the process needs one.
+said_in_process: set[str] = set()
 
 
 class OffloadError(RuntimeError):
@@ -165,17 +168,34 @@ def reentered() -> OffloadError:
 def warn(message: str) -> None:
     """Warns at the user's line that led here, past the frames of this library and of torch.
 
-    Never raises. If the user's filters turn the warning into an error, or their ``warnings.showwarning`` fails,
-    ``tell`` raises it later: here it would interrupt a transfer, a compilation or other hooks.
+    Never raises. ``tell`` warns later, if the user's filters turn the warning into an error or their
+    ``warnings.showwarning`` fails: here that would interrupt a transfer, a compilation or other hooks. Likewise if no
+    line of the user's led here, as on a thread of the library's own.
     """
+    _, frame = users_frame()
+    if frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
+        _untold.append(message)
+        return
     try:
         _warn(message)
     except Exception:
         _untold.append(message)
 
 
+def warn_once(key: str, message: str | Callable[[], str], said: set[str] = said_in_process) -> None:
+    """Warns as ``warn`` does, unless a warning of ``key`` was given before.
+
+    Args:
+        message: the text, or a function that writes it.
+        said: the keys of earlier warnings: those of an ``Offload``, or by default those of the process.
+    """
+    if key not in said:
+        said.add(key)
+        warn(message if isinstance(message, str) else message())
+
+
 def tell() -> None:
-    """Repeats the warnings that would have raised, at a line of the user's where nothing is under way.
+    """Gives the warnings that could not be given where they arose, at a line of the user's where nothing is under way.
 
     Raises:
         Warning: the first of them that is still an error; the others wait for the next such line.

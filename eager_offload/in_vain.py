@@ -9,7 +9,7 @@ import sys
 from eager_offload import contexts
 from eager_offload.config import OffloadConfig
 from eager_offload.contexts import Forward
-from eager_offload.errors import users_frame, warn
+from eager_offload.errors import users_frame, warn, warn_once
 from eager_offload.matched_modules import MatchedModules
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.step_memory import why
@@ -66,7 +66,6 @@ class InVain:
 
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
         self._config, self._accounts = config, accounts
-        self._warned: set[str] = set()
         #: Forwards in which a tensor was saved.
         self.forwards = 0
         #: Forwards since the last of these.
@@ -91,15 +90,9 @@ class InVain:
             self.is_used()
             warn(f"nothing of this Offload was used, {_INSTEAD}")
 
-    def warn_once(self, what: str, message: str) -> None:
-        """Warns with ``message``, unless it has warned of ``what`` before."""
-        if what not in self._warned:
-            self._warned.add(what)
-            warn(message)
-
     def expect_nothing(self) -> None:
         """Suppresses the warning that nothing moved: the user means it."""
-        self._warned.add("nothing")
+        self._accounts.said.add("nothing")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
         """Checks a forward that is over.
@@ -115,7 +108,7 @@ class InVain:
                 self._unseen = 0
                 self.forwards += 1
                 if not is_own:
-                    self.warn_once("nested", _NESTED)
+                    warn_once("nested", _NESTED, self._accounts.said)
                 if self.forwards == _LOOKED_AT:
                     self.warn_if_nothing_moved()
                     if not contexts.compiled.is_set():  # traced code may have called them
@@ -124,38 +117,40 @@ class InVain:
                 return
             elif seen.nodes:
                 self._accounts.counters.empty_forwards += 1
-                self.warn_once("empty", _EMPTY)
+                warn_once("empty", _EMPTY, self._accounts.said)
             elif not self.forwards and forward.may_save:
                 self._unseen += 1
                 if seen.backwards:
-                    self.warn_once("unseen", _BACKWARD_ALONE)
+                    warn_once("unseen", _BACKWARD_ALONE, self._accounts.said)
                 elif self._unseen == _LOOKED_AT:
-                    self.warn_once("unseen", _UNSEEN)
+                    warn_once("unseen", _UNSEEN, self._accounts.said)
 
     def saw_foreign_hooks(self, count: int) -> None:
         """Counts ``count`` pairs of other hooks that hid saves from a context, and warns of them."""
         if count:
             with self._accounts.lock:
                 self._accounts.counters.foreign_hooks += count
-            self.warn_once("foreign", _FOREIGN)
+            warn_once("foreign", _FOREIGN, self._accounts.said)
 
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
         """Warns that nothing moved, and why: see ``Offload.warn_if_nothing_moved``."""
-        if self._warned & {"nothing", "empty", "foreign", "nested", "unseen"}:
+        if self._accounts.said & {"nothing", "empty", "foreign", "nested", "unseen"}:
             return
         stats = self._accounts.counters.snapshot(self._config)
         reported = stats.kept_bytes.keys() & {KeepReason.BUDGET, KeepReason.FAILED}  # each has a warning of its own
         if stats.offloaded_bytes == moved_before and not reported:
-            self.warn_once("nothing", f"nothing moved, because {because or why(stats, self._config)}")
+            message = f"nothing moved, because {because or why(stats, self._config)}"
+            warn_once("nothing", message, self._accounts.said)
 
     def _warn_of_patterns(self, matched: MatchedModules) -> None:
         """Warns of patterns of which no module has been called."""
         if patterns := matched.without_calls():
-            self.warn_once(
+            warn_once(
                 "skip",
                 f"skip={patterns} has had no effect so far: no module that it names has been called. It counts for "
                 "what is saved where a module is called, as module(x), and not where module.forward(x) is, or a method "
                 "of its own: name a module around it, or write `with eager_offload.no_offload():` there",
+                self._accounts.said,
             )
 
 

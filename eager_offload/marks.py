@@ -65,7 +65,7 @@ _WRITTEN = "eager_offload.no_offload()"
 
 inside = _Inside()
 # No lock: each is changed by single operations, which no other thread can interrupt.
-#: The marks by address, with those of storages that have gone since the last call of ``any_marks``.
+#: The marks by address, with those of storages that have gone since ``_forget_gone``.
 standing: dict[int, _Marked] = {}
 _gone: deque[_Marked] = deque()
 
@@ -139,7 +139,9 @@ def prefer_offload(tensor: T) -> T:
 
 
 def mark_of(storage: torch.UntypedStorage) -> Mark | None:
-    """Returns the mark on ``storage``."""
+    """Returns the mark on ``storage``. Need not be called while ``standing`` is empty, as it mostly is."""
+    if _gone:
+        _forget_gone()
     marked = standing.get(storage_key(storage))
     return None if marked is None or marked() is not storage else marked.mark
 
@@ -147,16 +149,6 @@ def mark_of(storage: torch.UntypedStorage) -> Mark | None:
 def clear_mark(storage: torch.UntypedStorage) -> None:
     """Ends a mark: the storage's copy has started."""
     standing.pop(storage_key(storage), None)
-
-
-def any_marks() -> bool:
-    """Returns whether there is any mark; mostly there is none, and no storage has to be looked up.
-
-    If ``marks.standing`` is empty, this need not be called.
-    """
-    if _gone:
-        _forget_gone()
-    return bool(standing)
 
 
 def _forget_gone() -> None:

@@ -166,7 +166,9 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
         plain = ""
         if name:
             outer, plain = inside.get(parent, (model, parent))
-            if attribute != _attribute_of_inner(outer):
+            # By their names, so that nothing has to be imported.
+            classes = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(outer).__mro__)
+            if attribute != next((_WRAPPERS[one] for one in classes if one in _WRAPPERS), None):
                 plain = f"{plain}.{attribute}" if plain else attribute
         inside[name] = module, plain
     return {plain: module for module, plain in inside.values()}

@@ -31,7 +31,16 @@ from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
 from eager_offload.engine.transfer import KEPT, WAITING, CountedBytes
-from eager_offload.errors import FORKED, CaptureStateError, ConfigError, OffloadError, captured, reentered, tell
+from eager_offload.errors import (
+    FORKED,
+    CaptureStateError,
+    ConfigError,
+    OffloadError,
+    captured,
+    reentered,
+    tell,
+    warn_once,
+)
 from eager_offload.in_vain import InVain
 from eager_offload.marks import no_offload
 from eager_offload.matched_modules import MatchedModules
@@ -474,7 +483,7 @@ class Offload:
         leaves out transfers that ended since the last save or unpack, and waits for none.
 
         Args:
-            synchronize: waits until all transfers are over, so that every figure is final.
+            synchronize: waits until all transfers are over, so that every figure is final, and warns of what failed.
         """
         if self._is_reentered() or self._offloaders.is_capturing():
             return self._accounts.counters.snapshot(self.config)
@@ -485,7 +494,10 @@ class Offload:
             with self._accounts.lock:
                 self._offloaders.poll()
                 self._offloaders.snapshot_peaks()
-                return self._accounts.counters.snapshot(self.config)
+                found = self._accounts.counters.snapshot(self.config)
+        if synchronize:
+            tell()
+        return found
 
     def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
         """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
@@ -620,7 +632,8 @@ class Offload:
             if context is None or context.forward is not inherited.forward:  # it has entered one of its own
                 self.pack = replaced
                 return replaced(tensor)
-            self._in_vain.warn_once("forked", FORKED.format(where="inside of a `with offload` of its parent's"))
+            forked = FORKED.format(where="inside of a `with offload` of its parent's")
+            warn_once("forked", forked, self._accounts.said)
             with no_offload():
                 return replaced(tensor)
 
@@ -654,11 +667,12 @@ class Offload:
             self._hook_pair = plain_hooks(self.config_key)
             with self._accounts.lock:
                 self._accounts.counters.demote("uncompiled")
-            self._in_vain.warn_once(
+            warn_once(
                 "uncompiled",
                 f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "
                 "eager_offload knows it: what a graph saves leaves when all of the graph has run. Gradients are the "
                 "same; peak memory is not. Upgrade eager_offload, or use a torch that its README lists",
+                self._accounts.said,
             )
 
     def warn_if_nothing_moved(self, moved_before: int = 0, because: str | None = None) -> None:
@@ -677,6 +691,13 @@ def _notes() -> list[str]:
     """Returns a note for each live object that holds saved tensors, and that no call of the library is using."""
     found = ((offload.held(), offload.config) for offload in _alive if not offload._is_reentered())
     return [held.note(config) for held, config in found if held.leaving or held.returning or any(held.stays.values())]
+
+
+def _made(config: OffloadConfig) -> Offload:
+    """Returns an object for the whole process: a graph uses it, or whoever has asked for it."""
+    made = Offload(config)
+    made._in_vain.is_used()
+    return made
 
 
 def _note_step_peaks() -> None:
@@ -698,5 +719,6 @@ def _prepare_all() -> None:
 #: The objects that were entered before anything had loaded the compiler.
 _unprepared: Living[Offload] = Living()
 _first_compile = on_first_compile(_prepare_all)
+contexts.process.make_owner = _made
 watch.notes, watch.is_wanted, watch.ended = _notes, _alive.__bool__, _note_step_peaks
 OffloadStats._advise, OffloadStats._describe = staticmethod(advise), staticmethod(describe)

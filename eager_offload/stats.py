@@ -379,10 +379,9 @@ class Counters:
         self.note_live()
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
 
-    def demote(self, kind: str) -> bool:
-        """Counts a demotion. Returns whether it is the first of its kind, of which the user is warned."""
+    def demote(self, kind: str) -> None:
+        """Counts a demotion."""
         self.demotions[kind] = self.demotions.get(kind, 0) + 1
-        return self.demotions[kind] == 1
 
     def stall(self, seconds: float, *, fills_window: bool) -> None:
         """Counts a wait of compute."""
@@ -415,6 +414,8 @@ class Accounts(ForkSafeLock):
     def __init__(self) -> None:
         super().__init__(shared=False)
         self.counters = Counters()
+        #: The keys of the warnings that were given, see ``warn_once``.
+        self.said: set[str] = set()
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

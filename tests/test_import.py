@@ -189,7 +189,7 @@ def test_the_library_uses_few_private_names_of_torch() -> None:
 
 
 def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
-    """The modules that a file imports, with the names that it takes from each."""
+    """The modules that a file imports, with the names that it takes from each, and those of ours that it names so."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
@@ -197,6 +197,10 @@ def imports_of(source: Path) -> Iterator[tuple[str, list[str]]]:
             assert node.level == 0, f"{source}: a relative import"
             assert node.module is not None
             yield node.module, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            match node.args:
+                case [ast.Constant(value=str(module))] if module.split(".")[0] == PACKAGE.name:
+                    yield module, []
 
 
 def private(dotted: str) -> bool:

@@ -34,20 +34,21 @@ _BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 
 #: What chooses for a plan: numbers, which know no tensor, no graph and nothing else of it. Compilers ask it too.
 CHOOSER = {f"eager_offload.planning.{name}" for name in ("choose", "problem", "program", "replay")}
+#: Modules that train by an ``Offload``, where the rest of their folder is beneath that.
+ABOVE = {"eager_offload.compile.backend", "eager_offload.observe.doctor"}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those inside of a folder are `chooser`, and `doctor`, which trains a step where all else that observes is told.
+#: Those inside of a folder are `chooser`, and each of ``ABOVE``.
 ROOMS: dict[str, set[str]] = {
     "_torch": set(),
     "errors": set(),
     "names": {"errors"},
-    "pydantic_schema": set(),
     "schedule": set(),
     "budget": set(),
     "version": set(),
     "rates": set(),
     "module_calls": {"_torch", "tiers"},
     "trace_file": {"errors"},
-    "config": {"errors", "names", "pydantic_schema", "schedule"},
+    "config": {"errors", "names", "schedule"},
     "machine": {"_torch", "config", "errors", "names", "rates", "runtime", "tiers"},
     "malloc": {"config"},
     "tiers": {"_torch", "config", "errors", "rates"},
@@ -96,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
         *("plan_settings", "runtime"),
         *("stats", "step_memory", "step_table", "tiers"),
     },
+    "backend": {"_torch", "compile", "config", "errors", "matched_modules", "names", "offload"},
     "graphs": {"_torch", "config", "eager", "engine", "errors", "offload", "runtime", "stats", "step_table", "tiers"},
     "planning": {
         *("_torch", "compile", "config", "contexts", "eager", "errors"),
@@ -137,8 +139,8 @@ def room_of(module: str) -> str:
     """The first name below the package: a folder, or a module of its own."""
     if module in CHOOSER:
         return "chooser"
-    if module == "eager_offload.observe.doctor":
-        return "doctor"
+    if module in ABOVE:
+        return module.split(".")[2]
     return module.split(".")[1] if "." in module else module
 
 

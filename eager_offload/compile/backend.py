@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
+from eager_offload import offload as _offload  # noqa: F401  # makes the Offload of graphs that run in no context
 from eager_offload._torch import compile_fx, inductor_options
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass

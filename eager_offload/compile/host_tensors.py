@@ -27,7 +27,7 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.engine.transfer_log import GraphOffloaded
 from eager_offload.engine.transfers import Transfers
-from eager_offload.errors import CapacityError, OffloadError
+from eager_offload.errors import CapacityError, OffloadError, warn_once
 from eager_offload.marks import inside
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
@@ -154,21 +154,27 @@ def offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: s
 
 def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     """A forward graph that moves something begins; returns the bytes that it keeps for its backward."""
-    counters = transfers.accounts.counters
+    counters, said = transfers.accounts.counters, transfers.accounts.said
     counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
-    if waits and counters.demote("unpinned"):
-        transfers.warn(
+    if waits:
+        counters.demote("unpinned")
+        warn_once(
+            "unpinned",
             "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
-            "offload.compile(model, ...), which keeps both"
+            "offload.compile(model, ...), which keeps both",
+            said,
         )
-    if inside.keeps and counters.demote("region"):
-        transfers.warn(
+    if inside.keeps:
+        counters.demote("region")
+        warn_once(
+            "region",
             "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "
             "of it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, "
-            "compile the module that it names, or one around it), or call it outside of `with offload:`"
+            "compile the module that it names, or one around it), or call it outside of `with offload:`",
+            said,
         )
     return counters.kept_by_graph(region)
 

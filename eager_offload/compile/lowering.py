@@ -30,7 +30,6 @@ reason that Inductor keeps with what it has compiled.
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -51,13 +50,12 @@ from eager_offload._torch import (
 )
 from eager_offload.compile import ops
 from eager_offload.compile.insert import EXACT, is_report
-from eager_offload.errors import warn
+from eager_offload.errors import warn_once
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Inductor keeps it with what it has compiled, and logs it.
 _NO_CUDA_GRAPH = "eager_offload moving saved tensors in this graph, which no replay would do"
-_warned_of_cuda_graphs = threading.Event()
 
 
 @cache
@@ -96,14 +94,12 @@ def _note_transfer() -> set[str]:
 
 def _warn_of_cuda_graphs() -> None:
     """Warns once that cudagraphs were asked for, for a graph that has transfers."""
-    if _warned_of_cuda_graphs.is_set():
-        return
-    _warned_of_cuda_graphs.set()
-    warn(
+    warn_once(
+        "cuda_graphs",
         'a compiled graph in which saved tensors move runs without CUDA graphs, although mode="reduce-overhead" or '
         "triton.cudagraphs asks for them: a replay repeats kernels, and not what the host does for a transfer. Graphs "
         "without transfers keep them. To replay a step with its transfers, capture all of it: "
-        "eager_offload.graphs.capture_step"
+        "eager_offload.graphs.capture_step",
     )
 
 

@@ -35,7 +35,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.machine import memory_of
 from eager_offload.planning.replay import Outcome
-from eager_offload.schedule import Windows, largest_of
+from eager_offload.schedule import Windows
 from eager_offload.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.stats import KeepReason
 
@@ -234,7 +234,10 @@ def choose_among(
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
     aim = Aim.of(config, fraction)
-    windows, found = _windows((*firm, *free), config), None
+    may_move, found = (*firm, *free), None
+    windows = config.windows(
+        lambda: memory_of(may_move[0].base.meta["val"].device) if may_move else None, [one.nbytes for one in may_move]
+    )
     if aim is None:
         staying = _newest(free, config.newest_bytes(windows.prefetch))
     else:
@@ -244,14 +247,6 @@ def choose_among(
     moving_groups = (*firm, *(group for group in free if group not in staying))
     ordered = tuple(sorted(moving_groups, key=first.__getitem__))
     return Choice(ordered, windows, kept, None if found is None else found.outcome)
-
-
-def _windows(groups: Sequence[Group], config: OffloadConfig) -> Windows:
-    """Returns the windows of a graph of which ``groups`` may move: ``"auto"`` is of its own bytes."""
-    sizes = [group.nbytes for group in groups]
-    windows = config.windows(lambda: memory_of(groups[0].base.meta["val"].device) if groups else None)
-    windows.begin(sum(sizes), largest_of(sizes))
-    return windows
 
 
 def _newest(groups: Iterable[Group], room: int) -> list[Group]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from eager_offload._torch import is_out_of_memory, set_over
 from eager_offload.eager.handles import SavedStorage, SavedView, without_bytes
 from eager_offload.engine.transfers import Transfers
+from eager_offload.errors import warn_once
 from eager_offload.runtime.base import Layout, Stream
 
 
@@ -28,11 +29,13 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    if transfers.accounts.counters.demote("device_full"):
-        transfers.warn(
-            f"{transfers.device} has no memory left to gather the {nbytes} bytes of a saved tensor before they leave: "
-            "they stay, with the storage that they are a part of"
-        )
+    transfers.accounts.counters.demote("device_full")
+    warn_once(
+        "device_full",
+        f"{transfers.device} has no memory left to gather the {nbytes} bytes of a saved tensor before they leave: "
+        "they stay, with the storage that they are a part of",
+        transfers.accounts.said,
+    )
     return None
 
 

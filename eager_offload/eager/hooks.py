@@ -171,7 +171,7 @@ class Hooks:
         if thread.captured is not None:
             return thread.captured.pack(tensor, is_unseen=True)
         packed: KeptTensor | SavedView | WrappedTensor | None = None
-        mark = _mark_of(tensor) if marks.standing and marks.any_marks() else None
+        mark = _mark_of(tensor) if marks.standing else None
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
         if reason is None:
             saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)

@@ -6,10 +6,13 @@ which part of a known step's bytes moves. What is here needs the lock of the tra
 
 from __future__ import annotations
 
+from functools import partial
+
 from eager_offload.budget import Controller
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.eager.readings import Reading, Readings
 from eager_offload.engine.transfers import Transfers
+from eager_offload.errors import warn_once
 from eager_offload.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.step_table import Link, Step, StepTables
 from eager_offload.tiers.forking import Living
@@ -41,8 +44,6 @@ class Keeping:
         self._learns_what_stays = config.learns_what_stays and not transfers.is_captured
         #: Whether storages that a step table has leave do so as soon as they are final.
         self.leaves_early = tables.controller is not None or self._learns_what_stays
-        #: The warning that the budget is not kept, until it is given; ``None`` once it was.
-        self._unkept: str | None = ""
         #: The most bytes of the newest that stay, for each thread, in a step that is not known.
         self.keep = 0
         self._use_windows()
@@ -63,15 +64,15 @@ class Keeping:
         self._queues.add(queue)
         return queue
 
-    def begin(self, queue: ResidentQueue) -> str:
-        """Begins a forward on the thread of ``queue``; returns a warning to the user, empty where there is none."""
+    def begin(self, queue: ResidentQueue) -> None:
+        """Begins a forward on the thread of ``queue``."""
         movable = queue.movable
         if self._windows.begin(movable, queue.largest):
             self._use_windows()
         queue.begin_step()
         self._tell_windows()
         if self.readings is None:
-            return ""
+            return
         self._transfers.poll()  # which learns the tables of steps that are over
         if (over := self.readings.begin(queue)) is not None:
             self._observe_memory(over)
@@ -80,8 +81,6 @@ class Keeping:
         controller = self._tables.controller
         if controller is not None and controller.is_free and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
-        warning, self._unkept = self._unkept, None if self._unkept else self._unkept
-        return warning or ""
 
     def begin_step(self, step: Step, queue: ResidentQueue) -> None:
         """Begins a step of the thread of ``queue``, in which something is saved that may leave."""
@@ -101,11 +100,12 @@ class Keeping:
         assert controller is not None
         kept = one.log.kept
         if one.peak > budget:
-            self._transfers.accounts.counters.demote("over_budget")
+            accounts = self._transfers.accounts
+            accounts.counters.demote("over_budget")
             for queue in self._queues:  # what was to stay leaves, unless backward comes first
                 queue.stay_no_longer()
-            if kept == 0 and self._unkept == "":
-                self._unkept = self._why(one.peak, budget)
+            if kept == 0:
+                warn_once("over_budget", partial(self._why, one.peak, budget), accounts.said)
         if (known := one.log.kind) is not None:
             movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
             controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)

@@ -67,7 +67,7 @@ class Moves:
             gathered: Tensor | None = None
             if storage.nbytes() < area.start + area.nbytes:
                 reason = KeepReason.LAYOUT  # resized since it was saved
-            elif marks.standing and marks.any_marks() and marks.mark_of(storage) is Mark.KEEP:
+            elif marks.standing and marks.mark_of(storage) is Mark.KEEP:
                 reason = KeepReason.MARKED
             else:
                 at_hand = offloader.slot_for(area.moved, found)

@@ -96,9 +96,7 @@ class SavedTensors:
         if not self.keeping.adapts or offloader.is_crashed or offloader.runtime.is_capturing(offloader.device):
             return
         with offloader.lock, offloader.locked():
-            message = self.keeping.begin(queue)
-        if message:  # with the lock not held: a warnings.showwarning is the user's
-            offloader.warn(message)
+            self.keeping.begin(queue)
 
     def begin_further_step(self, queue: ResidentQueue) -> None:
         """Begins another step in the same context; ``queue`` is the calling thread's."""

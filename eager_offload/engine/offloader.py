@@ -123,8 +123,7 @@ class DeviceOffloader(Transfers):
         """Room in ``tier``, which grows for it; the wait is counted."""
         with self._counting_wait(None):
             slot = tier.reserve(nbytes)
-        if message := tier.warning():
-            self.warn(message)
+        tier.warn(self.accounts.said)
         return slot
 
     def go_on(self, lack: Lack | None, start: Callable[[FoundSlot | None], Lack | None], *, waits: bool = True) -> None:
@@ -234,16 +233,13 @@ class DeviceOffloader(Transfers):
     def poll_from_thread(self) -> bool:
         """``poll``, for a transfer thread: there may be no further call. ``False`` where another thread is inside.
 
-        It does not wait for the lock, whose holder may be waiting for the thread, and it does not warn: a warning
-        belongs to a line of the user's, so the next call from there gives it.
+        It does not wait for the lock, whose holder may be waiting for the thread.
         """
         if not self.lock.acquire(blocking=False):
             return False
         try:
-            self._warns_later = True
             self.poll()
         finally:
-            self._warns_later = False
             self.lock.release()
         return True
 

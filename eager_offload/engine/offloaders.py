@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import TransferLog
-from eager_offload.errors import CapacityError, ConfigError, lacks_descriptor, warn
+from eager_offload.errors import CapacityError, ConfigError, lacks_descriptor, warn_once
 from eager_offload.malloc import keeps_freed_memory, trim
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
@@ -27,8 +26,6 @@ from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier, shared_pool
 from eager_offload.tiers.limits import host_bound
 from eager_offload.tiers.pool import Pool
-
-_warned_of_host_tier = threading.Event()
 
 
 class Offloaders:
@@ -110,8 +107,7 @@ class Offloaders:
                 f"{size_text(nbytes)} of host memory cannot be reserved. The reason: {shortage.reason}. To change that,"
                 f" {shortage.remedy}"
             )
-        if message := tier.warning():
-            warn(message)
+        tier.warn(self._accounts.said)
 
     def of(self, device: torch.device) -> DeviceOffloader | KeepReason:
         """The offloader of ``device``, or why its tensors stay.
@@ -128,11 +124,13 @@ class Offloaders:
             except OSError as error:
                 if not lacks_descriptor(error):
                     raise
-                if self._accounts.counters.demote("no_descriptor"):
-                    warn(
-                        f"nothing moves as long as this process has no free file descriptor ({error.strerror}): close "
-                        "files, or raise the limit (ulimit -n)"
-                    )
+                self._accounts.counters.demote("no_descriptor")
+                warn_once(
+                    "no_descriptor",
+                    f"nothing moves as long as this process has no free file descriptor ({error.strerror}): close "
+                    "files, or raise the limit (ulimit -n)",
+                    self._accounts.said,
+                )
                 return KeepReason.FAILED
 
     def is_capturing(self) -> bool:
@@ -291,9 +289,9 @@ class Offloaders:
         on_host_runtime = isinstance(runtime, HostRuntime)
         if config.tier == "disk" or (config.tier == "auto" and (on_host_runtime or config.disk_path is not None)):
             return [self._disk_tier()]
-        if on_host_runtime and not _warned_of_host_tier.is_set():
-            _warned_of_host_tier.set()
-            warn('tier="host" on a CPU device copies within host memory: it saves nothing, for tests')
+        if on_host_runtime:
+            message = 'tier="host" on a CPU device copies within host memory: it saves nothing, for tests'
+            warn_once("host_tier", message)
         return [self._host_tier(runtime)]
 
     def _disk_tier(self) -> Tier:

@@ -31,7 +31,7 @@ from torch import Tensor
 from eager_offload._torch import profiled, profiler_is_on
 from eager_offload.engine.transfer import AWAY, LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
-from eager_offload.errors import OffloadError, TransferError, warn
+from eager_offload.errors import OffloadError, TransferError, warn_once
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, KeepReason
@@ -127,8 +127,6 @@ class Transfers:
         self._in: OrderedDict[Transfer, object] = OrderedDict()
         #: Copies out that are not over, by what counts their bytes.
         self._leaving: dict[CountedBytes, Transfer] = {}
-        self._warns_later = False
-        self._deferred: deque[str] = deque()
         if not runtime.copies_hold_their_ends:
             runtime.outlive(self, self._out)
             runtime.outlive(self, self._in)
@@ -146,13 +144,6 @@ class Transfers:
     def refuses_saves(self) -> bool:
         """Whether what is saved now stays."""
         return self.runtime.is_capturing(self.device)
-
-    def warn(self, message: str) -> None:
-        """A warning to the user."""
-        if self._warns_later:
-            self._deferred.append(message)
-        else:
-            warn(message)
 
     @cached_property
     def _stream_out(self) -> Stream:
@@ -203,16 +194,21 @@ class Transfers:
     def _note_tier(self, tier: Tier) -> None:
         """Counts, and warns once, that a slot is in a further ``tier`` since the first one is full."""
         first = self.tiers[0]
-        if self.accounts.counters.demote(f"{first.name}_to_{tier.name}"):
+
+        def message() -> str:
             reason, remedy = first.shortage
-            self.warn(
+            return (
                 f"the {first.name} tier is full: saved tensors go to the {tier.name} tier as well. The reason: "
                 f"{reason}. To change that, {remedy}"
             )
 
+        self.accounts.counters.demote(kind := f"{first.name}_to_{tier.name}")
+        warn_once(kind, message, self.accounts.said)
+
     def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
         """Counts, and warns once, that no tier has room; ``fallback`` says what becomes of the bytes."""
-        if self.accounts.counters.demote("budget"):
+
+        def message() -> str:
             names = " and ".join(tier.name for tier in self.tiers)
             shortages = [(tier.name, *tier.shortage) for tier in self.tiers]
             why = "; ".join(f"{name}: {reason}" for name, reason, _ in shortages)
@@ -220,10 +216,13 @@ class Transfers:
             if all(tier.name != "disk" for tier in self.tiers):
                 cures.append('let saved tensors go on to disk (tier="auto" and a disk_path)')
             cure = ", or ".join(dict.fromkeys(cures))
-            self.warn(
+            return (
                 f"no room for {nbytes} bytes in the {names} tier: {fallback or f'they stay on {self.device}'}. "
                 f"The reason: {why}. To change that, {cure}"
             )
+
+        self.accounts.counters.demote("budget")
+        warn_once("budget", message, self.accounts.said)
 
     def offload(
         self,
@@ -419,8 +418,6 @@ class Transfers:
             self.take_up(transfer)  # a failure is raised where a wait comes; if none does it harms nothing
         if log.counted.position < log.end:
             log.count_stalls()
-        while self._deferred and not self._warns_later:
-            self.warn(self._deferred.popleft())
 
     def _enqueue(
         self, transfer: Transfer, dst: Any, src: Any, slot: Slot, after: Sequence[Event], what: str, key: int | None
@@ -459,8 +456,9 @@ class Transfers:
             return
         if is_traced:
             self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
-        if runtime.ran_inline(event) and self.accounts.counters.demote("no_thread"):
-            self._deferred.append(_NO_THREAD)
+        if runtime.ran_inline(event):
+            self.accounts.counters.demote("no_thread")
+            warn_once("no_thread", _NO_THREAD, self.accounts.said)
 
     def _failure_of(self, event: Event) -> OffloadError | None:
         """Returns what made a copy that is over fail, if anything."""
@@ -489,8 +487,10 @@ class Transfers:
         else:
             counters.bytes_out -= transfer.moved
             is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
-            if not is_parents and self.accounts.counters.demote("write_failed"):
-                self.warn(f"offloading failed, {record.fallback.format(device=self.device)}: {failure}")
+            if not is_parents:
+                self.accounts.counters.demote("write_failed")
+                message = f"offloading failed, {record.fallback.format(device=self.device)}: {failure}"
+                warn_once("write_failed", message, self.accounts.said)
             record.stay(KeepReason.FAILED)
         record.on_transferred(transfer, failure)
 

@@ -16,16 +16,17 @@ from eager_offload.errors import (
     UnjoinedStreamError,
 )
 from eager_offload.graphs.graph import CapturedGraph, GraphCaptureGuard, make_graphed_callable
-from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
 from eager_offload.graphs.pools import (
     CapturePool,
+    CaptureStatus,
     GraphPoolHandle,
     capture_pool_for_handle,
+    capture_status,
     graph_pool_handle,
+    is_capturing,
     release_graph_pool_handle,
 )
-from eager_offload.graphs.status import CaptureStatus, capture_status, is_capturing
-from eager_offload.graphs.step import CapturedStep, capture_step
+from eager_offload.graphs.step import CapturedStep, DeviceScalar, StaticInputs, capture_step
 from eager_offload.runtime.captures import CaptureMode
 
 __all__ = [

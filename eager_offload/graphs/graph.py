@@ -15,12 +15,14 @@ import torch
 from eager_offload.errors import CaptureInputError, CaptureStateError, NoAcceleratorError
 from eager_offload.graphs.pools import (
     CapturePool,
+    CaptureStatus,
     GraphPoolHandle,
     ReplayOrder,
     capture_pool_for_handle,
+    capture_status,
+    check_outside,
     require_runtime,
 )
-from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import Capture, CaptureMode
 
@@ -75,7 +77,7 @@ class CapturedGraph:
         there = here if stream is None else stream
         if there.device != device:
             raise CaptureInputError(f"a graph that was captured on {device} was launched on a stream of {there.device}")
-        self._check_outside("a graph was launched", there)
+        check_outside("a graph was launched", there)
         runtime.poll()
         with self._order.lock:
             if there != here:
@@ -106,7 +108,7 @@ class CapturedGraph:
         Raises:
             CaptureStateError: in a capture.
         """
-        self._check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
+        check_outside("a graph was uploaded", self._runtime.current_stream(self._stream.device))
         if not self.is_uploaded:
             self.is_uploaded = _upload(self._graph, self._runtime.current_stream(self._stream.device))
         return self.is_uploaded
@@ -124,10 +126,6 @@ class CapturedGraph:
     def keep(self, *used: object) -> None:
         """Has ``used`` live as long as a replay may need it."""
         self._uses.extend(used)
-
-    def _check_outside(self, what: str, stream: torch.Stream) -> None:
-        if any(capture_status(one) is not CaptureStatus.NONE for one in (None, stream)):
-            raise CaptureStateError(f"{what} in a capture: graphs of graphs are not made")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Has what a replay uses outlive it. This runs anywhere: takes no lock, waits for nothing, spoils no capture.
@@ -147,15 +145,10 @@ def _upload(graph: Any, stream: torch.Stream) -> bool:
     with suppress(RuntimeError, ImportError, OSError, AttributeError):
         name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         of_cuda: Any = torch.cuda.Stream
-        return _by_library(int(raw()), int(of_cuda(**name).cuda_stream))
+        library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
+        library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        return int(library.cudaGraphUpload(int(raw()), int(of_cuda(**name).cuda_stream))) == 0
     return False
-
-
-def _by_library(executable: int, stream: int) -> bool:
-    assert torch.version.cuda is not None
-    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # that which torch has loaded
-    library.cudaGraphUpload.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return int(library.cudaGraphUpload(executable, stream)) == 0
 
 
 class GraphCaptureGuard:

@@ -98,9 +98,24 @@ class CapturedSaves:
         """
         number, script = len(self._scripts), StepScript()
         if self._learnt is None:
-            self._learnt = self._learner()
+            config, tables = self._offload.config, StepTables(True, self._offload._accounts)
+            if config.is_free:  # steps before have decided what stays: a graph has no time of its own
+                config = OffloadConfig.from_fields({"policy": "max"}, config)
+                if (controller := self._offload.controller_of(self._stream.device)) is not None:
+                    tables.control(controller.fixed())
+            self._learnt = self._new(config, self._offload._accounts, tables)
         if number == self._warmups - 1:
-            saves = self._rehearsed = self._fix(self._learnt)
+            windows = self._learnt.transfers.windows
+            fields = {
+                "policy": "max",
+                "device_budget": None,
+                "keep_last_bytes": self._learnt.saved_tensors.keeping.keep,
+                "max_inflight_bytes": windows.inflight,
+                "prefetch_bytes": windows.prefetch,
+            }
+            self._fixed = OffloadConfig.from_fields(fields, self._offload.config)
+            self._tables = self._learnt.saved_tensors.tables
+            saves = self._rehearsed = self._new(self._fixed, self._offload._accounts, self._tables.frozen())
         else:
             saves = self._learnt
         self._offload.stats(synchronize=True)  # what earlier steps have on its way takes memory in some runs only
@@ -143,28 +158,6 @@ class CapturedSaves:
         self.tables = script.tables()
         counters = saves.transfers.accounts.counters
         self.kept = {reason: nbytes for reason, nbytes in counters.kept_bytes.items() if nbytes}
-
-    def _learner(self) -> _Saves:
-        config, tables = self._offload.config, StepTables(True, self._offload._accounts)
-        if config.is_free:  # steps before have decided what stays: a graph has no time of its own
-            config = OffloadConfig.from_fields({"policy": "max"}, config)
-            if (controller := self._offload.controller_of(self._stream.device)) is not None:
-                tables.control(controller.fixed())
-        return self._new(config, self._offload._accounts, tables)
-
-    def _fix(self, learnt: _Saves) -> _Saves:
-        """The saved tensors of the last warm-up, by what those before have learnt."""
-        windows = learnt.transfers.windows
-        fields = {
-            "policy": "max",
-            "device_budget": None,
-            "keep_last_bytes": learnt.saved_tensors.keeping.keep,
-            "max_inflight_bytes": windows.inflight,
-            "prefetch_bytes": windows.prefetch,
-        }
-        self._fixed = OffloadConfig.from_fields(fields, self._offload.config)
-        self._tables = learnt.saved_tensors.tables
-        return self._new(self._fixed, self._offload._accounts, self._tables.frozen())
 
     def _new(
         self, config: OffloadConfig, accounts: Accounts, tables: StepTables, slab: GraphSlab | None = None

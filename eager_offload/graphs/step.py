@@ -1,4 +1,4 @@
-"""A whole training step as a graph, offload included.
+"""A whole training step as a graph, offload included; and what changes between replays, at addresses that stay.
 
     warm up    real steps on the stream of the capture, the last of which is written down
     reserve    one slab of pinned memory, which the pool of the graph owns
@@ -9,15 +9,16 @@ See [Note: copies of a graph] in ``engine/captured.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from eager_offload._torch import overriding_stale_streams
+from eager_offload._torch import flatten_with_names, overriding_stale_streams, unflatten
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.graph import (
     CapturedGraph,
@@ -27,22 +28,134 @@ from eager_offload.graphs.graph import (
     check_autocast,
     pool_of,
 )
-from eager_offload.graphs.inputs import DeviceScalar, StaticInputs
-from eager_offload.graphs.pools import CapturePool, GraphPoolHandle
+from eager_offload.graphs.pools import CapturePool, CaptureStatus, GraphPoolHandle, capture_status, check_outside
 from eager_offload.graphs.saves import CapturedSaves
-from eager_offload.graphs.status import CaptureStatus, capture_status
 from eager_offload.offload import Offload
-from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
 from eager_offload.step_table import StepTable
 
 
-class _Parts(NamedTuple):
-    """What a captured step has until it is closed."""
+class DeviceScalar:
+    """A number that a graph reads from the device, such as a learning rate, the count of steps or a seed.
 
-    graph: CapturedGraph
-    inputs: StaticInputs
+    Args:
+        value: what it is at first.
+        dtype: of ``tensor``; the default dtype for a float, ``int64`` for an int, ``bool`` for a bool.
+        device: where it is; the accelerator, or the CPU where there is none.
+
+    Raises:
+        CaptureInputError: ``value`` is no number, or ``dtype`` cannot hold it.
+        CaptureStateError: in a capture.
+    """
+
+    def __init__(
+        self, value: float, dtype: torch.dtype | None = None, device: torch.device | str | int | None = None
+    ) -> None:
+        if dtype is None:
+            kinds = {bool: torch.bool, int: torch.int64}
+            dtype = kinds.get(type(value), torch.get_default_dtype())
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        _check_number(value, dtype)
+        check_outside("a DeviceScalar was made")
+        with torch.inference_mode(False):
+            self._tensor = torch.full((), value, dtype=dtype, device=device)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The number, as a tensor of no dimensions, which is the same object for good: give this to the step."""
+        return self._tensor
+
+    def update(self, value: float) -> None:
+        """Fills the tensor with ``value``, on the current stream: it comes before what is launched from there.
+
+        Raises:
+            CaptureInputError: ``value`` is no number, or the dtype cannot hold it.
+            CaptureStateError: in a capture, whose replays would all write this value.
+        """
+        _check_number(value, self._tensor.dtype)
+        check_outside("DeviceScalar.update was called")
+        with torch.no_grad():
+            # A fill carries its number along. A copy from host memory would read what the next update puts there.
+            self._tensor.fill_(value)
+
+    def __repr__(self) -> str:
+        return f"DeviceScalar({self._tensor.dtype}, {self._tensor.device})"
+
+
+class StaticInputs:
+    """Inputs that a captured function reads: copies of tensors, at addresses that stay, in the structure they came in.
+
+    Args:
+        inputs: tensors and plain values in tuples, lists and dicts, of any depth. Each tensor is copied to a buffer on
+            its own device, which requires no grad; plain values are what each update must repeat.
+
+    Raises:
+        CaptureStateError: in a capture.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        check_outside("StaticInputs was made")
+        self._names, leaves, self._structure = flatten_with_names(inputs)
+        with torch.inference_mode(False), torch.no_grad():
+            self._leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    @property
+    def values(self) -> Any:
+        """The buffers and the plain values, in the structure of the inputs: what is captured is called with these."""
+        return unflatten(self._leaves, self._structure)
+
+    def update(self, inputs: Any) -> None:
+        """Copies the tensors of ``inputs`` into the buffers on the current stream; nothing is copied where they differ.
+
+        Raises:
+            CaptureInputError: structure, shape, dtype, device or a plain value is another one.
+            CaptureStateError: in a capture.
+        """
+        check_outside("StaticInputs.update was called")
+        names, leaves, structure = flatten_with_names(inputs)
+        if structure != self._structure:
+            raise CaptureInputError(
+                f"the inputs were captured with {len(self._names)} values at {', '.join(self._names)}, and are given "
+                f"{len(names)} at {', '.join(names)}: {self._structure} and {structure}"
+            )
+        for name, captured, given in zip(self._names, self._leaves, leaves, strict=True):
+            if not _alike(captured, given):
+                raise CaptureInputError(
+                    f"the input {name} was captured as {_describe(captured)}, and is given as {_describe(given)}"
+                )
+        with torch.no_grad():
+            for captured, given in zip(self._leaves, leaves, strict=True):
+                if isinstance(captured, Tensor) and captured is not given:
+                    captured.copy_(given, non_blocking=True)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)}, {value.dtype}, {value.device}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether a tensor fits into the buffer, or a plain value is repeated."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return _describe(one) == _describe(other)
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def _check_number(value: object, dtype: torch.dtype) -> None:
+    if not isinstance(value, bool | int | float):
+        raise CaptureInputError(f"a DeviceScalar holds a number, and was given {value!r}")
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    whole = isinstance(value, int) or value.is_integer()
+    lowest, highest = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not whole or not lowest <= value <= highest:
+        raise CaptureInputError(f"a DeviceScalar of {dtype} cannot hold {value!r}")
 
 
 class CapturedStep:
@@ -58,12 +171,13 @@ class CapturedStep:
 
     def __init__(
         self,
-        parts: _Parts,
+        parts: tuple[CapturedGraph, StaticInputs],
         plans: tuple[StepTable, ...],
         kept: Mapping[KeepReason, int],
         scalars: Sequence[DeviceScalar],
     ) -> None:
-        self._parts: _Parts | None = parts
+        #: What it has until it is closed: the graph, and where that reads its inputs.
+        self._parts: tuple[CapturedGraph, StaticInputs] | None = parts
         #: What the capture has done, for each forward of the step with its backward; empty without ``offload``.
         self.plans = plans
         #: Bytes as saved of what stays on the device, by reason: of one step. Empty without ``offload``.
@@ -83,7 +197,7 @@ class CapturedStep:
         Raises:
             CaptureStateError: the step is closed.
         """
-        return self._open().graph
+        return self._open()[0]
 
     @property
     def result(self) -> Any:
@@ -92,7 +206,7 @@ class CapturedStep:
         Raises:
             CaptureStateError: the step is closed.
         """
-        return self._open().graph.result
+        return self._open()[0].result
 
     def __call__(self, *inputs: Any) -> Any:
         """Copies ``inputs`` to where the graph reads them, launches it on the current stream, and returns ``result``.
@@ -115,7 +229,7 @@ class CapturedStep:
             CaptureInputError: ``stream`` is of another device.
             CaptureStateError: in a capture, or the step is closed.
         """
-        self._open().graph.launch(stream)
+        self._open()[0].launch(stream)
 
     def close(self) -> None:
         """Lets go of the graph, its memory, its inputs and results; what a replay uses stays until that is over.
@@ -133,7 +247,7 @@ class CapturedStep:
     ) -> None:
         self.close()
 
-    def _open(self) -> _Parts:
+    def _open(self) -> tuple[CapturedGraph, StaticInputs]:
         if self._parts is None:
             raise CaptureStateError("a captured step was used that is closed: capture it again")
         return self._parts
@@ -141,7 +255,7 @@ class CapturedStep:
     def __repr__(self) -> str:
         if self._parts is None:
             return "<CapturedStep: closed>"
-        return f"<CapturedStep: {self._parts.graph.num_replays} replays>"
+        return f"<CapturedStep: {self._parts[0].num_replays} replays>"
 
 
 def capture_step(
@@ -195,16 +309,32 @@ def capture_step(
         offload = None
     with overriding_stale_streams():
         saves = None if offload is None else CapturedSaves(offload, stream, runtime, warmup)
-        _warm_up(fn, static, saves, warmup, runtime, stream)
+        here = runtime.current_stream(stream.device)
+        runtime.wait(stream, runtime.record(here))  # what the step reads was made there
+        try:
+            with runtime.enter(stream):
+                for _ in range(warmup):
+                    with nullcontext() if saves is None else saves.warm_up():
+                        fn(*static.values)
+        finally:
+            runtime.wait(here, runtime.record(stream))  # and so is what comes after the warm-ups
         nbytes = 0 if saves is None else saves.slot_bytes
         owner = CapturePool(nbytes) if shared is None and nbytes else shared
         guard = GraphCaptureGuard(stream, mode, owner, debug)
         with nullcontext() if owner is None else owner.adding():
-            slab = None if owner is None or not nbytes else _pinned(owner, nbytes)
-            graph = _capture(fn, static, saves, slab, guard)
-    graph.keep(fn, static, *scalars, graph.result)
+            slab = None if owner is None or not nbytes else owner.slots(nbytes)
+            if slab is not None and not slab.is_pinned():
+                raise CaptureStateError(
+                    f"{nbytes:,} bytes of host memory could not be pinned, and copies from and to pageable memory make "
+                    "the host wait. Raise the limit of locked memory (ulimit -l)"
+                )
+            with guard, nullcontext() if saves is None else saves.capture(slab):
+                result = fn(*static.values)
+            graph = guard.finish()
+    graph.result = result
+    graph.keep(fn, static, *scalars, result)
     plans, kept = ((), dict[KeepReason, int]()) if saves is None else (saves.tables, saves.kept)
-    return CapturedStep(_Parts(graph, static), plans, kept, scalars)
+    return CapturedStep((graph, static), plans, kept, scalars)
 
 
 def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Sequence[object], warmup: int) -> None:
@@ -233,47 +363,3 @@ def _check_arguments(inputs: Sequence[Any], offload: Offload | None, scalars: Se
         raise CaptureStateError(
             "an Offload with pin_memory=False cannot be captured: copies from and to pageable memory make the host wait"
         )
-
-
-def _warm_up(
-    fn: Callable[..., Any],
-    static: StaticInputs,
-    saves: CapturedSaves | None,
-    warmup: int,
-    runtime: AcceleratorRuntime,
-    stream: torch.Stream,
-) -> None:
-    """Real steps on ``stream``."""
-    here = runtime.current_stream(stream.device)
-    runtime.wait(stream, runtime.record(here))
-    try:
-        with runtime.enter(stream):
-            for _ in range(warmup):
-                with nullcontext() if saves is None else saves.warm_up():
-                    fn(*static.values)
-    finally:
-        runtime.wait(here, runtime.record(stream))
-
-
-def _pinned(pool: CapturePool, nbytes: int) -> Tensor:
-    slab = pool.slots(nbytes)
-    if not slab.is_pinned():
-        raise CaptureStateError(
-            f"{nbytes:,} bytes of host memory could not be pinned, and copies from and to pageable memory make the "
-            "host wait. Raise the limit of locked memory (ulimit -l)"
-        )
-    return slab
-
-
-def _capture(
-    fn: Callable[..., Any],
-    static: StaticInputs,
-    saves: CapturedSaves | None,
-    slab: Tensor | None,
-    guard: GraphCaptureGuard,
-) -> CapturedGraph:
-    with guard, nullcontext() if saves is None else saves.capture(slab):
-        result = fn(*static.values)
-    graph = guard.finish()
-    graph.result = result
-    return graph

@@ -17,9 +17,15 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import FIELDS, OffloadFields
-from eager_offload.integrations.calls import OffloadedCalls, is_training, warn_of_what_hides
+from eager_offload.integrations.calls import (
+    Given,
+    OffloadedCalls,
+    is_training,
+    missing,
+    offload_from,
+    warn_of_what_hides,
+)
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from eager_offload.integrations.settings import Given, missing, offload_from
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # has no types
@@ -111,13 +117,23 @@ class OffloadPlugin:
             )
         if not self.enabled:
             return model
-        if not _is_prepared(accelerator, model):
+        innermost, prepared = _innermost(model), getattr(accelerator, "_models", None)  # private: 1.10 to 1.15
+        if isinstance(prepared, list) and not any(_innermost(one) is innermost for one in prepared):
             raise ConfigError(
                 f"model={kind} is not accepted: it has not been through accelerator.prepare, which may put "
                 "another module in its place. Call that first, then plugin.prepare(accelerator, model) on what it "
                 "returned"
             )
-        self._require_no_other_plugin(innermost := _innermost(model))
+        # Two around one model would nest, and only the inner one would offload.
+        holder, calls = _prepared.get(innermost, (lambda: None, None))
+        if calls is not None and (other := holder()) is not self:
+            if other is None:  # it is gone, as where a cell of a notebook made it anew
+                calls.remove()
+            elif calls in other._calls.values():
+                raise ConfigError(
+                    "a model that another OffloadPlugin has prepared is not accepted, since only one of them could "
+                    "offload: call remove() or close() of the other one first, or leave one out"
+                )
         if accelerator.is_local_main_process:
             warn_of_what_hides(
                 model,
@@ -130,20 +146,6 @@ class OffloadPlugin:
         calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self), _INSTEAD)
         _prepared[innermost] = weakref.ref(self), calls
         return model
-
-    def _require_no_other_plugin(self, innermost: nn.Module) -> None:
-        """Two around one model would nest, and only the inner one would offload."""
-        holder, calls = _prepared.get(innermost, (lambda: None, None))
-        other = holder()
-        if calls is None or other is self:
-            return
-        if other is None:  # it is gone, as where a cell of a notebook made it anew
-            calls.remove()
-        elif calls in other._calls.values():
-            raise ConfigError(
-                "a model that another OffloadPlugin has prepared is not accepted, since only one of them could "
-                "offload: call remove() or close() of the other one first, or leave one out"
-            )
 
     def metrics(self, steps: int = 1) -> dict[str, float]:
         """What this process has moved since the last call, for ``accelerator.log``.
@@ -194,14 +196,6 @@ def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
         return training
 
     return asked
-
-
-def _is_prepared(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether ``accelerator.prepare`` has returned ``model``; ``True`` where Accelerate does not say what it has."""
-    prepared = getattr(accelerator, "_models", None)  # private: 1.10 to 1.15
-    if not isinstance(prepared, list):
-        return True
-    return any(_innermost(one) is _innermost(model) for one in prepared)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

@@ -1,20 +1,63 @@
-"""Calls of a module that run in a ``with offload``, for frameworks that offer no place around forward."""
+"""What integrations share: what a user gives one, and calls of a module that run in a ``with offload``.
+
+The latter are for frameworks that offer no place around forward.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from eager_offload import ConfigError, Offload
+from eager_offload import ConfigError, Offload, OffloadConfig
 from eager_offload._torch import module_call, offloaded_modules, run_uncompiled, version_of
-from eager_offload.errors import FORKED, warn
+from eager_offload.config import FIELDS
+from eager_offload.errors import FORKED, warn, warn_once
 from eager_offload.module_calls import ModuleCall, show_to_compilers
 from eager_offload.out_of_memory import watch
+
+#: An object of the user's own, a configuration, its fields (a file's), or nothing.
+Given: TypeAlias = Offload | OffloadConfig | Mapping[str, Any] | None
+
+
+def missing(extra: str, error: Exception) -> ImportError:
+    """What is raised where the framework of ``eager_offload.integrations.<extra>`` cannot be imported."""
+    return ImportError(
+        f"eager_offload.integrations.{extra} needs {extra}, which cannot be imported here ({error}): "
+        f"pip install 'eager_offload[{extra}]', or '.[{extra}]' in a checkout",
+        name=getattr(error, "name", None),
+    )
+
+
+def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offload:
+    """The :class:`~eager_offload.Offload` that an integration works with.
+
+    Args:
+        given: an ``Offload``, taken as it is; an ``OffloadConfig``; a mapping of its fields, or ``None``: then the
+            ``EAGER_OFFLOAD_*`` variables say what the mapping does not.
+        fields: more fields, which come before all of that; one that is ``None`` is not given.
+
+    Raises:
+        ConfigError: for anything else, a field that does not exist, or fields beside an ``Offload``, which has its own;
+            ``enabled`` alone may stand there.
+    """
+    fields = {name: value for name, value in (fields or {}).items() if value is not None or name not in FIELDS}
+    if not isinstance(given, Offload):
+        made = Offload(OffloadConfig.from_given(given, fields))
+        made.expect_no_use()  # training may never begin
+        return made
+    given.expect_no_use()
+    if others := fields.keys() - {"enabled"}:
+        raise ConfigError(
+            f"{', '.join(sorted(others))} beside an Offload is not accepted: it has its configuration already. Give "
+            "them to Offload(...), or leave it out here"
+        )
+    return given if fields.get("enabled", True) else Offload(given.config, **fields)
+
 
 #: So many steps in which nothing was seen are one warning.
 _LOOKED_AT = 3
@@ -68,15 +111,13 @@ class OffloadedCalls:
         #: Steps in which nothing was seen.
         self._unseen = 0
         self._is_offloaded = self._is_in_eval_mode = False
-        process, said_of_fork = os.getpid(), list[bool]()
+        process = os.getpid()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
             assert module is not None  # it is what is being called
             if os.getpid() != process:
-                if not said_of_fork:
-                    said_of_fork.append(True)
-                    warn(FORKED.format(where="after its parent had prepared this model"))
+                warn_once("forked", FORKED.format(where="after its parent had prepared this model"))
                 return call(*arguments, **named)
             if not when(module):
                 return call(*arguments, **named)

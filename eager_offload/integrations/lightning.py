@@ -18,16 +18,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
 from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import warn_of_what_hides
+from eager_offload.integrations.calls import Given, missing, offload_from, warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from eager_offload.integrations.settings import Given, missing, offload_from
 from eager_offload.tiers.limits import set_local_ranks
 
 __all__ = ["OffloadCallback"]
@@ -96,7 +95,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._log_metrics = log_metrics
         OffloadMetrics(self.offload, log_metrics)  # which refuses what is not accepted
         self._trace = StepTrace(self.offload, trace_step, trace_path)
-        self._put_back: Callable[[], None] | None = None
+        #: What is around the strategy's methods while a Trainer fits.
+        self._patches: list[Patch] = []
         self._metrics: OffloadMetrics | None = None
         self._batches = 0  # since they were last read
         self._batches_of_fit = self._moved_before = 0
@@ -110,7 +110,13 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
         set_local_ranks(trainer.num_devices)
         self.offload.skip_in(pl_module)
-        self._put_back = _offload_steps(trainer.strategy, self.offload)
+        offload = self.offload
+        self._patches = [
+            Patch(trainer.strategy, "training_step", partial(_Offloaded, context=lambda: offload)),
+            Patch(trainer.strategy, "backward", partial(_Offloaded, context=offload.rest_of_step)),
+        ]
+        for patch in self._patches:
+            patch.put_on()
         self._metrics = (
             OffloadMetrics(self.offload, self._log_metrics) if self._log_metrics and not trainer.barebones else None
         )
@@ -118,11 +124,11 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._moved_before = self.offload.stats().offloaded_bytes
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._put_back is not None:
+        if self._patches:
             warn_of_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._put_back is not None:
+        if self._patches:
             self._trace.begin(self._batches_of_fit + 1)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -135,7 +141,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         try:
-            if self._put_back is not None and self._batches_of_fit:
+            if self._patches and self._batches_of_fit:
                 self.offload.warn_if_nothing_moved(self._moved_before)
                 summarize(self.offload)
         finally:
@@ -146,9 +152,12 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._leave()
 
     def _leave(self) -> None:
-        put_back, self._put_back = self._put_back, None
-        if put_back is not None:
-            put_back()
+        patches, self._patches = self._patches, []
+        for patch in patches:
+            if isinstance(ours := patch.active, _Offloaded):
+                ours.context = nullcontext  # where another's around it keeps it from going
+            patch.take_off()
+        if patches:
             self._trace.end()
             set_local_ranks(0)
             if self._closes:
@@ -169,10 +178,10 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         return {
             **vars(self),
             "offload": self.offload.config,
-            "_put_back": None,
+            "_patches": [],
             "_metrics": None,
             "_closes": True,
-            "_trace": self._trace.given(),
+            "_trace": (self._trace.step, self._trace.path),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,7 +216,6 @@ class _Offloaded:
 
     def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
         self._method = method
-        #: ``nullcontext`` once it is to go, which another's around it can keep it from.
         self.context = context
         update_wrapper(self, method)
 
@@ -221,33 +229,6 @@ class _Offloaded:
 
 def _same(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
-
-
-def _offload_steps(strategy: Any, offload: Offload) -> Callable[[], None]:
-    """From now on training steps run in ``with offload``, until what is returned is called."""
-
-    def around(context: Callable[[], AbstractContextManager[object]]) -> Callable[[Callable[..., Any]], _Offloaded]:
-        def make(method: Callable[..., Any]) -> _Offloaded:
-            made.append(_Offloaded(method, context))
-            return made[-1]
-
-        return make
-
-    def take_off() -> None:
-        for one in made:
-            one.context = nullcontext
-        made.clear()
-        for patch in patches:
-            patch.take_off()
-
-    made: list[_Offloaded] = []
-    patches = [
-        Patch(strategy, "training_step", around(lambda: offload)),
-        Patch(strategy, "backward", around(offload.rest_of_step)),
-    ]
-    for patch in patches:
-        patch.put_on()
-    return take_off
 
 
 def _logs_now(trainer: Any, batch_idx: int) -> bool:

@@ -92,22 +92,19 @@ class StepTrace:
     def __init__(self, offload: Offload, step: int | None, path: str | os.PathLike[str]) -> None:
         if step is not None and (type(step) is not int or step < 1):
             raise ConfigError(f"trace_step={step!r} is not accepted: trace_step takes a step, 1 or more, or None")
-        self._offload, self._step = offload, step
-        self._path = Path(path)
+        self._offload = offload
+        #: As they were given.
+        self.step, self.path = step, Path(path)
         self._tracing: Tracing | None = None
         if step is not None:
-            offload.trace(self._path)  # which refuses what cannot be written
-
-    def given(self) -> tuple[int | None, Path]:
-        """The step and the path: what a copy for another ``Offload`` is made of."""
-        return self._step, self._path
+            offload.trace(self.path)  # which refuses what cannot be written
 
     def begin(self, step: int) -> None:
         """Step number ``step`` begins; where another one is traced still, that one is over."""
         self.end()
-        if step == self._step and self._offload.config.enabled:
+        if step == self.step and self._offload.config.enabled:
             number = rank()
-            path = self._path.with_suffix(f".rank{number}{self._path.suffix}") if number else self._path
+            path = self.path.with_suffix(f".rank{number}{self.path.suffix}") if number else self.path
             self._tracing = self._offload.trace(path)
             self._tracing.__enter__()
 

@@ -20,9 +20,8 @@ from eager_offload import ConfigError, Offload
 from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
-from eager_offload.integrations.calls import OffloadedCalls
+from eager_offload.integrations.calls import Given, OffloadedCalls, missing, offload_from
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
-from eager_offload.integrations.settings import Given, missing, offload_from
 
 try:
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types
@@ -120,7 +119,14 @@ class OffloadTrainerCallback(TrainerCallback):
         if self.offload is None or self._metrics is None or model is None:
             return
         self._be_the_only_one(state, model)
-        _refuse_data_parallel(args, model)
+        quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+        if args.n_gpu > 1 and not quantized:  # as Trainer decides it
+            raise ConfigError(
+                f"{args.n_gpu} devices in one process are not accepted: Trainer wraps the model in "
+                "torch.nn.DataParallel, which runs forward in threads of its own, where nothing can be offloaded. "
+                "Start one process for each device (`torchrun --nproc-per-node`, `accelerate launch`), or show this "
+                "one device alone (CUDA_VISIBLE_DEVICES)"
+            )
         for option in _hiding_options(args):
             warn(f"{option} offloads by saved-tensor hooks too, and only one can have a tensor: leave that option out")
         self.offload.skip_in(model)
@@ -133,7 +139,15 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         """Has the calls of ``model`` run in ``with offload``."""
-        _refuse_compiled_around(args)
+        # Accelerate's compiled module is around the model that a callback gets, or is a copy of it.
+        plugin = AcceleratorState().dynamo_plugin if args.torch_compile else None
+        for option in ("fullgraph", "use_regional_compilation"):
+            if getattr(plugin, option, False):
+                raise ConfigError(
+                    f"{option}=True for torch_compile=True is not accepted by OffloadTrainerCallback, which reaches "
+                    "only what is inside of the compiled module. Take OffloadTrainerMixin, or leave that option out "
+                    f"(the environment's ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()})"
+                )
         self._calls = OffloadedCalls(model, offload, instead=_INSTEAD)
         self._removal = weakref.finalize(self, self._calls.remove)
         self._removal.atexit = False
@@ -285,29 +299,6 @@ class _AroundLoss(OffloadTrainerCallback):
 
     def on_log(self, *_: Any, **__: Any) -> None:
         pass  # the trainer's own log has
-
-
-def _refuse_data_parallel(args: TrainingArguments, model: nn.Module) -> None:
-    quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    if args.n_gpu > 1 and not quantized:  # as Trainer decides it
-        raise ConfigError(
-            f"{args.n_gpu} devices in one process are not accepted: Trainer wraps the model in "
-            "torch.nn.DataParallel, which runs forward in threads of its own, where nothing can be offloaded. Start "
-            "one process for each device (`torchrun --nproc-per-node`, `accelerate launch`), or show this one device "
-            "alone (CUDA_VISIBLE_DEVICES)"
-        )
-
-
-def _refuse_compiled_around(args: TrainingArguments) -> None:
-    """Accelerate's compiled module is around the model that a callback gets, or is a copy of it."""
-    plugin = AcceleratorState().dynamo_plugin if args.torch_compile else None
-    for option in ("fullgraph", "use_regional_compilation"):
-        if getattr(plugin, option, False):
-            raise ConfigError(
-                f"{option}=True for torch_compile=True is not accepted by OffloadTrainerCallback, which reaches only "
-                "what is inside of the compiled module. Take OffloadTrainerMixin, or leave that option out (the "
-                f"environment's ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()})"
-            )
 
 
 def _hiding_options(args: TrainingArguments) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.kernel import Kernel, TorchKernel, as_torch_kernel
-from eager_offload.kernels.launch import LaunchSpec
 from eager_offload.kernels.signature import Scalar, Signature, TensorSpec
-from eager_offload.kernels.staging import Slot, StagingTree, Union
+from eager_offload.kernels.staging import LaunchSpec, Slot, StagingTree, Union
 
 __all__ = [
     "CapabilityError",

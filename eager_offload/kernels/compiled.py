@@ -1,4 +1,9 @@
-"""Compiled kernels: one for each text, however many kernels come to it, for as long as one of them lives."""
+"""Compiled kernels: one for each text, however many kernels come to it, for as long as one of them lives.
+
+Inductor compiles torch operators, and NVRTC CUDA C++ for the device of the tensors. A kernel in CUDA C++ receives the
+address of each tensor, in the order of the call. A number is a tensor of no dimensions there too, so that no argument
+loses bits: what torch passes of a Python number is a C `int` or a `double`.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +15,29 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import flatten_with_names
-from eager_offload.errors import CapabilityError
+from eager_offload._torch import compile_cuda, flatten_with_names
+from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.signature import Signature
+from eager_offload.kernels.staging import LaunchSpec
 
 #: A compiled kernel: takes the tensors of a call.
 Launch: TypeAlias = Callable[..., object]
 
-#: Those that kernels hold, by the text of all that they depend on; see [Note: finalizers] in ``tiers/forking.py``.
-#: Nothing has to be unloaded when one dies: what Inductor has loaded for it torch holds until the process ends.
-_kept: dict[str, weakref.ref[Launch]] = {}
+#: Bytes of shared memory of a block from which on CUDA wants a kernel to be prepared for as many.
+_PREPARED_FROM = 48 << 10
+#: Those that kernels hold, by the text of all that they depend on. Nothing has to be unloaded when one dies: what
+#: Inductor has loaded for it torch holds until the process ends.
+_kept: weakref.WeakValueDictionary[str, Launch] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def kept(text: str, compile_it: Callable[[], Launch]) -> Launch:
-    """The compiled kernel of this text, which ``compile_it`` makes where there is none."""
-    with _lock:
-        found = _alive(text)
-    if found is not None:
-        return found
-    made = compile_it()
-    with _lock:
-        found = _alive(text)
-        if found is not None:  # another thread was faster
-            return found
-        for gone in [text for text, reference in _kept.items() if reference() is None]:
-            del _kept[gone]
-        _kept[text] = weakref.ref(made)
-        return made
-
-
-def _alive(text: str) -> Launch | None:
-    reference = _kept.get(text)
-    return None if reference is None else reference()
+    """Returns the compiled kernel of ``text``, which ``compile_it`` makes if there is none."""
+    if (found := _kept.get(text)) is None:
+        found = compile_it()
+        with _lock:  # another thread may have been faster
+            found = _kept.setdefault(text, found)
+    return found
 
 
 def compiled_by_inductor(name: str, body: Callable[..., object], signature: Signature, tensors: list[Tensor]) -> Launch:
@@ -64,6 +59,8 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
 
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
 
+    from eager_offload._torch import compile_fx  # likewise
+
     try:
         graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)
     except Exception as error:
@@ -75,14 +72,20 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
     device = tensors[0].device
     shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in distinct)
     default = torch.get_default_dtype()  # of tensors that a graph makes without saying
-    where = device, _capability(device)
-    parts = ("inductor", torch.__version__, *where, default, shapes, places, _code(graph))
+    # Not `torch.accelerator.get_device_capability`: that of CUDA raises (to 2.13 at least).
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    parts = ("inductor", torch.__version__, device, ask and ask(device), default, shapes, places, _code(graph))
     text = "\n".join(map(str, parts))
 
     def compile_it() -> Launch:
         copies = [one.clone() for one in tensors]  # what is launched writes, also what is ``inout``
         try:
-            compiled = _by_inductor(graph, distinct)
+            if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
+                compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
+            else:
+                # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what
+                # the caller has set, autocast or hooks of saved tensors, compile anew.
+                compiled = cast(Launch, compile_fx(graph, distinct))
 
             def launch(*given: Tensor) -> None:
                 compiled(*(given[place].detach() for place in firsts))
@@ -95,25 +98,6 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
     return kept(text, compile_it)
 
 
-def _by_inductor(graph: Any, given: list[Tensor]) -> Launch:
-    """What ``graph`` does, compiled for such tensors."""
-    from eager_offload._torch import compile_fx  # with the compiler
-
-    if next(graph.children(), None) is not None:  # branches, which Inductor takes from Dynamo alone
-        compiled: Launch = torch.compile(graph, fullgraph=True, dynamic=False)
-        return compiled
-    # Past Dynamo, whose guards ask at each launch, for 30 us, what `Signature.call` has asked, and for what the caller
-    # has set, autocast or hooks of saved tensors, compile anew.
-    return cast(Launch, compile_fx(graph, given))
-
-
-def _capability(device: torch.device) -> str:
-    """Returns what ``device`` says that it can do; nothing where its kind does not say."""
-    # Not `torch.accelerator.get_device_capability`: that of CUDA raises (to 2.13 at least).
-    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
-    return "" if ask is None else repr(ask(device))
-
-
 def _code(graph: Any) -> str:
     """The code of a graph with what it only names: the graphs of branches, and the values of tensors that it makes."""
     graphs = [f"{path}: {inner.code}" for path, inner in graph.named_modules() if hasattr(inner, "code")]
@@ -122,3 +106,69 @@ def _code(graph: Any) -> str:
         for path, one in graph.named_buffers()
     ]
     return "\n".join((*graphs, *constants))
+
+
+def check_cuda(name: str, spec: LaunchSpec) -> None:
+    """Raises ``CapabilityError`` where no CUDA kernel can be launched, or not with this ``spec``."""
+    missing = ""
+    if torch.version.hip is not None:  # torch.cuda is ROCm's there, whose compiler takes HIP C++ and whose warps differ
+        missing = "this torch is built for ROCm"
+    elif not torch.cuda.is_available():
+        missing = "torch finds no CUDA device"
+    if missing:
+        raise CapabilityError(f"{name}: impl='cuda' needs a CUDA device, and {missing}: take impl='inductor'")
+    if spec.cluster != (1, 1, 1):
+        raise CapabilityError(f"{name}: cluster={spec.cluster}, and impl='cuda' launches no clusters: leave it out")
+
+
+def compiled_by_cuda(name: str, source: str, spec: LaunchSpec, tensors: list[Tensor]) -> Launch:
+    """Returns what launches the function ``name`` of ``source`` on such tensors, on the current stream.
+
+    A launch that CUDA refuses is a ``KernelError``.
+
+    Raises:
+        CapabilityError: the tensors are not on a CUDA device, it gives a block less shared memory, or NVRTC or CUDA's
+            headers are not installed.
+        KernelError: the source does not compile, or has no such function.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        raise CapabilityError(f"{name}: impl='cuda' takes CUDA tensors, and these are on {device}")
+    properties = torch.cuda.get_device_properties(device)
+    limit = int(getattr(properties, "shared_memory_per_block_optin", _PREPARED_FROM))
+    too_much = (
+        f"{name}: a block has {spec.shared_bytes:,} bytes of shared memory beside what its source declares, and "
+        f"{device} gives it {limit:,} at most: stage less at a time"
+    )
+    if spec.shared_bytes > limit:
+        raise CapabilityError(too_much)
+
+    def make() -> Launch:
+        try:
+            with torch.cuda.device(device):
+                run = compile_cuda(source, name)
+        except OSError as error:
+            raise CapabilityError(
+                f"{name}: impl='cuda' needs NVRTC and CUDA's headers ({error}). Set CUDA_HOME before Python "
+                "starts, such as to nvidia/cu13 in the site-packages of a torch that pip has installed"
+            ) from error
+        except RuntimeError as error:
+            raise KernelError(f"{name}: impls['cuda'] does not compile for {device}: {error}") from error
+        if spec.shared_bytes >= _PREPARED_FROM:
+            try:
+                with torch.cuda.device(device):
+                    run.set_shared_memory_config(spec.shared_bytes)
+            except RuntimeError as error:
+                raise CapabilityError(f"{too_much} ({error})") from error
+
+        def launch(*given: Tensor) -> None:
+            try:
+                with torch.cuda.device(device):
+                    run(spec.grid, spec.block, list(given), spec.shared_bytes, torch.cuda.current_stream(device))
+            except RuntimeError as error:
+                raise KernelError(f"{name}: {device} does not launch it with {spec}: {error}") from error
+
+        return launch
+
+    capability = torch.cuda.get_device_capability(device)
+    return kept("\n".join(map(str, ("cuda", torch.__version__, device, capability, spec, name, source))), make)

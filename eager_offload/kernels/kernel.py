@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import CapabilityError, KernelError, warn
-from eager_offload.kernels import cuda
-from eager_offload.kernels.compiled import Launch, compiled_by_inductor
-from eager_offload.kernels.launch import LaunchSpec
+from eager_offload.kernels.compiled import Launch, check_cuda, compiled_by_cuda, compiled_by_inductor
 from eager_offload.kernels.signature import Signature
+from eager_offload.kernels.staging import LaunchSpec
 
 #: What an implementation may be called.
 _BODIES = ("torch", "cuda")
@@ -99,7 +98,10 @@ class TorchKernel:
         """
         kernel = self.kernel
         call = kernel.signature.call(kernel.name, arguments, out)
-        with torch.no_grad(), _without_autocast(call.device):
+        kind = call.device.type
+        # A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called.
+        is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        with torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
             self._launch(call.device, call.tensors)
         return kernel.signature.result(call, arguments)
 
@@ -121,7 +123,14 @@ class TorchKernel:
             if place in self._compiled:
                 return self._compiled[place]
             try:
-                found = _compiled(kernel, self.impl, tensors)
+                if self.impl == "cuda":
+                    source = kernel.impls["cuda"]
+                    assert isinstance(source, str)
+                    found = compiled_by_cuda(kernel.name, source, kernel.spec, tensors)
+                else:
+                    body = kernel.impls["torch"]
+                    assert callable(body)
+                    found = compiled_by_inductor(kernel.name, body, kernel.signature, tensors)
             except CapabilityError as error:
                 if self.impl != "auto":
                     raise
@@ -130,23 +139,6 @@ class TorchKernel:
                 return None
             self._compiled[place] = found
             return found
-
-
-def _compiled(kernel: Kernel, impl: str, tensors: list[Tensor]) -> Launch:
-    """Returns what launches ``kernel`` by ``impl`` on such tensors; raises as the compilers do."""
-    if impl == "cuda":
-        source = kernel.impls["cuda"]
-        assert isinstance(source, str)
-        return cuda.compiled(kernel.name, source, kernel.spec, tensors)
-    body = kernel.impls["torch"]
-    assert callable(body)
-    return compiled_by_inductor(kernel.name, body, kernel.signature, tensors)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A kernel computes in the dtypes of its signature, and what was compiled in no other state than what is called."""
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
@@ -169,5 +161,5 @@ def as_torch_kernel(kernel: Kernel, impl: str = "auto") -> TorchKernel:
     if impl == "cuda":
         if impl not in kernel.impls:
             raise KernelError(f"{kernel.name}: impl={impl!r} is asked for, and impls has no {impl!r}")
-        cuda.check_available(kernel.name, kernel.spec)
+        check_cuda(kernel.name, kernel.spec)
     return TorchKernel(kernel, impl)

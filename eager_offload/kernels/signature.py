@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,27 @@ from torch import Tensor
 
 from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
-from eager_offload.kernels.sizes import check_dtype, checked_sizes, is_whole
+
+
+def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:
+    """``given`` as a tuple of whole numbers, ``least`` or more; raises ``KernelError`` for anything else."""
+    sizes = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(is_whole(size) and size >= least for size in sizes):
+        raise KernelError(
+            f"{of}({name}={given!r}) is not accepted: these are whole numbers from {least} on, in a tuple"
+        )
+    return tuple(map(int, sizes))
+
+
+def check_dtype(of: str, given: object) -> None:
+    """Raises ``KernelError`` for what is no dtype of torch: its name is none."""
+    if not isinstance(given, torch.dtype):
+        raise KernelError(f"{of}(dtype={given!r}) is not accepted: it is a torch.dtype, such as torch.float32")
+
+
+def is_whole(number: object) -> bool:
+    """Whether this is a whole number, which ``True`` is not."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True)
@@ -156,7 +177,10 @@ class Signature:
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             _check(f"{kernel}: the argument {name}", spec, leaf, device)
         tensors = [
-            leaf if isinstance(leaf, Tensor) else _filled(leaf, spec, device)
+            # torch takes no whole number of more than 64 bits
+            leaf
+            if isinstance(leaf, Tensor)
+            else torch.full((), float(leaf) if spec.dtype.is_floating_point else leaf, dtype=spec.dtype, device=device)
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         count = len(flatten_with_names(self.inputs)[1])
@@ -230,9 +254,12 @@ def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> t
 
 def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
     """Raises ``KernelError`` where what is written shares memory with another tensor."""
+    begins = [one.data_ptr() for one in tensors]
+    ends = [begin + math.prod(one.shape) * one.dtype.itemsize for begin, one in zip(begins, tensors, strict=True)]
     for place in written:
-        for other, tensor in enumerate(tensors):
-            if other != place and _overlap(tensors[place], tensor):
+        for other in range(len(tensors)):
+            # Tensors of ``meta``, and empty ones, begin at 0.
+            if other != place and 0 < begins[place] < ends[other] and begins[other] < ends[place]:
                 raise KernelError(
                     f"{kernel}: {names[place]} is written, and shares memory with {names[other]}: give each its own, "
                     "or declare in the signature that they are one (inout: read and written; aliases: an output that "
@@ -279,15 +306,3 @@ def _holds(dtype: torch.dtype, value: Any) -> bool:
         # Some dtypes of eight bits have no infinity.
         return repr(torch.tensor(value, dtype=dtype).item()) == repr(float(value))
     return isinstance(value, int) and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
-
-
-def _filled(value: float, spec: Scalar, device: torch.device) -> Tensor:
-    # Torch takes no whole number of more than 64 bits.
-    return torch.full((), float(value) if spec.dtype.is_floating_point else value, dtype=spec.dtype, device=device)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte; those of ``meta``, and empty ones, begin at 0."""
-    first, second = one.data_ptr(), other.data_ptr()
-    size, other_size = (math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in (one, other))
-    return 0 < first < second + other_size and second < first + size

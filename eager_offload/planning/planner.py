@@ -25,7 +25,7 @@ from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
 from eager_offload.planning.recompute import positions
 from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
 from eager_offload.planning.states import Optimizing, States, states_of
-from eager_offload.schedule import bounded_window, largest_of
+from eager_offload.schedule import bounded_window
 
 #: The device that this process has.
 _HERE = "here"
@@ -250,8 +250,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     """Returns what decides for a step that goes like ``program``, in the windows that the settings allow."""
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
-    windows = settings.windows(lambda: device_bytes)
-    windows.begin(movable, largest_of(storage.nbytes for storage in program.storages))
+    windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
     tried: set[int] = set()
     if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
         tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}

@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         op = len(self._ops)
         self._blocks.note_deaths(op)
         storage = storage_of(tensor)
-        mark = None if storage is None or not marks.any_marks() else marks.mark_of(storage)
+        mark = None if storage is None else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
         if reason is None and (mark is marks.Mark.KEEP or marks.inside.keeps):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from eager_offload._torch import host_registration
 from eager_offload.config import size_text
-from eager_offload.errors import warn
+from eager_offload.errors import warn_once
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
@@ -72,7 +72,7 @@ class PinnedMemory:
         self.returned: deque[FinalizerRecord[_Owner]] = deque()
         self._lock = threading.Lock()
         self._registers: bool | None = None
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     @property
     def sizes(self) -> SlabSizes:
@@ -90,7 +90,15 @@ class PinnedMemory:
             try:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
-                self._warn(nbytes, error)
+                reason, limit = str(error).partition("\n")[0], pinning_limit()
+                lock = "" if limit is None else f", which is {size_text(limit)} now,"
+                warn_once(
+                    "pin",
+                    f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable "
+                    f"memory, and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a "
+                    "smaller host_budget may help; pin_memory=False says that it is meant so",
+                    self._said,
+                )
             return self.pageable(nbytes)
 
     def pageable(self, nbytes: int) -> Tensor:
@@ -122,10 +130,11 @@ class PinnedMemory:
             except RuntimeError as error:
                 refused.append(record)
                 reason = str(error).partition("\n")[0]
-                self._warn_once(
+                warn_once(
+                    "unpin",
                     f"{record.pages.nbytes} bytes of pinned host memory could not be unpinned ({reason}): they are "
                     "held until that works. After an error of the device it does not: start the process anew",
-                    "unpin",
+                    self._said,
                 )
             else:
                 self._records.discard(record)
@@ -171,23 +180,6 @@ class PinnedMemory:
         slab = torch.empty(nbytes + PAGE - 1, dtype=torch.uint8, device="cpu", pin_memory=True)
         start = -slab.data_ptr() % PAGE
         return slab[start : start + nbytes]
-
-    def _warn(self, nbytes: int, error: RuntimeError) -> None:
-        reason, limit = str(error).partition("\n")[0], pinning_limit()
-        lock = "" if limit is None else f", which is {size_text(limit)} now,"
-        self._warn_once(
-            f"{nbytes} bytes of host memory could not be pinned ({reason}); offloading goes on with pageable memory, "
-            f"and the host waits for each copy. A higher limit on locked memory (ulimit -l){lock} or a smaller "
-            "host_budget may help; pin_memory=False says that it is meant so",
-            "pin",
-        )
-
-    def _warn_once(self, message: str, about: str) -> None:
-        with self._lock:
-            if about in self._warned:
-                return
-            self._warned.add(about)
-        warn(message)
 
 
 def register(address: int, nbytes: int) -> None:

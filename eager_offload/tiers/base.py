@@ -160,8 +160,8 @@ class Tier(abc.ABC):
         raise NotImplementedError(f"the {self.name} tier takes nothing before it is needed")
 
     @abc.abstractmethod
-    def warning(self) -> str | None:
-        """Returns what to tell the user of what ``reserve`` has taken, once; ``None`` for nothing."""
+    def warn(self, said: set[str]) -> None:
+        """Warns of what ``reserve`` has taken, unless ``said`` holds that; see ``warn_once``."""
 
     def release_idle(self) -> None:  # noqa: B027  # most tiers keep nothing idle that another program could use
         """Gives idle memory back if the machine is short of it, as a forward begins. Cheap where nothing is to do."""

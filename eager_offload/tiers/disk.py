@@ -30,7 +30,7 @@ from eager_offload.errors import CapacityError, ConfigError, CorruptionError, Of
 from eager_offload.rates import LinkRates, Rate
 from eager_offload.tiers.base import MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, Tier, pending
 from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
-from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warning_of_guess
+from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warn_of_guess
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
 from eager_offload.tiers.spill import SpillFile
 
@@ -228,8 +228,9 @@ class DiskTier(Tier):
             self._is_crashed = True
             raise
 
-    def warning(self) -> str | None:
-        return None if self._given is not None else warning_of_guess()
+    def warn(self, said: set[str]) -> None:
+        if self._given is None:
+            warn_of_guess()
 
     @property
     def shortage(self) -> Shortage:

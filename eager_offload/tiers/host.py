@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from eager_offload.config import size_literal, size_text
-from eager_offload.errors import OffloadError
+from eager_offload.errors import OffloadError, warn_once
 from eager_offload.tiers.base import Shortage, Tier
 from eager_offload.tiers.forking import ForkSafeLock, Living
-from eager_offload.tiers.limits import warning_of_guess
+from eager_offload.tiers.limits import warn_of_guess
 from eager_offload.tiers.pool import HostSlot, Pool, Quota
 
 #: Bytes handed out until what the machine has left is looked at again when a forward begins.
@@ -33,7 +33,6 @@ class HostTier(Tier):
         over = Shortage(f"all of host_budget is in use: {given or size_text(budget or 0)}", "raise host_budget")
         self._quota = Quota(budget, over)
         self._next_look = 0
-        self._has_warned = False
         pool.join(self._quota)
 
     def reserve(self, nbytes: int) -> HostSlot | None:
@@ -65,18 +64,18 @@ class HostTier(Tier):
             return self.shortage
         return None
 
-    def warning(self) -> str | None:
+    def warn(self, said: set[str]) -> None:
         budget, overdraft = self._quota.budget, self._quota.overdraft
         if budget is None:
-            return warning_of_guess()
-        if overdraft is None or self._has_warned:
-            return None
-        self._has_warned = True
-        return (
-            f"host_budget={self._given or size_literal(budget)} is taken as it was given, although memory is "
-            f"short: {overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
-            f'{overdraft.remedy}, or leave it to host_budget="auto"'
-        )
+            warn_of_guess()
+        elif overdraft is not None:
+            warn_once(
+                "host_budget",
+                f"host_budget={self._given or size_literal(budget)} is taken as it was given, although memory is "
+                f"short: {overdraft.reason}. The system may end processes that go beyond what it has. To change that, "
+                f'{overdraft.remedy}, or leave it to host_budget="auto"',
+                said,
+            )
 
     @property
     def shortage(self) -> Shortage:

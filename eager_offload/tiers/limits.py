@@ -34,6 +34,7 @@ import psutil
 import torch.distributed as dist
 
 from eager_offload.config import size_text
+from eager_offload.errors import warn_once
 from eager_offload.tiers.base import Shortage
 from eager_offload.tiers.cgroups import group_limits, read
 from eager_offload.tiers.forking import ForkSafeLock
@@ -285,8 +286,6 @@ class Ranks(NamedTuple):
 
 #: What a framework has said that starts processes by itself; 0: nothing.
 _reported = 0
-#: Whether the user has been told that nobody has counted the ranks of this node.
-_has_warned = False
 
 
 def ranks_here(environ: Mapping[str, str] | None = None) -> Ranks:
@@ -320,17 +319,15 @@ def set_local_ranks(ranks: int) -> None:
     _reported = max(ranks, 0)
 
 
-def warning_of_guess() -> str | None:
-    """Returns what the user is to be told, once in a process, where nothing tells how many ranks share this node."""
-    global _has_warned
-    if _has_warned or not (found := ranks_here()).is_guess:
-        return None
-    _has_warned = True
-    return (
-        f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its share "
-        "of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give host_budget and "
-        "disk_budget in bytes"
-    )
+def warn_of_guess() -> None:
+    """Warns, once in a process, if nothing tells how many ranks share this node."""
+    if (found := ranks_here()).is_guess:
+        warn_once(
+            "ranks",
+            f"nothing tells how many of the {found.number} processes of this run are on this node, so each takes its "
+            "share of memory and disks as if all were. Set LOCAL_WORLD_SIZE to how many there are, or give "
+            "host_budget and disk_budget in bytes",
+        )
 
 
 def _positive(text: str) -> int:

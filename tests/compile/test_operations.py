@@ -196,7 +196,7 @@ def test_outside_of_every_context_what_an_interrupt_has_crashed_is_replaced(
 ) -> None:
     one = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=0)
     source = torch.randn(64, 64)
-    monkeypatch.setattr(contexts, "make_owner", lambda config: one)
+    monkeypatch.setattr(contexts.process, "make_owner", lambda config: one)
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@ others: it comes when a ``with`` is left or entered, or when one is closed, and 
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -73,6 +74,17 @@ def test_h65_a_shortage_raises_where_the_context_is_left(plans: Any) -> None:
     assert train(offload, count=5).count("no room for") == 1
     assert offload.stats().bytes_out > 0
     assert offload.stats().kept_bytes["budget"] > 0
+
+
+def test_h65_what_a_thread_of_the_library_has_to_say_waits_for_a_line_of_the_users(offload: eo.Offload) -> None:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        thread = threading.Thread(target=warn, args=("from where no line of the user's led",))
+        thread.start()
+        thread.join()
+        assert not caught
+        assert not train(offload)
+    assert [(one.filename, str(one.message)[:28]) for one in caught] == [(__file__, "eager_offload: from where no")]
+    assert offload.stats().bytes_out > 0
 
 
 def test_h65_a_transfer_that_fails_raises_at_the_next_with(offload: eo.Offload) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["accelerate", "lightning", "pytorch_lightning", "transformers", "trl", "peft"]
 LOOK = f"""
 import sys
-import eager_offload.integrations.calls, eager_offload.integrations.metrics, eager_offload.integrations.settings
+import eager_offload.integrations.calls, eager_offload.integrations.metrics
 import eager_offload.compile.backend, eager_offload.observe.figure
 loaded = [name for name in {FRAMEWORKS} if name in sys.modules]
 assert not loaded, loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -53,13 +54,13 @@ def kernel_of(body: Any, *inputs: Any, impl: str = "inductor", **fields: Any) ->
 
 def kept_count() -> int:
     """How many compiled kernels are alive."""
-    return sum(reference() is not None for reference in compiled._kept.values())
+    return len(compiled._kept)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a test compiles goes with it."""
-    monkeypatch.setattr(compiled, "_kept", {})
+    monkeypatch.setattr(compiled, "_kept", weakref.WeakValueDictionary())
     yield
     collect()
     assert kept_count() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +16,8 @@ from torch._inductor.utils import fresh_cache
 
 import eager_offload as eo
 from benchmarks.models import Llama, Shape
-from eager_offload.compile import lowering
 from eager_offload.compile.backend import eager_offload as backend
+from eager_offload.errors import said_in_process
 
 SETTINGS: dict[str, Any] = {"tier": "host", "keep_last_bytes": 0, "min_bytes": 1 << 16}
 
@@ -31,8 +30,8 @@ def _one_cache() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lowering, "_warned_of_cuda_graphs", threading.Event())
+def _fresh() -> Iterator[None]:
+    said_in_process.discard("cuda_graphs")
     torch._dynamo.reset()
     counters.clear()
     yield
