@@ -14,6 +14,7 @@ from eager_offload.version import VERSION
 
 if TYPE_CHECKING:
     from eager_offload.config import OffloadConfig
+    from eager_offload.core.step_table import StepTable
     from eager_offload.errors import (
         CapacityError,
         ConfigError,
@@ -23,15 +24,14 @@ if TYPE_CHECKING:
         SavedTensorModifiedError,
         TransferError,
     )
-    from eager_offload.machine import Machine
-    from eager_offload.malloc import release_freed_memory
     from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
     from eager_offload.planning.files import Point
+    from eager_offload.planning.machine import Machine
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
-    from eager_offload.step_table import StepTable
+    from eager_offload.tiers.malloc import release_freed_memory
 
 __all__ = [
     "CapacityError",

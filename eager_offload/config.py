@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_type_hints
 from urllib.parse import unquote
 
+from eager_offload.core.schedule import Windows, largest_of
 from eager_offload.errors import ConfigError
 from eager_offload.names import briefly, check_names, checks_names, unknown_name
-from eager_offload.schedule import Windows, largest_of
 
 MIB = 1 << 20
 

@@ -27,8 +27,8 @@ from torch.fx.traceback import annotate
 from torch.library import register_fake
 
 from eager_offload._torch import is_wrapper, library, storage_key
+from eager_offload.core.selection import plain_tensors
 from eager_offload.errors import OffloadError
-from eager_offload.selection import plain_tensors
 from eager_offload.tiers.forking import FinalizerRecord
 
 F = TypeVar("F", bound=Callable[..., Any])

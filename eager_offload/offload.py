@@ -22,11 +22,14 @@ from eager_offload._torch import (
     on_first_compile,
     without_caller_modes,
 )
-from eager_offload.budget import Controller
 from eager_offload.compile.cache_key import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
+from eager_offload.core.budget import Controller
+from eager_offload.core.module_calls import show_to_compilers
+from eager_offload.core.modules import MatchedModules
+from eager_offload.core.step_table import StepTable
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
@@ -41,19 +44,16 @@ from eager_offload.errors import (
     tell,
     warn_once,
 )
-from eager_offload.in_vain import InVain
 from eager_offload.marks import no_offload
-from eager_offload.matched_modules import MatchedModules
-from eager_offload.module_calls import show_to_compilers
 from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
+from eager_offload.observe.in_vain import InVain
+from eager_offload.observe.out_of_memory import Held, watch
 from eager_offload.observe.report import describe
 from eager_offload.observe.tracing import Tracing
-from eager_offload.out_of_memory import Held, watch
-from eager_offload.plan_settings import PlanSettings, fraction_of, settings_of
+from eager_offload.planning.settings import PlanSettings, fraction_of, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
-from eager_offload.step_table import StepTable
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import Living, can_begin_nothing
 

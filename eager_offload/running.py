@@ -120,7 +120,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
     from eager_offload import contexts
     from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
     from eager_offload.errors import warn
-    from eager_offload.out_of_memory import watch
+    from eager_offload.observe.out_of_memory import watch
 
     calls = Counter() if calls is None else calls
 
@@ -235,7 +235,7 @@ def _report(offload: Offload, calls: Counter[str], ended_by: type[BaseException]
 
 def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
     """Returns the text after "nothing moved, because"."""
-    from eager_offload.step_memory import why
+    from eager_offload.observe.memory import why
 
     if stats.saved_tensors or stats.empty_forwards or stats.foreign_hooks:
         return why(stats, offload.config)

@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from eager_offload.config import OffloadConfig, size_text
-from eager_offload.live_bytes import LiveBytes
+from eager_offload.runtime.live_bytes import LiveBytes
 from eager_offload.tiers.forking import ForkSafeLock
 
 

@@ -42,8 +42,9 @@ pytest.register_assert_rewrite(
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
-from eager_offload import contexts, in_vain  # noqa: E402
+from eager_offload import contexts  # noqa: E402
 from eager_offload.errors import tell  # noqa: E402
+from eager_offload.observe import in_vain  # noqa: E402
 from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
 from eager_offload.tiers.disk import (  # noqa: E402
     DiskTier,

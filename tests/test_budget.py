@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eager_offload.budget import Controller, Kind, Timeline, hidden, share
+from eager_offload.core.budget import Controller, Kind, Timeline, hidden, share
 
 GIB = 1 << 30
 PART = st.floats(0.0, 1.0)

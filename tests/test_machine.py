@@ -14,11 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eager_offload as eo
-from eager_offload import machine, malloc
-from eager_offload.machine import TABLE, disk_link, here, link_of, machine_of, measure
-from eager_offload.rates import LinkRates, Rate
+from eager_offload.planning import machine
+from eager_offload.planning.machine import TABLE, disk_link, here, link_of, machine_of, measure
 from eager_offload.runtime.host import HostRuntime
+from eager_offload.tiers import malloc
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.rates import LinkRates, Rate
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 

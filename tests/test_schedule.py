@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eager_offload.schedule import (
+from eager_offload.core.schedule import (
     PrefetchOrder,
     ResidentQueue,
     StepUses,

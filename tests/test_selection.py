@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eager_offload.selection import Footprint, footprint, is_parameter, own_bytes
+from eager_offload.core.selection import Footprint, footprint, is_parameter, own_bytes
 
 
 def leaf(*size: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:

@@ -20,13 +20,13 @@ from eager_offload.version import VERSION, digest
 _OTHERS = (
     *(
         "_torch.py",
-        "budget.py",
+        "core/budget.py",
         "config.py",
-        "machine.py",
+        "planning/machine.py",
         "marks.py",
         "runtime/base.py",
-        "schedule.py",
-        "selection.py",
+        "core/schedule.py",
+        "core/selection.py",
         "tiers/memory.py",
     ),
     *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),

@@ -32,7 +32,7 @@ from eager_offload.compile import ops
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
-from eager_offload.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of
+from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of
 from eager_offload.runtime.base import Direction
 
 #: Seconds that the operator of a node takes.

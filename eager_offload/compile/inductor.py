@@ -23,7 +23,7 @@ from eager_offload.compile.cost import bandwidth_of, roofline
 from eager_offload.compile.graphs import has_sparse_values
 from eager_offload.compile.insert import insert_asynchronous_in_place
 from eager_offload.compile.order import pin_in_place, prefetch_in_place, sink_waits_in_place
-from eager_offload.machine import machine_of
+from eager_offload.planning.machine import machine_of
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.forking import ForkSafeLock, Living
 

@@ -32,11 +32,11 @@ from eager_offload.compile.graphs import (
 )
 from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
 from eager_offload.config import OffloadConfig
+from eager_offload.core.schedule import Windows
+from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.errors import OffloadError
-from eager_offload.machine import memory_of
+from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
-from eager_offload.schedule import Windows
-from eager_offload.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.stats import KeepReason
 
 #: What a compiler may take for granted about the address of a result, in bytes.

@@ -62,10 +62,10 @@ from eager_offload._torch import (
     tree_map,
     without_caller_modes,
 )
+from eager_offload.core.selection import inner_values, is_parameter, logical_bytes, plain_tensors
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.selection import inner_values, is_parameter, logical_bytes, plain_tensors
 
 
 @dataclass(frozen=True, slots=True)

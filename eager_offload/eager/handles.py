@@ -35,16 +35,16 @@ from eager_offload._torch import (
     version_of,
     weak_storage,
 )
+from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.core.selection import Footprint
+from eager_offload.core.step_table import Step, StepScript
 from eager_offload.eager.keeping import Keeping
 from eager_offload.eager.originals import original_of, own_until_taken
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, LEAVING, WAITING, BytesRecord, Transfer
 from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
-from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.selection import Footprint
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Step, StepScript
 from eager_offload.tiers.base import Slot
 
 

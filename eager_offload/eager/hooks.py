@@ -27,6 +27,9 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.config import OffloadConfig
+from eager_offload.core.schedule import ResidentQueue
+from eager_offload.core.selection import is_parameter, logical_bytes, reason_to_stay
+from eager_offload.core.step_table import Step, StepTable
 from eager_offload.eager.handles import KeptTensor, SavedView, what_stays_of
 from eager_offload.eager.mutations import ChangeableTensor
 from eager_offload.eager.saves import SavedTensors
@@ -34,10 +37,7 @@ from eager_offload.eager.subclasses import WrappedTensor, pack_wrapper
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered
 from eager_offload.marks import Mark
-from eager_offload.schedule import ResidentQueue
-from eager_offload.selection import is_parameter, logical_bytes, reason_to_stay
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_table import Step, StepTable
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from eager_offload.budget import Controller
 from eager_offload.config import OffloadConfig, size_literal, size_text
+from eager_offload.core.budget import Controller
+from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
+from eager_offload.core.step_table import Link, Step, StepTables
 from eager_offload.eager.readings import Reading, Readings
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import warn_once
-from eager_offload.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.step_table import Link, Step, StepTables
 from eager_offload.tiers.forking import Living
 
 

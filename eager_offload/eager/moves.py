@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eager_offload import marks
 from eager_offload._torch import current_backward, keeps_graph, storage_of, version_of, weak_storage
+from eager_offload.core.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.eager.gather import gather, scatter
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.keeping import Keeping
@@ -23,7 +24,6 @@ from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import FoundSlot, Lack
 from eager_offload.marks import Mark
 from eager_offload.runtime.base import Event, Layout, Stream
-from eager_offload.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
 

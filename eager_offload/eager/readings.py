@@ -1,4 +1,4 @@
-"""The memory and the time that each step takes, for ``budget.py``, and for the stats beside what a plan has predicted.
+"""The memory and the time that each step takes, for ``core/budget.py``, and for the stats beside a plan's numbers.
 
 [Note: the peak of a step]
     an accelerator   remembers its highest peak, which is the user's to start anew. Where that has grown in a step, it
@@ -30,12 +30,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from eager_offload.config import OffloadConfig
+from eager_offload.core.schedule import ResidentQueue
+from eager_offload.core.step_table import StepLog
 from eager_offload.engine.transfer_log import Reader, Waited
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory, Moment
-from eager_offload.schedule import ResidentQueue
-from eager_offload.step_table import StepLog
 
 #: A peak that is remembered hides those of steps from so much of the budget on.
 _HIDING_PART = 0.96

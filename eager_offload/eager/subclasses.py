@@ -37,10 +37,10 @@ from eager_offload._torch import (
     version_of,
     without_torch_function,
 )
+from eager_offload.core.selection import inner_values, plain_tensors
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
 from eager_offload.eager.originals import original_wrapper, own_until_taken
 from eager_offload.errors import reentered
-from eager_offload.selection import inner_values, plain_tensors
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
 

@@ -12,19 +12,19 @@ import torch
 
 from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
+from eager_offload.core.selection import keeps_cpu_tensors
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.errors import CapacityError, ConfigError, lacks_descriptor, warn_once
-from eager_offload.malloc import keeps_freed_memory, trim
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Runtime
 from eager_offload.runtime.host import HostRuntime, host_runtime
-from eager_offload.selection import keeps_cpu_tensors
 from eager_offload.stats import Accounts, Counters, KeepReason
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.host import HostTier, shared_pool
 from eager_offload.tiers.limits import host_bound
+from eager_offload.tiers.malloc import keeps_freed_memory, trim
 from eager_offload.tiers.pool import Pool
 
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import profiled, profiler_is_on
+from eager_offload.core.schedule import Rate, Windows
 from eager_offload.engine.transfer import AWAY, LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
 from eager_offload.errors import OffloadError, TransferError, warn_once
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
-from eager_offload.schedule import Rate, Windows
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import OffloadConfig
+from eager_offload.core.step_table import StepScript, StepTable, StepTables, check_alike
 from eager_offload.eager.hooks import Hooks
 from eager_offload.eager.saves import SavedTensors
 from eager_offload.engine.captured import CapturedTransfers, GraphSlab, lay_out
@@ -25,7 +26,6 @@ from eager_offload.engine.transfer_log import TransferLog
 from eager_offload.offload import Offload
 from eager_offload.runtime.accelerator import AcceleratorRuntime
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_table import StepScript, StepTable, StepTables, check_alike
 
 
 class _OneDevice:

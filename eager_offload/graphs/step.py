@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import flatten_with_names, overriding_stale_streams, unflatten
+from eager_offload.core.step_table import StepTable
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.graph import (
     CapturedGraph,
@@ -33,7 +34,6 @@ from eager_offload.graphs.saves import CapturedSaves
 from eager_offload.offload import Offload
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import StepTable
 
 
 class DeviceScalar:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from eager_offload.config import MIB, OffloadConfig, size_literal, size_text
+from eager_offload.observe.memory import budget_text, budgets_text, main_reason, reason_text, why
 from eager_offload.stats import KeepReason, OffloadStats
-from eager_offload.step_memory import budget_text, budgets_text, main_reason, reason_text, why
 
 #: A peak that is lower by this share of that without offload has fallen.
 _FELL = 0.2

@@ -32,8 +32,8 @@ from torch import Tensor
 from eager_offload import _torch
 from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine, measure
 from eager_offload.offload import Offload
+from eager_offload.planning.machine import Machine, measure
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
 from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
 from eager_offload.version import VERSION

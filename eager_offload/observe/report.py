@@ -19,8 +19,8 @@ from eager_offload.observe.advice import (
     sizes_text,
     stays_within_host,
 )
+from eager_offload.observe.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 from eager_offload.stats import OffloadStats
-from eager_offload.trace_file import MemorySample, SavedGroup, SliceKind, Trace
 
 #: Rows of the table of savers; all others are one more row.
 _MOST_SAVERS = 15

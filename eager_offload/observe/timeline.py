@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
 from eager_offload.errors import OffloadError
+from eager_offload.observe.trace_file import Slice, SliceKind
 from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
-from eager_offload.trace_file import Slice, SliceKind
 
 #: The most slices, samples and saves of a trace; more are only counted, because no viewer could show them.
 MOST = 1 << 20

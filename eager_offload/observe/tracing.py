@@ -29,6 +29,7 @@ from torch import Tensor
 
 from eager_offload._torch import without_torch_function
 from eager_offload.config import OffloadConfig
+from eager_offload.core.selection import logical_bytes
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.hooks import Hooks, Packed
 from eager_offload.engine.offloaders import Offloaders
@@ -37,9 +38,8 @@ from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.errors import ConfigError, OffloadError, captured, tell, warn
 from eager_offload.observe.advice import advise
 from eager_offload.observe.timeline import Compute, Noted, Saver, Timeline
-from eager_offload.selection import logical_bytes
+from eager_offload.observe.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
 from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
-from eager_offload.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
 from eager_offload.version import VERSION
 
 

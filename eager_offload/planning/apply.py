@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eager_offload._torch import current_backward, tree_iter, without_torch_function
+from eager_offload.core.module_calls import ModuleCall
+from eager_offload.core.modules import INNER_MODULES, modules_by_name
 from eager_offload.errors import ConfigError, tell, warn
-from eager_offload.matched_modules import INNER_MODULES, modules_by_name
-from eager_offload.module_calls import ModuleCall
 from eager_offload.planning.verify import Check, may_check, shape_of
 
 #: Which calls are checked: the first of each kind, all, none.

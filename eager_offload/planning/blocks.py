@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from eager_offload._torch import is_fake, storage_key, storage_of, without_dispatch_modes
+from eager_offload.core.selection import footprint
 from eager_offload.marks import Mark
 from eager_offload.planning.program import Storage, living
-from eager_offload.selection import footprint
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple, TypeAlias
 
-from eager_offload.budget import share
+from eager_offload.core.budget import share
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.replay import Outcome, Replay
 

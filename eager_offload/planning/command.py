@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
-from eager_offload.machine import TABLE
 from eager_offload.planning import POLICIES
+from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
     from eager_offload.planning.files import Point

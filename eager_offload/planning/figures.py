@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
-from eager_offload.machine import Machine
 from eager_offload.planning.choose import Chooser
 from eager_offload.planning.files import PlanFields
+from eager_offload.planning.machine import Machine
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import Program, kind_of
 from eager_offload.stats import KeepReason

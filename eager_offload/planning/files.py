@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_typ
 
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine
 from eager_offload.planning.choose import Chosen
+from eager_offload.planning.machine import Machine
 from eager_offload.planning.problem import Problem
 from eager_offload.planning.replay import Outcome
 from eager_offload.planning.states import States

@@ -12,11 +12,11 @@ from torch import nn
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
-from eager_offload.plan_settings import PlanSettings
 from eager_offload.planning.apply import Checks, Verify, checkpointed
 from eager_offload.planning.choose import Chooser
 from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
 from eager_offload.planning.files import Point, read, write
+from eager_offload.planning.settings import PlanSettings
 from eager_offload.stats import Relief
 
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from eager_offload._torch import is_compiled, tree_iter
 from eager_offload.config import OffloadConfig, parse_size
+from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
-from eager_offload.machine import TABLE, Machine, here
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
 from eager_offload.planning.files import Again, Point
+from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.problem import Problem
 from eager_offload.planning.program import Program
@@ -25,7 +26,6 @@ from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
 from eager_offload.planning.recompute import positions
 from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
 from eager_offload.planning.states import Optimizing, States, states_of
-from eager_offload.schedule import bounded_window
 
 #: The device that this process has.
 _HERE = "here"

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-from eager_offload.budget import Timeline
+from eager_offload.core.budget import Timeline
 from eager_offload.planning.program import Program, ProgramSave
 from eager_offload.tiers.memory import PAGE, round_up
 

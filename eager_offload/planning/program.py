@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from eager_offload.machine import Machine
+from eager_offload.planning.machine import Machine
 from eager_offload.stats import KeepReason
 
 

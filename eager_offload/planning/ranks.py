@@ -12,7 +12,7 @@ from torch import nn
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError, OffloadError, PlanError
-from eager_offload.machine import Machine
+from eager_offload.planning.machine import Machine
 from eager_offload.planning.sharding import Sharding
 from eager_offload.planning.states import States
 from eager_offload.version import digest

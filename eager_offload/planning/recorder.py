@@ -30,13 +30,13 @@ from eager_offload._torch import (
     without_torch_function,
 )
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
+from eager_offload.core.selection import logical_bytes, reason_to_stay
 from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
 from eager_offload.planning.calls import Calls, written_by
 from eager_offload.planning.guessed import guessed_name
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
-from eager_offload.selection import logical_bytes, reason_to_stay
 from eager_offload.stats import KeepReason
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.

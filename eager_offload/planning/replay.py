@@ -22,9 +22,9 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from eager_offload.core.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
 from eager_offload.planning.problem import Moves, Problem
 from eager_offload.planning.program import ProgramAsk, ProgramSave, living
-from eager_offload.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
 
 
 class Outcome(NamedTuple):

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, tree_iter
+from eager_offload.core.selection import logical_bytes
 from eager_offload.errors import ConfigError
 from eager_offload.planning.numbers import by_itself
-from eager_offload.selection import logical_bytes
 
 #: An optimizer, or what makes one of parameters: its class, or a function.
 Optimizing: TypeAlias = Optimizer | Callable[[list[nn.Parameter]], Optimizer]

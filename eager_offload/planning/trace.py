@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload._torch import FakeTensorMode, tree_iter
+from eager_offload.core.modules import MatchedModules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
-from eager_offload.matched_modules import MatchedModules
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.held import Made, nothing_held

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from eager_offload.rates import TIMES, Rate
 from eager_offload.runtime.base import Direction, Runtime
+from eager_offload.tiers.rates import TIMES, Rate
 
 
 def measured_link(runtime: Runtime, device: torch.device, direction: Direction, nbytes: int) -> Rate:

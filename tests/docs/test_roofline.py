@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eager_offload.machine import Machine
 from eager_offload.observe.doctor import SelfTest, hidden_from_width, verdict
+from eager_offload.planning.machine import Machine
 from eager_offload.planning.problem import floor_seconds
 from tests.docs.pages import ROOT
 

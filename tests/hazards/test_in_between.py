@@ -13,14 +13,14 @@ from torch import Tensor
 
 from eager_offload import Offload
 from eager_offload.config import OffloadConfig
+from eager_offload.core.schedule import ResidentQueue, Windows
+from eager_offload.core.step_table import StepLog
 from eager_offload.eager.readings import Readings
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
 from eager_offload.engine.transfer_log import Entry, TransferLog, Waited
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Stream
-from eager_offload.schedule import ResidentQueue, Windows
 from eager_offload.stats import Accounts, Counters
-from eager_offload.step_table import StepLog
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.pool import Pool

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eager_offload import Offload
+from eager_offload.core.step_table import Fate, KnownTable, Row, StepTable
 from eager_offload.stats import KeepReason
-from eager_offload.step_table import Fate, KnownTable, Row, StepTable
 from tests.hazards.backends import Backend, SimulatedBackend, assert_settled, offloader_of
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved
 from tests.programs import Run, corpus, leaf

@@ -12,7 +12,7 @@ import torch.nn.modules.module as hooked
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.trace_file import Slice, SliceKind, Trace, read_trace
+from eager_offload.observe.trace_file import Slice, SliceKind, Trace, read_trace
 
 DEPTH = 4
 WIDTH = 64

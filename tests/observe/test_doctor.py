@@ -12,9 +12,9 @@ import torch
 
 import eager_offload as eo
 from eager_offload.__main__ import main
-from eager_offload.machine import Machine
 from eager_offload.observe import doctor
 from eager_offload.observe.doctor import Disk, Memory, SelfTest, examine, recommended, to_text, verdict
+from eager_offload.planning.machine import Machine
 from eager_offload.tiers import disk
 from eager_offload.tiers.disk import filesystem_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import eager_offload as eo
-from eager_offload.trace_file import SliceKind, Trace, read_trace
+from eager_offload.observe.trace_file import SliceKind, Trace, read_trace
 from tests.compile.compiled import fresh_compiler
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import DEPTH, NBYTES, Net, assert_sound, inputs, of, step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.compile.cost import OperatorCall, flops_of
-from eager_offload.machine import TABLE
+from eager_offload.planning.machine import TABLE
 from tests.planning.programs import CONFIG, planned, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.budget import hidden
+from eager_offload.core.budget import hidden
+from eager_offload.core.step_table import Fate, StepTable
 from eager_offload.planning.replay import Replay
-from eager_offload.step_table import Fate, StepTable
 from tests.planning.programs import CONFIG, Made, Stack, budget_of, planned, shared, simulated, slow, small, wide
 from tests.programs import architectures as models
 from tests.simulation.stage import Stage

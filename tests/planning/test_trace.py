@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import eager_offload as eo
 from eager_offload._torch import FakeTensorMode
+from eager_offload.core.selection import reason_to_stay
 from eager_offload.planning.program import Program
 from eager_offload.planning.trace import trace
-from eager_offload.selection import reason_to_stay
 from eager_offload.stats import KeepReason
 from tests.fake_cuda.saves import recorded, saved_bytes
 from tests.planning.programs import CONFIG, Stack, small, trained

@@ -21,7 +21,7 @@ MIB = 1 << 20
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
 #: Each ``Offload`` keeps the table of the step that was looked up last, which ``step_plan()`` returns after a close as
 #: well.
-_TABLE_SLACK = {"objects: eager_offload.step_table.Row": 256}
+_TABLE_SLACK = {"objects: eager_offload.core.step_table.Row": 256}
 
 
 @dataclass(frozen=True)

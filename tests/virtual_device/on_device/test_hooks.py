@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eager_offload.machine import measure
+from eager_offload.observe.trace_file import SliceKind, read_trace
+from eager_offload.planning.machine import measure
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
-from eager_offload.trace_file import SliceKind, read_trace
 from tests.virtual_device import NAME, VirtualDevice
 
 MIB = 1 << 20

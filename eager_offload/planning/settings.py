@@ -10,7 +10,7 @@ import torch
 
 from eager_offload.config import OffloadConfig, OffloadFields, shown, variable_of
 from eager_offload.errors import ConfigError
-from eager_offload.machine import Machine
+from eager_offload.planning.machine import Machine
 from eager_offload.stats import PlanPredictions
 
 #: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.

@@ -1,6 +1,6 @@
 """What is known of a step before it runs: the table of a step like it, in which each of its saves is looked up.
 
-Numbers only, like ``schedule.py``: saves are counted from 0 in each step, sizes are bytes, times are seconds.
+Numbers only, like ``core/schedule.py``: saves are counted from 0 in each step, sizes are bytes, times are seconds.
 
     Step         one forward of one thread on one device, and its backward: logs what it saves and asks for, and looks
                  each save up while they are those of a table
@@ -21,7 +21,7 @@ So a table that does not fit costs time and changes no bit.
              hardly more than what may stay in any case
     KEEP     its original was still alive when it was asked for, so that to move it frees nothing
     SHARE    its bytes are an earlier save's, which waits for the last save of its storage
-Where there is a budget, or only what the link hides moves, ``budget.py`` says what moves: see ``KnownTable.share``.
+Where there is a budget, or only what the link hides moves, ``core/budget.py`` says what moves: ``KnownTable.share``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from eager_offload.budget import Controller, Kind, Timeline, hidden, share
 from eager_offload.config import size_text
+from eager_offload.core.budget import Controller, Kind, Timeline, hidden, share
+from eager_offload.core.schedule import StepUses, Windows
 from eager_offload.errors import ScheduleMismatchError
-from eager_offload.schedule import StepUses, Windows
 from eager_offload.stats import Accounts, KeepReason, Stage
 from eager_offload.tiers.forking import FinalizerRecord
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from eager_offload.core.module_calls import ModuleCall, show_to_compilers
 from eager_offload.errors import ConfigError
 from eager_offload.marks import no_offload
-from eager_offload.module_calls import ModuleCall, show_to_compilers
 
 #: Classes of modules that wrap another one, and the attribute that holds it.
 _WRAPPERS = {

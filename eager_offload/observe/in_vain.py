@@ -9,10 +9,10 @@ import sys
 from eager_offload import contexts
 from eager_offload.config import OffloadConfig
 from eager_offload.contexts import Forward
+from eager_offload.core.modules import MatchedModules
 from eager_offload.errors import users_frame, warn, warn_once
-from eager_offload.matched_modules import MatchedModules
+from eager_offload.observe.memory import why
 from eager_offload.stats import Accounts, KeepReason
-from eager_offload.step_memory import why
 
 #: A plain loop is checked after so many forwards.
 _LOOKED_AT = 3
