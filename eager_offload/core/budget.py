@@ -1,8 +1,8 @@
 """The part of a step's movable bytes that moves, so that a budget of memory holds, or that the link hides.
 
 Numbers only, like ``core/schedule.py``. ``Controller`` says the fraction when a step begins, and is told afterwards how
-much memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``share`` says which
-storages make up the fraction, for a step table, a plan and a compiled graph alike.
+much memory the step took and how long compute waited in it; ``eager/keeping.py`` takes the readings. ``share`` says
+which storages make up the fraction, for a step table, a plan and a compiled graph alike.
 
 [Note: the fraction]
 Steps of one kind, such as those of one sequence length, have a state of their own. For each,

@@ -142,9 +142,9 @@ def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_it
 ) -> None:
     """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
     made = list[str]()
-    for name in ("forget_workspaces", "begin_graph"):
-        own = getattr(_torch, name)
-        monkeypatch.setattr(_torch, name, lambda *given, own=own, name=name: made.append(name) or own(*given))
+    forget, begin = _torch.forget_workspaces, _torch.begin_graph
+    monkeypatch.setattr(_torch, "forget_workspaces", lambda: made.append("forget_workspaces") or forget())
+    monkeypatch.setattr(_torch, "begin_graph", lambda *given: made.append("begin_graph") or begin(*given))
     begun = runtime.begin_capture(side_stream(), CaptureMode.THREAD_LOCAL)
     if voids:
         with pytest.raises(RuntimeError, match="not permitted"):
