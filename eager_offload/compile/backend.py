@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from eager_offload._torch import compile_fx, inductor_options
+from eager_offload._torch import compile_fx, inductor_config
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass
 from eager_offload.config import FIELDS, GONE, OffloadConfig, switched_on
@@ -51,7 +51,7 @@ def eager_offload(
             "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
-    unknown = sorted(patches.keys() - inductor_options())
+    unknown = sorted(patches.keys() - inductor_config.get_config_copy().keys())
     if unknown:
         others = ", and the options of Inductor that torch._inductor.list_options() lists"
         what, instead = f'option {unknown[0]!r} of backend="eager_offload"', GONE.get(unknown[0])
