@@ -83,29 +83,13 @@ NAMES = (
     "torch:utils.checkpoint._CachedTorchDispatchMode",
     "torch:utils.checkpoint._CachingTorchDispatchMode",
 )
-#: The same for the compiler, by the names here: they are imported on first use, since that takes a second.
-NAMES_OF_COMPILER = {
-    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",
-    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
-    "V": "torch._inductor.virtualized:V",
-    "compile_fx": "torch._inductor.compile_fx:compile_fx",
-    "get_decompositions": "torch._decomp:get_decompositions",
-    "inductor_config": "torch._inductor.config",
-    "inductor_ir": "torch._inductor.ir",
-    "make_fallback": "torch._inductor.lowering:make_fallback",
-    "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering",
-}
 
 _OLDEST = (2, 11)
-#: Functions such as ``torch.get_rng_state`` ask its ``default_generator``: see ``planning/numbers.py``.
-generators: Any = torch.random
-_profiler: Any = torch.autograd.profiler
 
 
 def require_torch(version: str = torch.__version__, names: Iterable[str] = NAMES) -> None:
     """Raises ``ImportError`` if torch is too old, or has not all ``names``."""
-    if _release(version) < _OLDEST:
+    if release_of(version) < _OLDEST:
         raise ImportError(
             f"eager_offload needs torch {_OLDEST[0]}.{_OLDEST[1]} or newer, but {version} is installed: upgrade torch"
         )
@@ -119,15 +103,12 @@ def require_torch(version: str = torch.__version__, names: Iterable[str] = NAMES
             ) from error
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release_of(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 require_torch()
-
-#: Compiles CUDA C++ from a source and the name of a kernel. The kernel is called with a grid, a block, arguments, bytes
-#: of shared memory and a stream.
-compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel
 
 
 # -- replaced attributes of torch -------------------------------------------------------------------------------------
@@ -172,6 +153,11 @@ class Patch:
             delattr(self._owner, self._name)
 
 
+def if_imported(module: str, name: str) -> Any:
+    """Returns a name of a module; ``None`` if nothing has imported it, so that no object of the kind can exist."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 # -- autograd: its nodes, its backwards -------------------------------------------------------------------------------
 
 #: Returns the number of the next autograd node of this thread. It grows when an operator's node is made, after the
@@ -179,30 +165,11 @@ class Patch:
 autograd_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # in no stub
 
 
-def made_as(tensor: Tensor) -> int | None:
-    """Returns the sequence number of the autograd node that made ``tensor``, or ``None``."""
-    node: Any = tensor.grad_fn
-    return node._sequence_nr() if hasattr(node, "_sequence_nr") else None
-
-
 #: Returns the autograd node that this thread is running backward for, or ``None``.
 current_autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
 
 #: Returns whether the backward that this thread runs keeps its graph; to be called within a backward only.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors to which the backward of ``loss`` gives a gradient."""
-    todo, seen = [loss.grad_fn], set[Any]()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [after for after, _ in node.next_functions]
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            yield leaf
 
 
 def asker_may_return_it() -> bool:
@@ -213,15 +180,11 @@ def asker_may_return_it() -> bool:
     node = current_autograd_node()
     if node is None:  # outside of a backward nothing is about to become a gradient
         return False
-    return not _engine_asks() or type(node).__name__ == "CppFunction"
-
-
-def _engine_asks() -> bool:
-    """Returns whether the engine has called the library, and not Python code that runs in backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("eager_offload."):
         frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+    by_engine = frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+    return not by_engine or type(node).__name__ == "CppFunction"
 
 
 #: Returns a number for the backward that this thread is running, -1 outside.
@@ -238,11 +201,6 @@ def node_sequence(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def is_of_function(node: object) -> bool:
-    """Returns whether an autograd node is that of a custom ``autograd.Function``."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
 # -- hooks for saved tensors ------------------------------------------------------------------------------------------
 
 #: A pack and an unpack hook.
@@ -254,25 +212,15 @@ def on_backwards(around: Callable[[Any], Callable[..., Any]]) -> Patch:
     return Patch(torch.autograd, "_engine_run_backward", around)
 
 
-def on_entering_hooks(around: Callable[[Any], Callable[[saved_tensors_hooks], None]]) -> Patch:
-    """Returns a patch for the method that every ``with`` of saved-tensor hooks, of any library, calls on entry."""
-    return Patch(saved_tensors_hooks, "__enter__", around)
-
-
-_hooks: Any = torch._C._autograd
-_top_hooks: Callable[[bool], HookFunctions | None] = _hooks._top_saved_tensors_default_hooks
+#: Returns the hooks that autograd calls now for saves of the calling thread. The argument is always true.
+top_hooks: Callable[[bool], HookFunctions | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _put_on_hooks = saved_tensors_hooks.__enter__
 
 
 def top_pack_hook() -> object | None:
     """Returns the pack hook that autograd calls now for saves of the calling thread."""
-    hooks = _top_hooks(True)
+    hooks = top_hooks(True)
     return None if hooks is None else hooks[0]
-
-
-def top_hooks() -> HookFunctions | None:
-    """Returns the hooks that autograd calls now for saves of the calling thread."""
-    return _top_hooks(True)
 
 
 def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
@@ -282,7 +230,7 @@ def replace_hooks(change: Callable[[list[HookFunctions]], None]) -> None:
     """
     hooks: list[HookFunctions] = []
     try:
-        while (pair := _top_hooks(True)) is not None:
+        while (pair := top_hooks(True)) is not None:
             saved_tensors_hooks(*pair).__exit__()  # takes the innermost pair off, whoever owns it
             hooks.insert(0, pair)
         change(hooks)
@@ -297,36 +245,7 @@ def allow_hooks_again() -> None:
     If hooks are in force, ``torch.func`` imposes the ban before it raises its error. Eager code ends the ban
     afterwards; a compiler that traces the same lines does not.
     """
-    _hooks._saved_tensors_hooks_enable()
-
-
-# -- modes that the caller is in --------------------------------------------------------------------------------------
-
-#: Runs operators out of sight of the dispatch modes that the caller has active.
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
-
-_without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunctionSubclass
-
-#: Runs operators out of sight of the caller's function modes and of ``__torch_function__`` of subclasses.
-without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunction
-
-#: Return the number of dispatch modes, and of function modes, that the calling thread is in.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-
-_mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
-
-
-_enter_mode: Callable[[TorchDispatchMode], Any] = cast(Any, TorchDispatchMode.__enter__)
-_leave_mode: Callable[..., None] = cast(Any, TorchDispatchMode.__exit__)
-
-
-def is_tracing() -> bool:
-    """Returns whether the calling thread's operators are traced, so that tensors may stand for others or have no bytes.
-
-    Tracers know values by the very tensors that operators returned, and not by other aliases of them.
-    """
-    return any(_mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
+    torch._C._autograd._saved_tensors_hooks_enable()
 
 
 #: Returns the key under which torch has the saves of a tensor that is changed.
@@ -335,10 +254,40 @@ address_and_version: Callable[[Tensor], tuple[int, int]] = torch.autograd.graph.
 
 def allowing_changes() -> Any | None:
     """Returns the record of ``allow_mutation_on_saved_tensors``, if the calling thread is inside one."""
-    for mode in map(_mode_at, range(dispatch_modes())):
+    for mode in map(mode_at, range(dispatch_modes())):
         if isinstance(mode, torch.autograd.graph._CloneArgBeforeMutateMode):
             return mode.ctx
     return None
+
+
+# -- modes that the caller is in --------------------------------------------------------------------------------------
+
+#: Runs operators out of sight of the dispatch modes that the caller has active.
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+
+#: Runs operators out of sight of the caller's function modes and of ``__torch_function__`` of subclasses.
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunction
+
+#: Return the number of dispatch modes, and of function modes, that the calling thread is in.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+#: Returns that mode of the calling thread, the outermost at 0.
+mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
+
+
+def is_tracing() -> bool:
+    """Returns whether the calling thread's operators are traced, so that tensors may stand for others or have no bytes.
+
+    Tracers know values by the very tensors that operators returned, and not by other aliases of them.
+    """
+    return any(mode_at(number).is_infra_mode() for number in range(dispatch_modes()))
+
+
+def is_proxied() -> bool:
+    """Returns whether the calling thread is being traced into a graph of operators."""
+    tracer = if_imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+    return tracer is not None and tracer() is not None
 
 
 def without_caller_modes() -> AbstractContextManager[object]:
@@ -351,7 +300,7 @@ def without_caller_modes() -> AbstractContextManager[object]:
     streams, events and allocations are reported to it whatever modes are off; without the accesses in between it could
     find no race of a copy with the program's kernels.
     """
-    modes = [_mode_at(number) for number in range(dispatch_modes())]
+    modes = [mode_at(number) for number in range(dispatch_modes())]
     checker = sanitizer() if modes else None
     seeing = [mode for mode in modes if mode is checker or getattr(mode, "sees_offloading", False)]
     return nullcontext() if len(seeing) == len(modes) and not function_modes() else _only(seeing)
@@ -359,7 +308,7 @@ def without_caller_modes() -> AbstractContextManager[object]:
 
 def sanitizer() -> TorchDispatchMode | None:
     """Returns the mode of ``torch.cuda._sanitizer``, or ``None`` if the user has not enabled it."""
-    found = _if_imported("torch.cuda._sanitizer", "cuda_sanitizer")
+    found = if_imported("torch.cuda._sanitizer", "cuda_sanitizer")
     return found.dispatch if found is not None and found.enabled else None
 
 
@@ -375,10 +324,11 @@ def set_over(
 
 @contextmanager
 def _only(seeing: list[TorchDispatchMode]) -> Iterator[None]:
+    enter, leave = cast(Any, TorchDispatchMode.__enter__), cast(Any, TorchDispatchMode.__exit__)
     with without_torch_function(), _disable_current_modes(), ExitStack() as stack:
         for mode in seeing:  # by the base class: their own `__enter__` may begin another count, or the like
-            _enter_mode(mode)
-            stack.callback(_leave_mode, mode, None, None, None)
+            enter(mode)
+            stack.callback(leave, mode, None, None, None)
         yield
 
 
@@ -390,6 +340,8 @@ def is_out_of_memory(error: Exception) -> bool:
     only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
+
+_without_torch_function: Callable[[], AbstractContextManager[object]] = torch.DisableTorchFunctionSubclass
 
 #: Returns whether a value is a tensor of a wrapper subclass, which names its inner tensors.
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
@@ -404,10 +356,8 @@ def has_own_memory(kind: type[Tensor]) -> bool:
     return kind is Tensor or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def made_a(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    """Returns an alias of type ``kind`` that shares the version counter of ``tensor``; runs no code of ``kind``."""
-    return Tensor._make_subclass(kind, tensor)
-
+#: Returns an alias of a type that shares the version counter of a tensor; runs no code of the type.
+made_a: Callable[[type[Tensor], Tensor], Tensor] = Tensor._make_subclass
 
 #: Returns a view of a real tensor with the negative bit set.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
@@ -459,55 +409,21 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-#: The attribute of a storage that holds the object it owns.
-_OWNED = "_eager_offload"
-
-
-def own(storage: torch.UntypedStorage, owned: object) -> None:
-    """Makes ``storage`` the owner of ``owned``: torch keeps the Python object of a storage, with its attributes."""
-    storage.__dict__[_OWNED] = owned
-
-
-def owned_by(tensor: Tensor) -> object:
-    """Returns the object that the storage of ``tensor`` owns, or ``None``."""
-    return tensor.untyped_storage().__dict__.get(_OWNED)
-
-
 def detached(tensor: Tensor) -> Tensor:
     """Returns autograd's own ``tensor.detach()``, which shares the version counter, without a call of a subclass."""
     with _without_torch_function():
         return Tensor.detach(tensor)
 
 
-def _if_imported(module: str, name: str) -> Any:
-    """Returns a name of a module; ``None`` if nothing has imported it, so that no object of the kind can exist."""
-    return getattr(sys.modules.get(module), name, None)
-
-
 def is_fake(kind: type) -> bool:
     """Returns whether tensors of this type have no bytes although their device looks real."""
-    fake = _if_imported("torch._subclasses.fake_tensor", "FakeTensor")
+    fake = if_imported("torch._subclasses.fake_tensor", "FakeTensor")
     return fake is not None and issubclass(kind, fake)
 
 
 def is_plain_fake(value: Tensor) -> bool:
     """Returns whether ``value`` is a plain tensor or a tracer's stand-in for one."""
     return type(value) is Tensor or is_fake(type(value))
-
-
-def is_collective(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` is the result of a functional collective for which nothing has waited yet."""
-    kind = _if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    return kind is not None and isinstance(tensor, kind)
-
-
-def finish_collective(tensor: Tensor) -> None:
-    """Makes the current stream wait for the functional collective that fills ``tensor``, if there is one.
-
-    Every reader of such a tensor waits first; repeated waits do nothing.
-    """
-    if is_collective(tensor):
-        cast(Any, tensor).trigger_wait()
 
 
 def _require_storage_identity() -> None:
@@ -526,13 +442,48 @@ def _require_storage_identity() -> None:
 _require_storage_identity()
 
 
+# -- nested values and sizes ------------------------------------------------------------------------------------------
+
+
+def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
+    """Returns the paths (such as ``[0]['mask']``) and the leaves of tuples, lists and dicts, and their structure."""
+    found, structure = tree_flatten_with_path(tree)
+    return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
+
+
+#: The inverse: builds the nested values from leaves and structure.
+unflatten = tree_unflatten
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """Returns the tensors among an operator's arguments or results, which are nested in lists, tuples and dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for one in values for tensor in tensors_in(one)]
+    return tensors_in([*values.values()]) if isinstance(values, dict) else []
+
+
+def hint(number: int | torch.SymInt, default: int = 8192) -> int:
+    """Returns a number, for a symbol the one seen while tracing: ``int(symbol)`` would make the symbol a constant.
+
+    A size that depends on data (``nonzero``, ``mark_unbacked``) has no such number; ``default`` stands for it, which is
+    large, as in Inductor.
+    """
+    if isinstance(number, int):
+        return number
+    if number.node.has_hint():
+        return int(number.node.hint)
+    expression = getattr(number.node, "expr", None)  # the length of ragged rows is no expression
+    return default if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, default)))
+
+
+def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
+    """Returns the mode that makes fake tensors of the kind of ``value``."""
+    return getattr(value, "fake_mode", None) or nullcontext()
+
+
 # -- checkpointing ----------------------------------------------------------------------------------------------------
-
-
-def are_of_checkpoint(hooks: saved_tensors_hooks) -> bool:
-    """Returns whether ``hooks`` are those of non-reentrant checkpointing, which installs them inside others by
-    design."""
-    return type(hooks).__module__ == torch.utils.checkpoint.__name__
 
 
 def sharing_versions() -> AbstractContextManager[object]:
@@ -568,21 +519,10 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
     ]
 
 
-def is_proxied() -> bool:
-    """Returns whether the calling thread is being traced into a graph of operators."""
-    tracer = _if_imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
-    return tracer is not None and tracer() is not None
-
-
 def checkpoint_store_key(func: object, args: object) -> object:
     """Returns the key under which selective checkpointing stores the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)
     return func if key is None or schema_of(func) is not None else key(func, args)  # it asks higher-order ones alone
-
-
-def returns_before_it_is_done(func: object) -> bool:
-    """Returns whether an operator is a functional collective, whose result is ready once ``wait_tensor`` has waited."""
-    return "c10d_functional" in getattr(func, "namespace", "") and "wait_tensor" not in str(func)
 
 
 # -- devices, streams, captured graphs --------------------------------------------------------------------------------
@@ -704,7 +644,7 @@ def release_failed_graph(graph: Any, index: int, memory: tuple[int, int] | None,
     draw in eager code. Builds for ROCm were fixed without a new version.
     """
     graph.reset()
-    release = _release(torch.__version__)
+    release = release_of(torch.__version__)
     if memory is None or torch.version.hip is not None or release > (2, 13):
         return
     with suppress(RuntimeError):
@@ -750,17 +690,7 @@ def overriding_stale_streams() -> Iterator[None]:
         torch._C._set_override_stale_capture_stream(before)
 
 
-# -- operators, graphs of torch.fx, nested values ---------------------------------------------------------------------
-
-
-def flatten_with_names(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
-    """Returns the paths (such as ``[0]['mask']``) and the leaves of tuples, lists and dicts, and their structure."""
-    found, structure = tree_flatten_with_path(tree)
-    return [keystr(path) for path, _ in found], [leaf for _, leaf in found], structure
-
-
-#: The inverse: builds the nested values from leaves and structure.
-unflatten = tree_unflatten
+# -- operators --------------------------------------------------------------------------------------------------------
 
 
 def schema_of(target: object) -> Any:
@@ -774,62 +704,40 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 attention_in_parts: Any = torch.ops.aten._scaled_dot_product_attention_math
 
 
-def tensors_in(values: object) -> list[Tensor]:
-    """Returns the tensors among an operator's arguments or results, which are nested in lists, tuples and dicts."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for one in values for tensor in tensors_in(one)]
-    return tensors_in([*values.values()]) if isinstance(values, dict) else []
-
-
-def hint(number: int | torch.SymInt, default: int = 8192) -> int:
-    """Returns a number, for a symbol the one seen while tracing: ``int(symbol)`` would make the symbol a constant.
-
-    A size that depends on data (``nonzero``, ``mark_unbacked``) has no such number; ``default`` stands for it, which is
-    large, as in Inductor.
-    """
-    if isinstance(number, int):
-        return number
-    if number.node.has_hint():
-        return int(number.node.hint)
-    expression = getattr(number.node, "expr", None)  # the length of ragged rows is no expression
-    return default if expression is None else int(expression.xreplace(dict.fromkeys(expression.free_symbols, default)))
-
-
 #: Defines operators: those of a namespace (``"DEF"``), or more of one that is defined elsewhere (``"FRAGMENT"``).
 library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 
 
-class EmptyGraphModule(GraphModule):
-    """An empty graph module, for code that looks through all modules; subclasses provide ``graph``."""
-
-    def __new__(cls, *_: object) -> Self:
-        return object.__new__(cls)  # torch would make a class, with generated code, for each
-
-
-for _name, _value in vars(nn.Module().eval()).items():  # empty dictionaries, which all of them share
-    setattr(EmptyGraphModule, _name, _value)
-
-
-def share_calling_convention(graph: Graph, other: Graph) -> None:
-    """Makes ``graph`` take its inputs and return its outputs as ``other`` does: flat, or nested."""
-    codegen = getattr(other, "_codegen", None)
-    if codegen is not None:
-        graph.set_codegen(copy.copy(codegen))
-
-
-def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
-    """Returns the mode that makes fake tensors of the kind of ``value``."""
-    return getattr(value, "fake_mode", None) or nullcontext()
-
-
 # -- modules ----------------------------------------------------------------------------------------------------------
 
+#: The code of frames in which a module is called.
+_CALL = torch.nn.Module._call_impl.__code__
+#: How many frames up to look for a module: mostly its forward calls the operator itself.
+_MOST_FRAMES = 24
 
-def on_module_calls(around: Callable[[Any], Callable[..., Any]]) -> Patch:
-    """Returns a patch for the call of every module: torch's global module hooks cannot put a context around a call."""
-    return Patch(nn.Module, "__call__", around)
+
+def module_called_in(frame: FrameType) -> torch.nn.Module | None:
+    """Returns the module whose forward ``frame`` calls; ``None`` for any other frame.
+
+    The locals of other frames are not read: that would keep them, the user's tensors, until the frame ends.
+    """
+    return frame.f_locals["self"] if frame.f_code is _CALL else None
+
+
+def no_module() -> None:
+    """Stands for a weak reference to a module that is not known."""
+
+
+def module_reference() -> Callable[[], torch.nn.Module | None]:
+    """Returns a weak reference to the innermost module whose forward the calling thread runs, if its frame is near."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code is _CALL:
+            return weakref.ref(frame.f_locals["self"])
+        frame = frame.f_back
+    return no_module
 
 
 def _as_another(function: Any) -> Any:
@@ -843,12 +751,7 @@ def _as_another(function: Any) -> Any:
 
 #: Has Dynamo look at the replaced calls of modules. It goes straight to the forward of a module that has no hooks, if
 #: ``nn.Module.__call__`` is the function that it knows.
-replaced_calls_in_graphs = on_module_calls(_as_another)
-
-
-def on_compiling_modules(around: Callable[[Any], Callable[..., Any]]) -> Patch:
-    """Returns a patch for ``module.compile()``."""
-    return Patch(nn.Module, "compile", around)
+replaced_calls_in_graphs = Patch(nn.Module, "__call__", _as_another)
 
 
 def module_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -887,20 +790,7 @@ def module_called_by(call: object) -> nn.Module | None:
     return caller if is_called else None
 
 
-def module_inside(compiled: OptimizedModule) -> nn.Module:
-    """Returns the module from which ``torch.compile`` has made ``compiled``."""
-    (inside,) = compiled.children()
-    return inside
-
-
-def offloaded_modules(model: nn.Module) -> list[str]:
-    """Returns the names of the modules in ``model`` with torch's ``offload_wrapper``, which moves all their saves to
-    host memory."""
-    wrapper = _if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
-    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
-
-
-# -- sharded models ---------------------------------------------------------------------------------------------------
+# -- models that are sharded or wrapped, collectives ------------------------------------------------------------------
 
 
 class ShardedGroup(NamedTuple):
@@ -918,25 +808,13 @@ class ShardedGroup(NamedTuple):
 
 def is_distributed(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a ``DTensor``."""
-    kind = _if_imported("torch.distributed.tensor", "DTensor")
+    kind = if_imported("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
-
-
-def placements_of(distributed: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Returns how a ``DTensor`` is placed in each dimension of its mesh, and the sizes of those."""
-    tensor = cast(Any, distributed)
-    return tensor.placements, tensor.device_mesh.shape
-
-
-def local_of(distributed: Tensor) -> Tensor:
-    """Returns what this device has of a ``DTensor``."""
-    local: Tensor = cast(Any, distributed.detach()).to_local()
-    return local
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Returns whether ``fully_shard`` was called with ``module``."""
-    kind = _if_imported("torch.distributed.fsdp", "FSDPModule")
+    kind = if_imported("torch.distributed.fsdp", "FSDPModule")
     return kind is not None and isinstance(module, kind)
 
 
@@ -966,21 +844,42 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     kept.pop("_compiled_call_impl", None)  # which calls `module`, and a plan runs what it compiles as it is written
     for name, one in kept.items():
         if isinstance(one, OrderedDict):  # hooks, or states of functions such as `fully_shard`
-            kept[name] = OrderedDict((key, value) for key, value in one.items() if not _shards(value))
+            kept[name] = OrderedDict(
+                (key, value)
+                for key, value in one.items()
+                if isinstance(value, nn.Module)
+                or not str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")
+            )
     kind: type[nn.Module] = type(module).__mro__[2]
     return kind.__new__(kind), kept
 
 
-def _shards(value: Any) -> bool:
-    """Returns whether ``value`` is a hook or a state of ``fully_shard``."""
-    of_fsdp = str(getattr(value, "__module__", "")).startswith("torch.distributed.fsdp.")
-    return of_fsdp and not isinstance(value, nn.Module)
+def offloaded_modules(model: nn.Module) -> list[str]:
+    """Returns the names of the modules in ``model`` with torch's ``offload_wrapper``, which moves all their saves to
+    host memory."""
+    wrapper = if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+    return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
+
+
+def is_collective(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` is the result of a functional collective for which nothing has waited yet."""
+    kind = if_imported("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def finish_collective(tensor: Tensor) -> None:
+    """Makes the current stream wait for the functional collective that fills ``tensor``, if there is one.
+
+    Every reader of such a tensor waits first; repeated waits do nothing.
+    """
+    if is_collective(tensor):
+        cast(Any, tensor).trigger_wait()
 
 
 # -- profilers --------------------------------------------------------------------------------------------------------
 
 #: Returns whether a profiler of torch runs. Each pack and unpack asks, so it is not a Python function.
-profiler_is_on: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled")
+profiler_is_on: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
@@ -989,6 +888,20 @@ def profiled(what: str) -> AbstractContextManager[object]:
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
+
+#: The same for the compiler, by the names here: they are imported on first use, since that takes a second.
+NAMES_OF_COMPILER = {
+    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
+    "V": "torch._inductor.virtualized:V",
+    "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "get_decompositions": "torch._decomp:get_decompositions",
+    "inductor_config": "torch._inductor.config",
+    "inductor_ir": "torch._inductor.ir",
+    "make_fallback": "torch._inductor.lowering:make_fallback",
+    "preserve_node_ordering": "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -1109,16 +1022,6 @@ def leave_out_of_cuda_graphs(lowered: Any, reason: str, tell: Callable[[], None]
     lowered.codegen = codegen
 
 
-def lay_out_as_result(node: Node) -> None:
-    """Makes Inductor lay ``node`` out in its own strides for all readers, as it does with outputs of a graph."""
-    node.meta["inductor_realize_to_strides"] = True
-
-
-def inductor_options() -> frozenset[str]:
-    """Returns the names of all options of Inductor."""
-    return frozenset(importlib.import_module("torch._inductor.config").get_config_copy())
-
-
 #: The function with which AOTAutograd traces hooks that are graph modules into a forward and a backward.
 _HOOK_INLINING = "maybe_inline_graph_saved_tensors_hooks"
 
@@ -1137,7 +1040,7 @@ def on_splits(ours: Callable[[GraphModule, GraphModule, int, Sequence[int]], boo
             fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, *rest: Any, **named: Any
         ) -> None:
             meta = rest[0] if rest else named.get("inner_meta")
-            if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region") or not ours(
+            if if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region") or not ours(
                 fw_module, bw_module, num_inner_fwd_outputs, getattr(meta, "static_input_indices", None) or ()
             ):
                 theirs(fw_module, bw_module, num_inner_fwd_outputs, *rest, **named)
@@ -1162,7 +1065,7 @@ def on_bans_of_hooks(ours: Callable[[], bool]) -> list[Patch]:
     """
     try:
         kind: Any = importlib.import_module("torch._dynamo.variables.ctx_manager").DisabledSavedTensorsHooksVariable
-        _, ban = kind._call_func, _hooks._saved_tensors_hooks_disable
+        _, ban = kind._call_func, torch._C._autograd._saved_tensors_hooks_disable
     except (ImportError, AttributeError):
         return []  # then torch.func raises in compiled code
 
@@ -1185,7 +1088,7 @@ def leave_out_of_precompile(reason: str) -> None:
 
     Its entries are found by the name and the line of a function, without a guard on hooks.
     """
-    tracer = getattr(_if_imported("torch._dynamo.symbolic_convert", "tls"), "current_tx", None)
+    tracer = getattr(if_imported("torch._dynamo.symbolic_convert", "tls"), "current_tx", None)
     bypass = getattr(getattr(tracer, "output", None), "bypass_package", None)
     if bypass is not None:
         bypass(reason)
@@ -1259,7 +1162,7 @@ def compiler_is_loaded() -> bool:
 def is_compiled(one: object) -> bool:
     """Returns whether a call of ``one``, a module or a function, runs code of ``torch.compile``."""
     if isinstance(one, nn.Module):
-        kind = _if_imported("torch._dynamo.eval_frame", "OptimizedModule")
+        kind = if_imported("torch._dynamo.eval_frame", "OptimizedModule")
         return (kind is not None and isinstance(one, kind)) or is_compiled(getattr(one, "_compiled_call_impl", None))
     written = getattr(one, "_torchdynamo_orig_callable", None)
     return written is not None and not getattr(one, "_torchdynamo_disable", False)
@@ -1285,3 +1188,13 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, as_it_is)
     except AttributeError:
         pass  # then the hooks are compiled too
+
+
+def share_calling_convention(graph: Graph, other: Graph) -> None:
+    """Makes ``graph`` take its inputs and return its outputs as ``other`` does: flat, or nested."""
+    graph.set_codegen(copy.copy(other._codegen))
+
+
+#: Compiles CUDA C++ from a source and the name of a kernel. The kernel is called with a grid, a block, arguments, bytes
+#: of shared memory and a stream.
+compile_cuda: Callable[[str, str], Any] = torch.cuda._compile_kernel

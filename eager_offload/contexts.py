@@ -37,11 +37,9 @@ from eager_offload._torch import (
     HookFunctions,
     Patch,
     allow_hooks_again,
-    are_of_checkpoint,
     autograd_sequence,
     dispatch_modes,
     function_modes,
-    on_entering_hooks,
     replace_hooks,
     top_pack_hook,
     without_caller_modes,
@@ -227,7 +225,9 @@ def _kind_of(pack_hook: object) -> object:
 
 def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[saved_tensors_hooks], None]:
     def enter(hooks: saved_tensors_hooks) -> None:
-        if enter is _entering.active and not are_of_checkpoint(hooks) and not isinstance(hooks.pack_hook, PackHook):
+        # Non-reentrant checkpoints install theirs inside of others by design.
+        is_known = isinstance(hooks.pack_hook, PackHook) or type(hooks).__module__ == torch.utils.checkpoint.__name__
+        if enter is _entering.active and not is_known:
             top = top_pack_hook()
             hidden = innermost(lambda context: context.pack_hook is top)
             if hidden is not None:
@@ -237,7 +237,8 @@ def _watching(replaced: Callable[[saved_tensors_hooks], None]) -> Callable[[save
     return enter
 
 
-_entering = on_entering_hooks(_watching)
+#: In the method that every `with` of saved-tensor hooks, of any library, calls on entry.
+_entering = Patch(saved_tensors_hooks, "__enter__", _watching)
 
 
 # -- patches ----------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
     import torch
 
     from eager_offload import contexts
-    from eager_offload._torch import current_autograd_node, on_module_calls, top_pack_hook
+    from eager_offload._torch import Patch, current_autograd_node, top_pack_hook
     from eager_offload.errors import warn
     from eager_offload.observe.out_of_memory import watch
 
@@ -149,7 +149,8 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
 
         return call
 
-    patch, before = on_module_calls(around), contexts.process.backwards
+    # torch's global hooks of modules cannot put a context around a call.
+    patch, before = Patch(torch.nn.Module, "__call__", around), contexts.process.backwards
     watch.put_on()
     patch.put_on()
     try:

@@ -218,7 +218,7 @@ def private_names_in(source: Path) -> Iterator[str]:
 
 
 #: Under what private names torch's modules and objects have what the library uses; the others are its own or Python's.
-NAMES_OF_TORCH = {*private_names_in(PACKAGE / "_torch.py")} - {"_eager_offload", "_getframe"}
+NAMES_OF_TORCH = {*private_names_in(PACKAGE / "_torch.py")} - {"_getframe"}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from eager_offload import offload as _offload  # noqa: F401  # makes the Offload of graphs that run in no context
-from eager_offload._torch import compile_fx, inductor_options
+from eager_offload._torch import compile_fx, inductor_config
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
@@ -50,7 +50,7 @@ def eager_offload(
             "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}
-    unknown = sorted(patches.keys() - inductor_options())
+    unknown = sorted(patches.keys() - inductor_config.get_config_copy().keys())
     if unknown:
         others = ", and the options of Inductor that torch._inductor.list_options() lists"
         raise unknown_name(f'option {unknown[0]!r} of backend="eager_offload"', unknown[0], sorted(FIELDS), others)

@@ -14,22 +14,25 @@ pair for an equal configuration would compile everything anew.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from torch import Tensor
-from torch.fx import Graph
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 from eager_offload import contexts
-from eager_offload._torch import EmptyGraphModule, hide_from_compilers, unpack_before_compiled_backwards
+from eager_offload._torch import hide_from_compilers, unpack_before_compiled_backwards
 from eager_offload.compile.cache_key import cache_key, key_of, read_text
 from eager_offload.tiers.forking import ForkSafeLock
 
 
-class _Hook(EmptyGraphModule):
+class _Hook(GraphModule):
     """A graph module that makes its graph when it is asked for it. It is small: each configuration has its own."""
 
     text: str
     config_key: str
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)  # torch would make a class, with generated code, for each
 
     def __init__(self, text: str) -> None:
         object.__setattr__(self, "text", text)
@@ -44,6 +47,10 @@ class _Hook(EmptyGraphModule):
         graph.output(call)
         call.meta["is_wrapped"], call.meta["user_cache_hash"] = True, f"{cache_key()} {key_of(self.text)}"
         return graph
+
+
+for _name, _value in vars(nn.Module().eval()).items():  # empty dictionaries, which all of them share
+    setattr(_Hook, _name, _value)
 
 
 class PackHook(_Hook, contexts.PackHook):

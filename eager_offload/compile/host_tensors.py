@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eager_offload import contexts
-from eager_offload._torch import own, owned_by, set_over
+from eager_offload._torch import set_over
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.engine.transfer_log import GraphOffloaded
@@ -35,6 +35,8 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.limits import NoRoomError, host_bound
 from eager_offload.tiers.memory import view_of
 
+#: The attribute of a storage that holds what it owns: torch keeps the Python object of a storage, with its attributes.
+_OWNED = "_eager_offload"
 _CAPTURED = "compiled code that offloads was called"
 _OUT_OF_ROOM = (
     "compiled code cannot keep them where they are, so copies take plain host memory, or memory of the device where "
@@ -225,7 +227,7 @@ def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
         return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
     # It only has to say what it stands for: nothing reads it, so it takes no memory.
     host = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
-    own(host.untyped_storage(), stands_for)
+    _own(host.untyped_storage(), stands_for)
     return host
 
 
@@ -311,7 +313,7 @@ def reload(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
         assert found is not None
     target, arriving = found
     tensor = _like_host(target, host)
-    own(tensor.untyped_storage(), arriving)
+    _own(tensor.untyped_storage(), arriving)
     if wait:
         _wait_for_reload(arriving)
     return tensor
@@ -341,7 +343,7 @@ def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tup
 def reload_copy(host: Tensor, device: torch.device) -> Tensor:
     """What a reload is for a host tensor that stands for nothing but holds the bytes itself."""
     tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device).copy_(host)
-    own(tensor.untyped_storage(), _Arriving())
+    _own(tensor.untyped_storage(), _Arriving())
     return tensor
 
 
@@ -351,7 +353,7 @@ def wait_for(tensor: Tensor, keepalive: Tensor | None) -> None:
     Raises:
         OffloadError: none is pending.
     """
-    pending = owned_by(tensor)
+    pending = _owned_by(tensor)
     if isinstance(pending, HostBytes) and pending.is_pending:
         _wait_for_offload(pending, keepalive)
     elif isinstance(pending, _Arriving) and pending.is_pending:
@@ -390,7 +392,7 @@ def _wait_for_reload(arriving: _Arriving) -> None:
 
 def bytes_of(host: Tensor) -> HostBytes | None:
     """What ``host`` stands for; ``None`` for a tensor that no offload has returned."""
-    found = owned_by(host)
+    found = _owned_by(host)
     return found if isinstance(found, HostBytes) else None
 
 
@@ -420,7 +422,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
     """A CPU tensor like ``source`` over ``memory``; its storage owns ``stands_for``."""
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    own(storage, stands_for)
+    _own(storage, stands_for)
     return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
 
 
@@ -432,3 +434,12 @@ def _like_host(target: Tensor, host: Tensor) -> Tensor:
     offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
     empty = torch.empty(0, dtype=host.dtype, device=target.device)
     return set_over(empty, target.untyped_storage(), offset, host.size(), host.stride())
+
+
+def _own(storage: torch.UntypedStorage, owned: object) -> None:
+    storage.__dict__[_OWNED] = owned
+
+
+def _owned_by(tensor: Tensor) -> object:
+    """Returns what the storage of ``tensor`` owns, or ``None``."""
+    return tensor.untyped_storage().__dict__.get(_OWNED)

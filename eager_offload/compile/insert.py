@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from eager_offload._torch import fake_mode_of, hint, lay_out_as_result
+from eager_offload._torch import fake_mode_of, hint
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import (
     CONVOLUTIONS,
@@ -163,7 +163,7 @@ def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
     has_convolutions = any(forward.find_nodes(op="call_function", target=target) for target in CONVOLUTIONS)
     for node in leaving:
         if not has_convolutions or node.meta["val"].dim() != 4:
-            lay_out_as_result(node)
+            node.meta["inductor_realize_to_strides"] = True  # in its own for all readers, as outputs of graphs are
 
 
 # -- pieces of both ---------------------------------------------------------------------------------------------------

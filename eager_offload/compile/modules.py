@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from eager_offload._torch import OptimizedModule, module_inside
+from eager_offload._torch import OptimizedModule
 
 
 class OffloadedModule(OptimizedModule):
@@ -25,7 +25,8 @@ class OffloadedModule(OptimizedModule):
         self._offload_calls(offload)
 
     def __reduce__(self) -> Any:
-        return type(self), (module_inside(self), self.dynamo_ctx, self.eager_offload)
+        (inside,) = self.children()
+        return type(self), (inside, self.dynamo_ctx, self.eager_offload)
 
     def _offload_calls(self, offload: Any) -> None:
         vars(self)["eager_offload"] = offload  # what is set on such a module is set on the one inside

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from eager_offload._torch import (
+    Patch,
     compiler_is_loaded,
     is_jit_tracing,
     module_call,
     module_called_by,
-    on_compiling_modules,
     own_call,
     replaced_calls_in_graphs,
     set_module_call,
@@ -130,4 +130,4 @@ def _beneath(compile: Callable[..., None]) -> Callable[..., None]:
 #: The calls that stand around those of modules.
 _in_place: Living[ModuleCall] = Living()
 #: ``module.compile()`` replaces the call of a module: what it makes goes beneath ours, which would be gone otherwise.
-_compiling = on_compiling_modules(_beneath)
+_compiling = Patch(nn.Module, "compile", _beneath)

@@ -54,7 +54,6 @@ from eager_offload._torch import (
     is_proxied,
     is_wrapper,
     on_checkpoints,
-    returns_before_it_is_done,
     schema_of,
     sharing_versions,
     storage_key,
@@ -318,7 +317,9 @@ def _put_handles(saver: Saver, store: Any, func: Any, args: Sequence[Any]) -> No
     entries = store[checkpoint_store_key(func, args)]
     newest = len(entries) - 1 if isinstance(entries, list) else next(reversed(entries))
     parameters = _parameters(args)
-    stays = returns_before_it_is_done(func) or store[_OFFLOADED].may_change
+    # The result of a functional collective is ready once `wait_tensor` has waited.
+    is_under_way = "c10d_functional" in getattr(func, "namespace", "") and "wait_tensor" not in str(func)
+    stays = is_under_way or store[_OFFLOADED].may_change
 
     def handle(entry: Any) -> Any:
         value = getattr(entry, "val", None)

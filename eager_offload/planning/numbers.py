@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from eager_offload import contexts
-from eager_offload._torch import Patch, compiled_frames, function_modes, generators, without_dispatch_modes
+from eager_offload._torch import Patch, compiled_frames, function_modes, without_dispatch_modes
 from eager_offload.contexts import Patches
 
 _CPU = torch.device("cpu")
@@ -159,7 +159,8 @@ class _StanceOfThread:
 
 _generator = Patches(
     lambda: [
-        *_patch(generators, "default_generator", _GeneratorOfThread),
+        # Functions such as `torch.get_rng_state` ask the module for it.
+        *_patch(torch.random, "default_generator", _GeneratorOfThread),
         *_patch(torch.cuda, "default_generators", _GeneratorsOfThread),
     ]
 )

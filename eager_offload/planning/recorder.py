@@ -18,8 +18,6 @@ from eager_offload._torch import (
     autograd_sequence,
     current_autograd_node,
     is_fake,
-    is_of_function,
-    leaves_of,
     node_sequence,
     schema_of,
     storage_key,
@@ -163,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():
-            for leaf in leaves_of(loss):
+            for leaf in _leaves_of(loss):
                 if not is_fake(type(leaf)) and self.lacks(leaf):
                     self._refuse(leaf)
         self._is_backward, self._forward_ops = True, len(self._ops)
@@ -175,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._of_nodes.setdefault(autograd_sequence() - 1, number)  # operators without a node come behind it
             return number
         node = current_autograd_node()
-        if self._again and is_of_function(node):
+        if self._again and isinstance(node, torch.autograd.function.BackwardCFunction):  # of a custom function
             self._of_nodes.setdefault(autograd_sequence() - 1, self._again[-1])
             return self._again[-1]
         self._again.clear()
@@ -371,6 +369,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         guessed = tuple(sorted(self._guessed))
         noted = self._calls.repeatable(), guessed, self._weights
         return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, *noted)
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors to which the backward of ``loss`` gives a gradient."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
 
 
 def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:

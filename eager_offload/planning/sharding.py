@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from operator import add, attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import is_distributed, local_of, placements_of, sharded_groups
+from eager_offload._torch import is_distributed, sharded_groups
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning.program import Program, living, modules_around
 
@@ -79,7 +79,8 @@ def check_mesh(mesh: object) -> None:
 def shape_on(tensor: Tensor, mesh: Sequence[int] | None) -> torch.Size:
     """Returns the shape that a parameter has on one device: of a ``DTensor`` the local one, else a shard of rows."""
     if is_distributed(tensor):
-        return local_of(tensor).shape
+        local: Tensor = cast(Any, tensor.detach()).to_local()
+        return local.shape
     if not mesh or not tensor.dim():
         return tensor.shape
     return torch.Size((-(-tensor.shape[0] // mesh[-1]), *tensor.shape[1:]))
@@ -139,7 +140,8 @@ def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:
     for name, one in parameters.items():
         if not is_distributed(one):  # it was left out, and is whole on each device
             continue
-        unit, placements, sizes = numbers.get(id(one)), *placements_of(one)
+        unit, placements = numbers.get(id(one)), cast(Any, one).placements
+        sizes = cast(Any, one).device_mesh.shape
         sharded = [size for place, size in zip(placements, sizes, strict=True) if not place.is_replicate()]
         if unit is None or len(sharded) > 1:
             raise PlanError(

@@ -45,7 +45,7 @@ from eager_offload._torch import (
     is_fake,
     is_tracing,
     is_wrapper,
-    made_as,
+    node_sequence,
     storage_of,
     top_hooks,
     without_caller_modes,
@@ -155,7 +155,7 @@ class _Saves:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes what the calling thread saves, and hands it on to the hooks that are in force."""
-        below = top_hooks()
+        below = top_hooks(True)
         assert below is not None, "a checkpoint has put its own on"
         below_packs, unpack = below
 
@@ -245,7 +245,8 @@ class _Operator:
 
     def saves(self, tensor: Tensor, save: _Save, sequence: int) -> None:
         """Notes a value that is saved at that sequence number."""
-        self.has_scratch |= save.made_by in _WITH_SCRATCH and made_as(tensor) == sequence - 1  # by this one
+        node = tensor.grad_fn if save.made_by in _WITH_SCRATCH else None
+        self.has_scratch |= node is not None and node_sequence(node) == sequence - 1  # by this one
         if len(save.shape) > 1:
             self.channels.add(save.shape[1])
 
