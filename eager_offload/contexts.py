@@ -33,20 +33,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from eager_offload._torch import (
-    HookFunctions,
-    Patch,
-    allow_hooks_again,
-    autograd_sequence,
-    dispatch_modes,
-    function_modes,
-    replace_hooks,
-    top_pack_hook,
-    without_caller_modes,
-)
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.forking import ForkSafeLock, Living, tell_after_fork
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.autograd import (
+    HookFunctions,
+    allow_hooks_again,
+    autograd_sequence,
+    replace_hooks,
+    top_pack_hook,
+)
+from eager_offload.torch_private.calls import dispatch_modes, function_modes, without_caller_modes
 
 
 class Owner(Protocol):

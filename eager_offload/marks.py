@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 from torch.library import register_fake
 
-from eager_offload._torch import is_wrapper, library, storage_key
 from eager_offload.core.selection import plain_tensors
 from eager_offload.errors import OffloadError
 from eager_offload.tiers.forking import FinalizerRecord
+from eager_offload.torch_private.calls import library
+from eager_offload.torch_private.memory import is_wrapper, storage_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Tensor)

@@ -17,11 +17,6 @@ from torch import Tensor
 import eager_offload.compile.ops  # defines operators, which graphs of other processes may call
 import eager_offload.eager.checkpointing  # noqa: F401  # has selective checkpointing save with us in a context
 from eager_offload import contexts
-from eager_offload._torch import (
-    compiler_is_loaded,
-    on_first_compile,
-    without_caller_modes,
-)
 from eager_offload.compile.cache_key import text_of
 from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
 from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
@@ -56,6 +51,8 @@ from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.forking import Living, can_begin_nothing
+from eager_offload.torch_private.calls import without_caller_modes
+from eager_offload.torch_private.inductor import compiler_is_loaded, on_first_compile
 
 #: All live objects of the process.
 _alive: Living[Offload] = Living()

@@ -118,9 +118,10 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
     import torch
 
     from eager_offload import contexts
-    from eager_offload._torch import Patch, current_autograd_node, top_pack_hook
     from eager_offload.errors import warn
     from eager_offload.observe.out_of_memory import watch
+    from eager_offload.torch_private import Patch
+    from eager_offload.torch_private.autograd import current_autograd_node, top_pack_hook
 
     calls = Counter() if calls is None else calls
 

@@ -13,8 +13,9 @@ import pytest
 
 import eager_offload as eo
 from eager_offload.__main__ import COMMANDS
-from eager_offload._torch import NAMES as OF_TORCH
-from eager_offload._torch import NAMES_OF_COMPILER, require_torch
+from eager_offload.torch_private import NAMES as OF_TORCH
+from eager_offload.torch_private import require_torch
+from eager_offload.torch_private.inductor import NAMES_OF_COMPILER
 from tests.processes import printed_by, python
 
 pytestmark = pytest.mark.xdist_group("import")
@@ -169,18 +170,20 @@ def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
     assert list(private_names_of_torch(source)) == []
 
 
-def test_private_names_of_torch_are_in_one_module() -> None:
+def test_private_names_of_torch_are_in_one_package() -> None:
     found = {
         source.relative_to(PACKAGE).as_posix(): names
         for source in SOURCES
         if (names := sorted(set(private_names_of_torch(source))))
     }
-    assert list(found) == ["_torch.py"], found
+    assert {name for name in found if not name.startswith("torch_private/")} == set(), found
 
 
-def test_what_is_put_into_torch_is_put_there_by_one_module() -> None:
+def test_what_is_put_into_torch_is_put_there_by_one_package() -> None:
     found = {source.relative_to(PACKAGE).as_posix(): sorted(set(assigned_in_torch(source))) for source in SOURCES}
-    assert {name: assigned for name, assigned in found.items() if assigned and name != "_torch.py"} == {}
+    assert {
+        name: assigned for name, assigned in found.items() if assigned and not name.startswith("torch_private/")
+    } == {}
 
 
 def test_the_library_uses_few_private_names_of_torch() -> None:
@@ -218,13 +221,15 @@ def private_names_in(source: Path) -> Iterator[str]:
 
 
 #: Under what private names torch's modules and objects have what the library uses; the others are its own or Python's.
-NAMES_OF_TORCH = {*private_names_in(PACKAGE / "_torch.py")} - {"_getframe"}
+NAMES_OF_TORCH = {name for source in (PACKAGE / "torch_private").glob("*.py") for name in private_names_in(source)} - {
+    "_getframe"
+}
 
 
 def private_names_of_torch(source: Path) -> Iterator[str]:
     """What a file imports from, or reaches into, torch under a name that begins with an underscore.
 
-    Of objects that is known by the names that ``_torch.py`` uses; the library has no such names for its own.
+    Of objects that is known by the names that ``torch_private/`` uses; the library has no such names for its own.
     """
     for module, names in imports_of(source):
         if module.partition(".")[0] == "torch":

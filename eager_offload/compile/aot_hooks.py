@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule
 
 from eager_offload import contexts
-from eager_offload._torch import Patch, leave_out_of_precompile, on_bans_of_hooks, on_splits
 from eager_offload.compile.cache_key import read_text
 from eager_offload.compile.decide import is_whole
 from eager_offload.compile.graphs import copied
@@ -27,6 +26,8 @@ from eager_offload.compile.select import Choice, choose, choose_nothing
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.contexts import configuration_on_top
 from eager_offload.errors import warn
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.inductor import leave_out_of_precompile, on_bans_of_hooks, on_splits
 
 #: What was decided about a graph, value by value.
 _logger = logging.getLogger("eager_offload.compile")

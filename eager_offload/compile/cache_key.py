@@ -19,7 +19,6 @@ from eager_offload.version import VERSION, digest
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
     *(
-        "_torch.py",
         "core/budget.py",
         "config.py",
         "planning/machine.py",
@@ -29,6 +28,7 @@ _OTHERS = (
         "core/selection.py",
         "tiers/memory.py",
     ),
+    *(f"torch_private/{name}.py" for name in ("__init__", "autograd", "calls", "inductor", "memory")),
     *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),
 )
 

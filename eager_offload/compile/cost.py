@@ -19,21 +19,14 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from eager_offload import contexts
-from eager_offload._torch import (
-    HigherOrderOperator,
-    OpOverload,
-    hint,
-    schema_of,
-    tree_iter,
-    tree_map,
-    without_dispatch_modes,
-)
 from eager_offload.compile import ops
 from eager_offload.config import OffloadConfig
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import OffloadError
 from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of
 from eager_offload.runtime.base import Direction
+from eager_offload.torch_private.calls import HigherOrderOperator, OpOverload, schema_of, without_dispatch_modes
+from eager_offload.torch_private.memory import hint, tree_iter, tree_map
 
 #: Seconds that the operator of a node takes.
 Estimate: TypeAlias = Callable[[Node], float]

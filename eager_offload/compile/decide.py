@@ -21,7 +21,6 @@ from typing import NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from eager_offload._torch import hint
 from eager_offload.compile.cost import bandwidth_of, flops_of, free_bytes, is_single, traffic_of
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
 from eager_offload.config import OffloadConfig
@@ -32,6 +31,7 @@ from eager_offload.planning.problem import Problem
 from eager_offload.planning.program import Op, Program, Storage, living
 from eager_offload.planning.replay import Outcome
 from eager_offload.runtime.base import Direction
+from eager_offload.torch_private.memory import hint
 
 
 @dataclass(frozen=True)

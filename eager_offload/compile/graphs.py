@@ -12,15 +12,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from eager_offload._torch import (
-    HigherOrderOperator,
-    fake_mode_of,
-    hint,
-    schema_of,
-    share_calling_convention,
-    tree_iter,
-    weak_storage,
-)
+from eager_offload.torch_private.calls import HigherOrderOperator, schema_of
+from eager_offload.torch_private.inductor import share_calling_convention
+from eager_offload.torch_private.memory import fake_mode_of, hint, tree_iter, weak_storage
 
 P = ParamSpec("P")
 

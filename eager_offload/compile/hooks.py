@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from eager_offload import contexts
-from eager_offload._torch import hide_from_compilers, unpack_before_compiled_backwards
 from eager_offload.compile.cache_key import cache_key, key_of, read_text
 from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.torch_private.inductor import hide_from_compilers, unpack_before_compiled_backwards
 
 
 class _Hook(GraphModule):

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from eager_offload import contexts
-from eager_offload._torch import set_over
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.engine.transfer_log import GraphOffloaded
@@ -34,6 +33,7 @@ from eager_offload.stats import Counters, KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.limits import NoRoomError, host_bound
 from eager_offload.tiers.memory import view_of
+from eager_offload.torch_private.calls import set_over
 
 #: The attribute of a storage that holds what it owns: torch keeps the Python object of a storage, with its attributes.
 _OWNED = "_eager_offload"

@@ -11,12 +11,6 @@ from typing import Any
 
 from torch.fx import Graph
 
-from eager_offload._torch import (
-    CustomGraphPass,
-    CustomInferenceAwareGraphPass,
-    configure_inductor,
-    inductor_config,
-)
 from eager_offload.compile import ops
 from eager_offload.compile.cache_key import cache_key, key_of
 from eager_offload.compile.cost import bandwidth_of, roofline
@@ -26,6 +20,12 @@ from eager_offload.compile.order import pin_in_place, prefetch_in_place, sink_wa
 from eager_offload.planning.machine import machine_of
 from eager_offload.runtime.base import Direction
 from eager_offload.tiers.forking import ForkSafeLock, Living
+from eager_offload.torch_private.inductor import (
+    CustomGraphPass,
+    CustomInferenceAwareGraphPass,
+    configure_inductor,
+    inductor_config,
+)
 
 
 class OrderTransfers(CustomInferenceAwareGraphPass):

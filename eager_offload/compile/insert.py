@@ -11,7 +11,6 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
-from eager_offload._torch import fake_mode_of, hint
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import (
     CONVOLUTIONS,
@@ -26,6 +25,7 @@ from eager_offload.compile.graphs import (
 from eager_offload.compile.select import Choice, Group
 from eager_offload.config import OffloadConfig
 from eager_offload.marks import mark_operator
+from eager_offload.torch_private.memory import fake_mode_of, hint
 from eager_offload.version import digest
 
 #: In the ``meta`` of a host tensor: whether there are views of it, told by the strides that the graph says.

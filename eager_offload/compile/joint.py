@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from eager_offload._torch import tree_iter
 from eager_offload.compile.decide import step_of_joint
 from eager_offload.compile.graphs import (
     calls_regions,
@@ -31,6 +30,7 @@ from eager_offload.compile.insert import (
 from eager_offload.compile.select import Choice, Group, choose_among, saved_of
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
+from eager_offload.torch_private.memory import tree_iter
 
 
 def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:

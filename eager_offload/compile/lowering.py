@@ -38,9 +38,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from eager_offload._torch import (
+from eager_offload.compile import ops
+from eager_offload.compile.insert import EXACT, is_report
+from eager_offload.errors import warn_once
+from eager_offload.torch_private.inductor import (
     V,
-    fake_mode_of,
     inductor_ir,
     leave_inputs_out_of_peak,
     leave_out_of_cuda_graphs,
@@ -48,9 +50,7 @@ from eager_offload._torch import (
     make_fallback,
     order_recomputed_kernels,
 )
-from eager_offload.compile import ops
-from eager_offload.compile.insert import EXACT, is_report
-from eager_offload.errors import warn_once
+from eager_offload.torch_private.memory import fake_mode_of
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

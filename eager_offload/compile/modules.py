@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from eager_offload._torch import OptimizedModule
+from eager_offload.torch_private.inductor import OptimizedModule
 
 
 class OffloadedModule(OptimizedModule):

@@ -40,10 +40,10 @@ from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import contexts
-from eager_offload._torch import OpOverload, library
 from eager_offload.compile import host_tensors
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import ALIGNMENT
+from eager_offload.torch_private.calls import OpOverload, library
 
 _library = library("eager_offload", "DEF")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor

@@ -18,10 +18,11 @@ from typing import Any, cast
 
 from torch.fx import Graph, Node
 
-from eager_offload._torch import OpOverload, preserve_node_ordering
 from eager_offload.compile import ops
 from eager_offload.compile.cost import Estimate, counts_flops
 from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
+from eager_offload.torch_private.calls import OpOverload
+from eager_offload.torch_private.inductor import preserve_node_ordering
 
 # -- out --------------------------------------------------------------------------------------------------------------
 

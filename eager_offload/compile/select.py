@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from eager_offload._torch import hint, is_plain_fake, schema_of
 from eager_offload.compile.cost import returns_views
 from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
 from eager_offload.compile.graphs import (
@@ -38,6 +37,8 @@ from eager_offload.errors import OffloadError
 from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.calls import schema_of
+from eager_offload.torch_private.memory import hint, is_plain_fake
 
 #: What a compiler may take for granted about the address of a result, in bytes.
 _ALIGNMENT = 16

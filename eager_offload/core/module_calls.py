@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from eager_offload._torch import (
-    Patch,
-    compiler_is_loaded,
+from eager_offload.tiers.forking import Living
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.calls import (
     is_jit_tracing,
     module_call,
     module_called_by,
@@ -36,7 +36,7 @@ from eager_offload._torch import (
     replaced_calls_in_graphs,
     set_module_call,
 )
-from eager_offload.tiers.forking import Living
+from eager_offload.torch_private.inductor import compiler_is_loaded
 
 #: Is given the inner call, the positional arguments and the named ones; returns the result of the call.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import attributes_of, base_of, has_own_memory, hint, is_fake, is_wrapper
 from eager_offload.config import OffloadConfig
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.memory import attributes_of, base_of, has_own_memory, hint, is_fake, is_wrapper
 
 #: Views that cover less than one part in this many of their storage travel alone. The three thirds of a fused
 #: projection are below it (they travel as one storage), a slice of a batch is above.

@@ -45,26 +45,20 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_offload import contexts, marks
-from eager_offload._torch import (
-    TorchDispatchMode,
-    accelerator_in_use,
-    checkpoint_store_key,
-    current_backward,
-    is_collective,
-    is_proxied,
-    is_wrapper,
-    on_checkpoints,
-    schema_of,
-    sharing_versions,
-    storage_key,
-    tensors_in,
-    tree_map,
-    without_caller_modes,
-)
 from eager_offload.core.selection import inner_values, is_parameter, logical_bytes, plain_tensors
 from eager_offload.eager.handles import KeptTensor
 from eager_offload.errors import SavedTensorModifiedError
 from eager_offload.runtime.accelerator import accelerator_runtime
+from eager_offload.torch_private.autograd import (
+    checkpoint_store_key,
+    current_backward,
+    on_checkpoints,
+    sharing_versions,
+)
+from eager_offload.torch_private.calls import TorchDispatchMode, is_proxied, schema_of, without_caller_modes
+from eager_offload.torch_private.captures import accelerator_in_use
+from eager_offload.torch_private.fsdp import is_collective
+from eager_offload.torch_private.memory import is_wrapper, storage_key, tensors_in, tree_map
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eager_offload._torch import is_out_of_memory, set_over
 from eager_offload.eager.handles import SavedStorage, SavedView, without_bytes
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import warn_once
 from eager_offload.runtime.base import Layout, Stream
+from eager_offload.torch_private.calls import set_over
+from eager_offload.torch_private.memory import is_out_of_memory
 
 
 def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:

@@ -23,18 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from eager_offload._torch import (
-    base_of,
-    detached,
-    dispatch_modes,
-    neg_view,
-    profiled,
-    profiler_is_on,
-    set_over,
-    unseen_version,
-    version_of,
-    weak_storage,
-)
 from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.core.selection import Footprint
 from eager_offload.core.step_table import Step, StepScript
@@ -46,6 +34,9 @@ from eager_offload.errors import OffloadError, SavedTensorModifiedError
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout, Stream
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
+from eager_offload.torch_private.autograd import profiled, profiler_is_on
+from eager_offload.torch_private.calls import dispatch_modes, set_over
+from eager_offload.torch_private.memory import base_of, detached, neg_view, unseen_version, version_of, weak_storage
 
 
 class Saves(Protocol):

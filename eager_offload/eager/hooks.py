@@ -12,20 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from eager_offload import marks
-from eager_offload._torch import (
-    allowing_changes,
-    autograd_sequence,
-    current_autograd_node,
-    dispatch_modes,
-    function_modes,
-    is_tracing,
-    profiled,
-    profiler_is_on,
-    storage_of,
-    version_of,
-    without_caller_modes,
-    without_torch_function,
-)
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import ResidentQueue
 from eager_offload.core.selection import is_parameter, logical_bytes, reason_to_stay
@@ -38,6 +24,21 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.errors import reentered
 from eager_offload.marks import Mark
 from eager_offload.stats import Accounts, KeepReason
+from eager_offload.torch_private.autograd import (
+    allowing_changes,
+    autograd_sequence,
+    current_autograd_node,
+    profiled,
+    profiler_is_on,
+)
+from eager_offload.torch_private.calls import (
+    dispatch_modes,
+    function_modes,
+    is_tracing,
+    without_caller_modes,
+    without_torch_function,
+)
+from eager_offload.torch_private.memory import storage_of, version_of
 
 #: What autograd holds in place of a saved tensor.
 Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor

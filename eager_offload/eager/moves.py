@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from eager_offload import marks
-from eager_offload._torch import current_backward, keeps_graph, storage_of, version_of, weak_storage
 from eager_offload.core.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.eager.gather import gather, scatter
 from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
@@ -26,6 +25,8 @@ from eager_offload.marks import Mark
 from eager_offload.runtime.base import Event, Layout, Stream
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
+from eager_offload.torch_private.autograd import current_backward, keeps_graph
+from eager_offload.torch_private.memory import storage_of, version_of, weak_storage
 
 
 class Moves:

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from eager_offload._torch import address_and_version
 from eager_offload.contexts import unpack
 from eager_offload.eager.handles import KeptTensor, SavedView
 from eager_offload.eager.subclasses import WrappedTensor
 from eager_offload.errors import SavedTensorModifiedError
+from eager_offload.torch_private.autograd import address_and_version
 
 
 class ChangeableTensor:

@@ -43,16 +43,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from eager_offload._torch import (
-    after_backward,
-    asker_may_return_it,
-    attributes_of,
-    current_backward,
-    made_a,
-    with_other_owners,
-)
 from eager_offload.errors import reentered
 from eager_offload.tiers.forking import ForkSafeLock
+from eager_offload.torch_private.autograd import after_backward, asker_may_return_it, current_backward
+from eager_offload.torch_private.memory import attributes_of, made_a, with_other_owners
 
 
 class Original(weakref.ref[Tensor]):

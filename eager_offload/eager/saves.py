@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eager_offload._torch import base_of, storage_key, version_of, weak_storage
 from eager_offload.config import MIB, OffloadConfig
 from eager_offload.core.schedule import AT_THE_EXIT, AWAITED_WINDOWS, PrefetchOrder, ResidentQueue
 from eager_offload.core.selection import footprint
@@ -29,6 +28,7 @@ from eager_offload.engine.transfer import KEPT, WAITING
 from eager_offload.errors import OffloadError
 from eager_offload.marks import Mark
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.memory import base_of, storage_key, version_of, weak_storage
 
 #: A storage that is saved over and over, as a mask is by every layer, is saved as a new one each time that it has left:
 #: it may have been written in between. After this many times it has an owner that holds it while forward runs, so it

@@ -28,21 +28,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import (
-    detached,
-    finish_collective,
-    is_fake,
-    is_wrapper,
-    unseen_version,
-    version_of,
-    without_torch_function,
-)
 from eager_offload.core.selection import inner_values, plain_tensors
 from eager_offload.eager.handles import KeptTensor, SavedView, modified
 from eager_offload.eager.originals import original_wrapper, own_until_taken
 from eager_offload.errors import reentered
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.forking import reentrant_lock
+from eager_offload.torch_private.calls import without_torch_function
+from eager_offload.torch_private.fsdp import finish_collective
+from eager_offload.torch_private.memory import detached, is_fake, is_wrapper, unseen_version, version_of
 
 
 class _Part(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from eager_offload._torch import accelerator_in_use
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.core.selection import keeps_cpu_tensors
 from eager_offload.engine.offloader import DeviceOffloader
@@ -26,6 +25,7 @@ from eager_offload.tiers.host import HostTier, shared_pool
 from eager_offload.tiers.limits import host_bound
 from eager_offload.tiers.malloc import keeps_freed_memory, trim
 from eager_offload.tiers.pool import Pool
+from eager_offload.torch_private.captures import accelerator_in_use
 
 
 class Offloaders:

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import profiled, profiler_is_on
 from eager_offload.core.schedule import Rate, Windows
 from eager_offload.engine.transfer import AWAY, LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
@@ -37,6 +36,7 @@ from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
 from eager_offload.tiers.forking import UnderWayAtFork, tell_after_fork
+from eager_offload.torch_private.autograd import profiled, profiler_is_on
 
 _NO_THREAD = (
     "the system starts no thread for transfers, so compute waits for each of them. What binds is a limit of threads: "

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eager_offload._torch import accelerator_in_use, stream_is_capturing
 from eager_offload.config import parse_size
 from eager_offload.errors import (
     CapacityError,
@@ -29,6 +28,7 @@ from eager_offload.errors import (
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import ALIGNMENT, Event
 from eager_offload.runtime.captures import MemoryPool
+from eager_offload.torch_private.captures import accelerator_in_use, stream_is_capturing
 
 
 class CaptureStatus(enum.Enum):

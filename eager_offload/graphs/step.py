@@ -18,7 +18,6 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import flatten_with_names, overriding_stale_streams, unflatten
 from eager_offload.core.step_table import StepTable
 from eager_offload.errors import CaptureInputError, CaptureStateError
 from eager_offload.graphs.graph import (
@@ -34,6 +33,8 @@ from eager_offload.graphs.saves import CapturedSaves
 from eager_offload.offload import Offload
 from eager_offload.runtime.captures import CaptureMode
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.captures import overriding_stale_streams
+from eager_offload.torch_private.memory import flatten_with_names, unflatten
 
 
 class DeviceScalar:

@@ -22,12 +22,12 @@ from functools import partial, update_wrapper
 from typing import Any, Unpack
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
 from eager_offload.integrations.calls import Given, missing, offload_from, warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers.limits import set_local_ranks
+from eager_offload.torch_private import Patch
 
 __all__ = ["OffloadCallback"]
 

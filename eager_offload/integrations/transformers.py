@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from eager_offload import ConfigError, Offload
-from eager_offload._torch import Patch
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
 from eager_offload.integrations.calls import Given, OffloadedCalls, missing, offload_from
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
+from eager_offload.torch_private import Patch
 
 try:
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]  # has no types

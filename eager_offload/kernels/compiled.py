@@ -15,10 +15,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import compile_cuda, flatten_with_names
 from eager_offload.errors import CapabilityError, KernelError
 from eager_offload.kernels.signature import Signature
 from eager_offload.kernels.staging import LaunchSpec
+from eager_offload.torch_private.inductor import compile_cuda
+from eager_offload.torch_private.memory import flatten_with_names
 
 #: A compiled kernel: takes the tensors of a call.
 Launch: TypeAlias = Callable[..., object]
@@ -59,7 +60,7 @@ def compiled_by_inductor(name: str, body: Callable[..., object], signature: Sign
 
     from torch.fx.experimental.proxy_tensor import make_fx  # with the compiler, which takes a second to import
 
-    from eager_offload._torch import compile_fx  # likewise
+    from eager_offload.torch_private.inductor import compile_fx  # likewise
 
     try:
         graph = make_fx(on_distinct, tracing_mode="fake")(*distinct)

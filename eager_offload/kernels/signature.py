@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eager_offload._torch import flatten_with_names, unflatten
 from eager_offload.errors import KernelError
+from eager_offload.torch_private.memory import flatten_with_names, unflatten
 
 
 def checked_sizes(of: str, name: str, given: Any, least: int) -> tuple[int, ...]:

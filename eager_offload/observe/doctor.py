@@ -29,13 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eager_offload import _torch
+from eager_offload import torch_private
 from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.errors import ConfigError
 from eager_offload.offload import Offload
 from eager_offload.planning.machine import Machine, measure
 from eager_offload.tiers.disk import DiskTier, filesystem_of, usual_directories
 from eager_offload.tiers.limits import disk_budget, host_budget, host_headroom, ranks_here
+from eager_offload.torch_private import inductor
 from eager_offload.version import VERSION
 
 _T = TypeVar("_T")
@@ -138,7 +139,7 @@ def examine(paths: Sequence[Path] | None = None) -> Diagnosis:
     results = [run(f"self test on {name}", partial(_self_test, name, settings), None) for name in trains]
     tests = [test for test in results if test is not None]
     # Last, because the modules that it imports take long without cached byte code.
-    run("the compiler", partial(_torch.require_torch, names=_torch.NAMES_OF_COMPILER.values()), None)
+    run("the compiler", partial(torch_private.require_torch, names=inductor.NAMES_OF_COMPILER.values()), None)
     end = verdict(devices, tests, settings)
     seconds = time.perf_counter() - started
     return Diagnosis(FORMAT, seconds, _software(), devices, memory, disks, tests, run.failures, end)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from eager_offload import contexts
-from eager_offload._torch import is_out_of_memory, on_backwards
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.observe.memory import reason_text
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.forking import Living
+from eager_offload.torch_private.autograd import on_backwards
+from eager_offload.torch_private.memory import is_out_of_memory
 
 
 class Held(NamedTuple):

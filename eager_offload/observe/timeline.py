@@ -3,7 +3,7 @@ compute of it: the forwards of modules, and the operations of backward.
 
 [Note: not by torch.profiler] The profiler names the classes of modules and not their paths in a model, sees only the
 threads on which it was started, and cannot run inside another profile. So a trace has hooks of its own to know the
-module of a thread. The ranges of the library are in profiles all the same: see ``_torch.profiled``.
+module of a thread. The ranges of the library are in profiles all the same: see ``torch_private.autograd.profiled``.
 
 Torch calls global hooks around every module's forward. A trace registers them while it runs. Graphs that were compiled
 before do not call them; code that is compiled while they are registered is compiled once more when they are gone.
@@ -28,11 +28,12 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from eager_offload._torch import after_backward, current_autograd_node, current_backward, is_fake, node_sequence
 from eager_offload.errors import OffloadError
 from eager_offload.observe.trace_file import Slice, SliceKind
 from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
+from eager_offload.torch_private.autograd import after_backward, current_autograd_node, current_backward, node_sequence
+from eager_offload.torch_private.memory import is_fake
 
 #: The most slices, samples and saves of a trace; more are only counted, because no viewer could show them.
 MOST = 1 << 20

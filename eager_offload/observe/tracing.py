@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from eager_offload._torch import without_torch_function
 from eager_offload.config import OffloadConfig
 from eager_offload.core.selection import logical_bytes
 from eager_offload.eager.handles import KeptTensor, SavedView
@@ -40,6 +39,7 @@ from eager_offload.observe.advice import advise
 from eager_offload.observe.timeline import Compute, Noted, Saver, Timeline
 from eager_offload.observe.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
 from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
+from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.version import VERSION
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload._torch import current_backward, tree_iter, without_torch_function
 from eager_offload.core.module_calls import ModuleCall
 from eager_offload.core.modules import INNER_MODULES, modules_by_name
 from eager_offload.errors import ConfigError, tell, warn
 from eager_offload.planning.verify import Check, may_check, shape_of
+from eager_offload.torch_private.autograd import current_backward
+from eager_offload.torch_private.calls import without_torch_function
+from eager_offload.torch_private.memory import tree_iter
 
 #: Which calls are checked: the first of each kind, all, none.
 Verify: TypeAlias = Literal["auto"] | bool

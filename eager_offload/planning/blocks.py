@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload._torch import is_fake, storage_key, storage_of, without_dispatch_modes
 from eager_offload.core.selection import footprint
 from eager_offload.marks import Mark
 from eager_offload.planning.program import Storage, living
+from eager_offload.torch_private.calls import without_dispatch_modes
+from eager_offload.torch_private.memory import is_fake, storage_key, storage_of
 
 
 @dataclass(eq=False, slots=True)

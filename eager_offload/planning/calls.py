@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from eager_offload._torch import schema_of, tensors_in, tree_iter
 from eager_offload.compile.cost import OperatorCall
 from eager_offload.planning.blocks import Block, Blocks
 from eager_offload.planning.numbers import state_of_others
+from eager_offload.torch_private.calls import schema_of
+from eager_offload.torch_private.memory import tensors_in, tree_iter
 
 #: They change what these arguments hold, and their schemas do not say so.
 STATISTICS = ("running_mean", "running_var")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eager_offload._torch import schema_of
+from eager_offload.torch_private.calls import schema_of
 
 _FUSED = "attention (written down as the kernel of CUDA that torch's rules choose)"
 _BATCH_NORM = "batch norm (cuDNN may save a reserve besides)"

@@ -18,10 +18,10 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from eager_offload._torch import without_torch_function
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Blocks
 from eager_offload.planning.numbers import CACHE
+from eager_offload.torch_private.calls import without_torch_function
 
 #: Holders whose own holders are looked for, so many levels.
 _FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4

@@ -351,7 +351,7 @@ def _undisturbed() -> Iterator[None]:
     """Compilers trace without bytes, and what is measured is no part of what they trace."""
     import torch
 
-    from eager_offload._torch import without_dispatch_modes
+    from eager_offload.torch_private.calls import without_dispatch_modes
 
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -34,8 +34,10 @@ import torch
 from torch import nn
 
 from eager_offload import contexts
-from eager_offload._torch import Patch, compiled_frames, function_modes, without_dispatch_modes
 from eager_offload.contexts import Patches
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.calls import function_modes, without_dispatch_modes
+from eager_offload.torch_private.inductor import compiled_frames
 
 _CPU = torch.device("cpu")
 #: The class of what ``functools.cache`` and ``lru_cache`` make.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import is_compiled, tree_iter
 from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
@@ -26,6 +25,8 @@ from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
 from eager_offload.planning.recompute import positions
 from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
 from eager_offload.planning.states import Optimizing, States, states_of
+from eager_offload.torch_private.inductor import is_compiled
+from eager_offload.torch_private.memory import tree_iter
 
 #: The device that this process has.
 _HERE = "here"

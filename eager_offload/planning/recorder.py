@@ -11,22 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import marks
-from eager_offload._torch import (
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    autograd_sequence,
-    current_autograd_node,
-    is_fake,
-    node_sequence,
-    schema_of,
-    storage_key,
-    storage_of,
-    tensors_in,
-    weak_storage,
-    without_dispatch_modes,
-    without_torch_function,
-)
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.core.selection import logical_bytes, reason_to_stay
 from eager_offload.eager.checkpointing import Saver
@@ -36,6 +20,16 @@ from eager_offload.planning.calls import Calls, written_by
 from eager_offload.planning.guessed import guessed_name
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.autograd import autograd_sequence, current_autograd_node, node_sequence
+from eager_offload.torch_private.calls import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    without_dispatch_modes,
+    without_torch_function,
+)
+from eager_offload.torch_private.inductor import FakeTensorMode
+from eager_offload.torch_private.memory import is_fake, storage_key, storage_of, tensors_in, weak_storage
 
 #: Bytes of a tensor whose numbers are known; a larger one is fake.
 MOST_KNOWN = 64 << 20

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import is_distributed, sharded_groups
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning.program import Program, living, modules_around
+from eager_offload.torch_private.fsdp import is_distributed, sharded_groups
 
 #: Bytes, from which operator and until which.
 _Span = tuple[int, int, int]

@@ -36,25 +36,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from eager_offload._torch import (
-    Patch,
-    flatten_with_names,
-    is_fake,
-    is_fully_sharded,
-    is_plain_fake,
-    is_wrapper,
-    sharded_groups,
-    storage_key,
-    tree_iter,
-    tree_map,
-    without_dispatch_modes,
-    without_sharding,
-)
 from eager_offload.contexts import Patches
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.rebound import Rebound
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.calls import without_dispatch_modes
+from eager_offload.torch_private.fsdp import is_fully_sharded, sharded_groups, without_sharding
+from eager_offload.torch_private.memory import (
+    flatten_with_names,
+    is_fake,
+    is_plain_fake,
+    is_wrapper,
+    storage_key,
+    tree_iter,
+    tree_map,
+)
 
 
 class _Local(threading.local):

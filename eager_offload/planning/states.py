@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from eager_offload._torch import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, tree_iter
 from eager_offload.core.selection import logical_bytes
 from eager_offload.errors import ConfigError
 from eager_offload.planning.numbers import by_itself
+from eager_offload.torch_private.calls import OpOverload, TorchDispatchMode, schema_of
+from eager_offload.torch_private.inductor import FakeTensorMode
+from eager_offload.torch_private.memory import tree_iter
 
 #: An optimizer, or what makes one of parameters: its class, or a function.
 Optimizing: TypeAlias = Optimizer | Callable[[list[nn.Parameter]], Optimizer]

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from eager_offload._torch import Patch, attention_in_parts, efficient_attention, flash_attention, tree_map
 from eager_offload.contexts import Patches
 from eager_offload.planning.guessed import name_of
+from eager_offload.torch_private import Patch
+from eager_offload.torch_private.calls import attention_in_parts, efficient_attention, flash_attention
+from eager_offload.torch_private.memory import tree_map
 
 #: The device that the process has, whatever it is.
 CPU = "cpu"

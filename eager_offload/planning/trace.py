@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from eager_offload._torch import FakeTensorMode, tree_iter
 from eager_offload.core.modules import MatchedModules
 from eager_offload.eager.checkpointing import saving_with
 from eager_offload.errors import PlanError
@@ -34,6 +33,8 @@ from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
+from eager_offload.torch_private.inductor import FakeTensorMode
+from eager_offload.torch_private.memory import tree_iter
 
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")

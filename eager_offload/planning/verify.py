@@ -36,23 +36,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from eager_offload._torch import (
-    accelerator_in_use,
-    autograd_sequence,
-    detached,
-    has_own_memory,
-    is_collective,
-    is_fake,
-    is_tracing,
-    is_wrapper,
-    node_sequence,
-    storage_of,
-    top_hooks,
-    without_caller_modes,
-    without_torch_function,
-)
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.accelerator import accelerator_runtime
+from eager_offload.torch_private.autograd import autograd_sequence, node_sequence, top_hooks
+from eager_offload.torch_private.calls import is_tracing, without_caller_modes, without_torch_function
+from eager_offload.torch_private.captures import accelerator_in_use
+from eager_offload.torch_private.fsdp import is_collective
+from eager_offload.torch_private.memory import detached, has_own_memory, is_fake, is_wrapper, storage_of
 
 #: The relative difference of two sums of magnitudes, and of two weighted sums, from which on values are others.
 _SUMS, _WEIGHTED = 1e-3, 2e-2

@@ -15,7 +15,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import graph_kind, is_capturing
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
@@ -27,6 +26,7 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderWayAtFork, tell_after_fork
 from eager_offload.tiers.pool import SlabSizes
 from eager_offload.tiers.rates import LinkRates
+from eager_offload.torch_private.captures import graph_kind, is_capturing
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
 #: makes that many would have these among its own, and wait for copies in the midst of its compute. Programs make those

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from eager_offload._torch import sanitizer
 from eager_offload.errors import CaptureStateError, StaleEventError
 from eager_offload.runtime.captures import CAPTURES, Capture
 from eager_offload.tiers.forking import FinalizerRecord
+from eager_offload.torch_private.calls import sanitizer
 
 
 class AcceleratorEvent:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from eager_offload import _torch
 from eager_offload.errors import CaptureInvalidatedError, CaptureStateError, GraphError, UnjoinedStreamError
+from eager_offload.torch_private import captures
 
 #: How torch names device memory that graphs share.
 MemoryPool = tuple[int, int]
@@ -89,7 +89,7 @@ class Captures:
             if stream in one.streams:
                 return one
         for one in self.under_way:  # there is one for each device at most
-            if one.stream.device == stream.device and _torch.stream_is_capturing(stream):
+            if one.stream.device == stream.device and captures.stream_is_capturing(stream):
                 one.streams.add(stream)
                 return one
         return None
@@ -135,15 +135,15 @@ class AcceleratorCaptures:
             with self._waiting(device.index):
                 accelerator.synchronize(device.index)
             self._poll()  # not in the capture; and the memory that this gives back is for it
-            _torch.forget_workspaces()
+            captures.forget_workspaces()
             accelerator.empty_cache()  # a graph allocates its own
-            graph, memory = _torch.new_graph(keep), _torch.graph_memory_pool() if memory is None else memory
+            graph, memory = captures.new_graph(keep), captures.graph_memory_pool() if memory is None else memory
             before = accelerator.current_stream(device.index), accelerator.current_stream()
             accelerator.set_stream(stream)
             try:
-                _torch.begin_graph(graph, memory, mode.value)
+                captures.begin_graph(graph, memory, mode.value)
             except BaseException as error:
-                _torch.release_failed_graph(graph, device.index, memory, ended=False)
+                captures.release_failed_graph(graph, device.index, memory, ended=False)
                 self._select(before)
                 if isinstance(error, RuntimeError):
                     raise CaptureStateError(f"no capture can begin on {stream}: {error}") from error
@@ -184,7 +184,7 @@ class AcceleratorCaptures:
             self._finish(capture)
 
     def _check_may_begin(self, stream: torch.Stream) -> None:
-        if CAPTURES.own() is not None or _torch.is_capturing(None) or _torch.is_capturing(stream.device_index):
+        if CAPTURES.own() is not None or captures.is_capturing(None) or captures.is_capturing(stream.device_index):
             raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
         for other in CAPTURES.under_way:
             if other.mode is CaptureMode.GLOBAL or other.stream.device == stream.device:
@@ -205,12 +205,12 @@ class AcceleratorCaptures:
         try:
             capture.graph.capture_end()
         finally:
-            _torch.forget_workspaces()
+            captures.forget_workspaces()
 
     def _drop(self, capture: Capture) -> None:
         """Nothing is captured into the memory of ``capture`` any more: to 2.12 torch refuses to share it from here on,
         since its allocator of pinned memory goes on to take it for that of a capture that is under way."""
-        _torch.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
+        captures.release_failed_graph(capture.graph, capture.stream.device_index, capture.memory, ended=True)
         capture.memory = None
 
     def _finish(self, capture: Capture) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload._torch import storage_key, storage_of
 from eager_offload.tiers.forking import FinalizerRecord
+from eager_offload.torch_private.memory import storage_key, storage_of
 
 #: Handles of storages that have died, at most, before they are taken out of the count.
 _MOST_DROPPED = 256

@@ -28,13 +28,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from eager_offload._torch import host_registration
 from eager_offload.config import size_text
 from eager_offload.errors import warn_once
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
 from eager_offload.tiers.limits import pinning_limit
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
+from eager_offload.torch_private.captures import host_registration
 
 #: Bytes; the largest slab that is shared where sizes are exact.
 _SHARED_BYTES = 64 << 20

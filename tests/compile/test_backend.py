@@ -18,10 +18,10 @@ from torch._inductor import custom_graph_pass, scheduler
 from torch._inductor.virtualized import V
 
 import eager_offload as eo
-from eager_offload import _torch
 from eager_offload.compile import aot_hooks
 from eager_offload.compile.backend import eager_offload as backend
 from eager_offload.compile.inductor import OrderTransfers, with_pass
+from eager_offload.torch_private import inductor
 from tests.processes import ROOT, printed_by
 from tests.threads import collect, on_a_thread
 
@@ -77,7 +77,7 @@ def plain() -> list[Tensor]:
     return step(torch.compile(one), list(one.parameters()))
 
 
-class Count(_torch.CustomGraphPass):
+class Count(inductor.CustomGraphPass):
     """A pass of a user."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(
 ) -> None:
     one = model()
     expected = step(one, list(one.parameters()))
-    monkeypatch.setattr(_torch, "_HOOK_INLINING", "no_such_name")
+    monkeypatch.setattr("eager_offload.torch_private.inductor._HOOK_INLINING", "no_such_name")
     monkeypatch.setattr(aot_hooks, "patches", aot_hooks.patches.__wrapped__)  # which has not asked yet
     compiled = torch.compile(one, backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="does not let saved-tensor hooks into compiled graphs"), offload:

@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
-from eager_offload import _torch
+from eager_offload import torch_private
 from eager_offload.compile import inductor
 from eager_offload.compile.inductor import OrderTransfers
 
@@ -56,7 +56,7 @@ def test_what_is_there_for_contexts_goes_with_the_last_of_them(tmp_path: Path) -
 
 def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
     place, made = SimpleNamespace(it=min), list[object]()
-    patch = _torch.Patch(place, "it", lambda theirs: made.append(theirs) or max)
+    patch = torch_private.Patch(place, "it", lambda theirs: made.append(theirs) or max)
     for _ in range(2):
         patch.put_on()  # and again, where it was not taken off
     assert (place.it, made) == (max, [min])

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload._torch import TorchDispatchMode
 from eager_offload.eager import gather
 from eager_offload.tiers.disk import DiskSlot
+from eager_offload.torch_private.calls import TorchDispatchMode
 from tests.hazards.backends import Backend, Gate, assert_settled, gate_before, hooks_are_gone
 from tests.hazards.probes import Allocations, meanwhile
 from tests.hazards.programs import REGIMES, Around, Regime, Settled, assert_identical, assert_moved

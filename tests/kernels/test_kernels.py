@@ -138,7 +138,7 @@ def test_a_tensor_that_a_body_closes_over_is_told_and_auto_computes_all_the_same
 def test_kernels_that_differ_in_the_tensors_that_they_make_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is compiled is kept in the same way.
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-    monkeypatch.setattr("eager_offload._torch.compile_fx", lambda graph, _: graph, raising=False)
+    monkeypatch.setattr("eager_offload.torch_private.inductor.compile_fx", lambda graph, _: graph, raising=False)
     spec, zeros = TensorSpec((2,), torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
 
     def adding(number: float) -> Any:
@@ -200,7 +200,7 @@ def test_where_nothing_compiles_auto_says_so_once_and_computes_all_the_same(monk
     def fails(*_: Any) -> Any:
         raise OSError("no compiler")
 
-    monkeypatch.setattr("eager_offload._torch.compile_fx", fails, raising=False)
+    monkeypatch.setattr("eager_offload.torch_private.inductor.compile_fx", fails, raising=False)
     kernel = int8_blocks(len(BLOCKS))
     with pytest.raises(CapabilityError, match=r"int8_blocks: Inductor has failed here \(OSError: no compiler"):
         as_torch_kernel(kernel, "inductor")(BLOCKS)

@@ -34,7 +34,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what takes long and what the test at hand is not about."""
     found = Machine("cpu", 1e11, 1e11, 1e10, spread=1.1)
     monkeypatch.setattr(doctor, "measure", lambda device: found)
-    monkeypatch.setattr(doctor._torch, "NAMES_OF_COMPILER", {})
+    monkeypatch.setattr("eager_offload.torch_private.inductor.NAMES_OF_COMPILER", {})
     monkeypatch.setattr(disk, "_MEASURING_SECONDS", 0.04)
 
 
@@ -137,7 +137,9 @@ def test_where_memory_has_nodes_beside_an_accelerator_the_verdict_names_torchrun
 
 @pytest.mark.usefixtures("quickly")
 def test_a_name_of_the_compiler_that_is_gone_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor._torch, "NAMES_OF_COMPILER", {"V": "torch._inductor.virtualized:no_such_name"})
+    monkeypatch.setattr(
+        "eager_offload.torch_private.inductor.NAMES_OF_COMPILER", {"V": "torch._inductor.virtualized:no_such_name"}
+    )
     (said,) = examine([tmp_path]).failures
     assert said.startswith("the compiler: ImportError: eager_offload needs torch._inductor.virtualized.no_such_name")
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload import contexts
-from eager_offload._torch import top_pack_hook
 from eager_offload.planning.trace import trace
+from eager_offload.torch_private.autograd import top_pack_hook
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, assert_trained, gradients, slow, wide
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload._torch import is_fake
+from eager_offload.torch_private.memory import is_fake
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
-from eager_offload._torch import FakeTensorMode
 from eager_offload.core.selection import reason_to_stay
 from eager_offload.planning.program import Program
 from eager_offload.planning.trace import trace
 from eager_offload.stats import KeepReason
+from eager_offload.torch_private.inductor import FakeTensorMode
 from tests.fake_cuda.saves import recorded, saved_bytes
 from tests.planning.programs import CONFIG, Stack, small, trained
 

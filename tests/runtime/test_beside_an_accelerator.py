@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eager_offload import Offload, _torch
+from eager_offload import Offload
 from eager_offload.runtime import accelerator
+from eager_offload.torch_private import captures
 from tests.programs import leaf
 
 CUDA = torch.device("cuda")
@@ -26,13 +27,13 @@ def test_an_older_torch_is_asked_about_the_selected_device_and_a_newer_one_about
     module = SimpleNamespace(is_current_stream_capturing=lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
     monkeypatch.setattr(torch, "Stream", object)
-    assert _torch.is_capturing(0)
+    assert captures.is_capturing(0)
     del module.is_current_stream_capturing
-    assert not _torch.is_capturing(0)
+    assert not captures.is_capturing(0)
     streams = [SimpleNamespace(is_capturing=lambda index=index: index == 1) for index in range(2)]
     monkeypatch.setattr(torch, "Stream", SimpleNamespace(is_capturing=None))
     monkeypatch.setattr(torch.accelerator, "current_stream", streams.__getitem__)
-    assert [_torch.is_capturing(index) for index in (0, 1)] == [False, True]
+    assert [captures.is_capturing(index) for index in (0, 1)] == [False, True]
 
 
 def test_a_device_not_in_use_yet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

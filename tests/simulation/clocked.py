@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eager_offload._torch import without_dispatch_modes
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.rates import LinkRates, Rate
+from eager_offload.torch_private.calls import without_dispatch_modes
 
 
 @dataclass(eq=False, slots=True)

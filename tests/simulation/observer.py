@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from eager_offload._torch import OpOverload, TorchDispatchMode, is_fake, schema_of, tensors_in
 from eager_offload.runtime.base import Runtime, Stream
 from eager_offload.tiers.forking import FinalizerRecord
+from eager_offload.torch_private.calls import OpOverload, TorchDispatchMode, schema_of
+from eager_offload.torch_private.memory import is_fake, tensors_in
 from tests.simulation.log import Allocated, ByteRegion, Entry, Freed, Log, Operation
 
 #: Bytes; CUDA's caching allocator hands out multiples of it.

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eager_offload._torch import TorchDispatchMode, weak_storage, without_dispatch_modes
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Direction, Event, Layout, Moment, Span, Stream
 from eager_offload.tiers.base import Slot
+from eager_offload.torch_private.calls import TorchDispatchMode, without_dispatch_modes
+from eager_offload.torch_private.memory import weak_storage
 from tests.simulation.checker import Access, AccessKind, Checker, Violation
 from tests.simulation.clocked import ClockedEvent, ClockedRuntime, ClockedStream
 from tests.simulation.log import Log, Operation, Recorded, Synchronized, Waited, WrittenLog, region_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload import Offload, OffloadError, _torch
+from eager_offload import Offload, OffloadError
 from eager_offload.errors import (
     CaptureInvalidatedError,
     CaptureStateError,
@@ -26,6 +26,7 @@ from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_ru
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
 from eager_offload.runtime.pinned import unregister
 from eager_offload.tiers.memory import PAGE
+from eager_offload.torch_private import captures
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
 from tests.threads import collect, on_a_thread
@@ -142,9 +143,13 @@ def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_it
 ) -> None:
     """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
     made = list[str]()
-    forget, begin = _torch.forget_workspaces, _torch.begin_graph
-    monkeypatch.setattr(_torch, "forget_workspaces", lambda: made.append("forget_workspaces") or forget())
-    monkeypatch.setattr(_torch, "begin_graph", lambda *given: made.append("begin_graph") or begin(*given))
+    forget, begin = captures.forget_workspaces, captures.begin_graph
+    monkeypatch.setattr(
+        "eager_offload.torch_private.captures.forget_workspaces", lambda: made.append("forget_workspaces") or forget()
+    )
+    monkeypatch.setattr(
+        "eager_offload.torch_private.captures.begin_graph", lambda *given: made.append("begin_graph") or begin(*given)
+    )
     begun = runtime.begin_capture(side_stream(), CaptureMode.THREAD_LOCAL)
     if voids:
         with pytest.raises(RuntimeError, match="not permitted"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload._torch import host_registration
 from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.torch_private.captures import host_registration
 from tests.virtual_device import NAME, VirtualDevice
 
 LATE = 0.05  # seconds; what a missing wait overtakes
