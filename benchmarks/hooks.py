@@ -209,7 +209,7 @@ def spread(costs: list[Cost], name: str, above: str | None = None, what: str = "
 def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[Cost]]:
     """Tensors that stay: too small, a parameter, and the view of one that ``nn.Linear`` saves."""
     offload = eo.Offload(tier="disk", disk_path=options.disk_path, min_bytes="1MiB")
-    repeating = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=True)
+    repeating = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_tables=True)
     kept, looked_up = (ours(KEPT, one, moves=False) for one in (offload, repeating))
     linear = torch.nn.Linear(64, 64)
     what = {
@@ -246,15 +246,15 @@ def measure_kept(report: Report, options: argparse.Namespace) -> dict[str, list[
 def check_looked_up(offload: eo.Offload) -> None:
     """Exits unless all steps but the first were looked up, to the end."""
     stats = offload.stats(synchronize=True)
-    if stats.steps - stats.followed_forwards > 1 or stats.plan_misses:
-        raise SystemExit(f"benchmarks.hooks: {stats.followed_forwards} of {stats.steps}, {stats.plan_misses}")
+    if stats.steps - stats.table_forwards > 1 or stats.table_misses:
+        raise SystemExit(f"benchmarks.hooks: {stats.table_forwards} of {stats.steps}, {stats.table_misses}")
 
 
 def check_offloaded(offload: eo.Offload) -> None:
     """Exits unless all that was to leave has left."""
     stats = offload.stats(synchronize=True)
     eligible = stats.saved_bytes - stats.kept_bytes.get("small", 0)
-    if stats.offloaded_bytes < 0.99 * eligible or stats.demotions:
+    if stats.offloaded_bytes < 0.99 * eligible or stats.fallbacks:
         raise SystemExit(f"benchmarks.hooks: not everything was offloaded, so there is nothing to measure\n{stats}")
 
 
@@ -274,7 +274,7 @@ def measure_offloaded(report: Report, tier: str, size: str, options: argparse.Na
         "max_inflight_bytes": max(nbytes * options.live, 1 << 20),
         "prefetch_bytes": nbytes * options.live // 4,
     }
-    offloads = {kind: eo.Offload(fields, step_plans=kind == LOOKED_UP) for kind in OFFLOADED}
+    offloads = {kind: eo.Offload(fields, step_tables=kind == LOOKED_UP) for kind in OFFLOADED}
     calls = max(min(options.calls, MOST_BYTES // nbytes), options.live)
     kinds = {kind: ours(kind, offload, moves=True) for kind, offload in offloads.items()}
     kinds[LOGGED] = replace(kinds[LOGGED], context=partial(logging, offloads[LOGGED]))
@@ -303,7 +303,7 @@ def measure_alive(report: Report, options: argparse.Namespace) -> list[Cost]:
     assert most > FEW, f"--alive {most} is not more than the {FEW} that it is compared with"
     fields = {"tier": "host", "min_bytes": 0, "keep_last_bytes": 0, "max_inflight_bytes": nbytes * most}
     for name in (OTHER, LOOKED_UP):
-        offloads = {live: eo.Offload(fields, step_plans=name == LOOKED_UP) for live in (FEW, most)}
+        offloads = {live: eo.Offload(fields, step_tables=name == LOOKED_UP) for live in (FEW, most)}
         gc.disable()
         for number, live in itertools.product(range(-1, options.repeats), offloads):
             batch = call_directly(

@@ -65,14 +65,14 @@ _HOMES = {
         *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError"),
         *("SavedTensorModifiedError", "TransferError"),
     ),
-    "machine": ("Machine",),
-    "malloc": ("release_freed_memory",),
+    "planning.machine": ("Machine",),
+    "tiers.malloc": ("release_freed_memory",),
     "marks": ("keep", "no_offload", "prefer_offload"),
     "planning.files": ("Point",),
     "planning.plan": ("Plan",),
     "planning.planner": ("plan",),
     "stats": ("OffloadStats",),
-    "step_table": ("StepTable",),
+    "core.step_table": ("StepTable",),
 }
 
 if not TYPE_CHECKING:  # a type checker would accept every name

@@ -141,7 +141,7 @@ class OffloadFields(TypedDict, total=False):
     disk_budget: Size
     disk_path: PathLike | None
     verify: bool
-    step_plans: bool | Auto
+    step_tables: bool | Auto
     device_budget: Size | None
     policy: str
     skip: tuple[str, ...] | Sequence[str] | str
@@ -216,7 +216,7 @@ class OffloadConfig(_BesideFields):
     verify: bool = False
     """Whether bytes on disk have checksums, which are checked when they come back."""
 
-    step_plans: bool | Auto = "auto"
+    step_tables: bool | Auto = "auto"
     """Whether the saves of a step are looked up in the table of a like step, each checked: ``"auto"`` after 3 steps
     that are alike, or after 1 under ``device_budget`` or ``policy="free"``; ``True`` after 1;
     ``False`` never, so that a budget moves everything movable."""
@@ -269,7 +269,7 @@ class OffloadConfig(_BesideFields):
         if self.device_budget is not None:
             self._check_device_budget()
         self._check_policy()
-        for field in ("pin_memory", "step_plans", "release_freed_memory"):
+        for field in ("pin_memory", "step_tables", "release_freed_memory"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
         for field in ("verify", "enabled"):
@@ -543,7 +543,7 @@ def field_from_text(field: str, text: str) -> object:
     if field == "device_budget" and text.lower() == "none":
         return None
     if (
-        field in ("verify", "pin_memory", "step_plans", "release_freed_memory", "enabled")
+        field in ("verify", "pin_memory", "step_tables", "release_freed_memory", "enabled")
         and text.lower() in _TRUE + _FALSE
     ):
         return text.lower() in _TRUE

@@ -496,7 +496,7 @@ class Offload:
             tell()
         return found
 
-    def step_plan(self, device: torch.device | str | None = None) -> StepTable | None:
+    def step_table(self, device: torch.device | str | None = None) -> StepTable | None:
         """Returns the table of the last step that was looked up, as that step has left it; ``None`` if none was.
 
         ``print`` shows the table.
@@ -663,7 +663,7 @@ class Offload:
             # AOTAutograd leaves plain hooks to autograd, which calls them for the saves of a graph.
             self._hook_pair = plain_hooks(self.config_key)
             with self._accounts.lock:
-                self._accounts.counters.demote("uncompiled")
+                self._accounts.counters.fall_back("uncompiled")
             warn_once(
                 "uncompiled",
                 f"torch {torch.__version__} does not let saved-tensor hooks into compiled graphs as this version of "

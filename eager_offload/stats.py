@@ -161,16 +161,16 @@ class OffloadStats:
     """Most bytes of this ``Offload`` on disk at one time."""
     disk_bytes_written: int = 0
     """Bytes written to disks, rounding included."""
-    demotions: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
     """Fallbacks, and how often each was taken: ``host_to_disk``, ``budget``, ``write_failed``, ``no_thread``,
     ``device_full`` (no memory for the gathered elements of a small view: they stay), ``over_budget`` (forwards whose
     peak was above ``device_budget``, or that of a plan) and others."""
     foreign_hooks: int = 0
     """Other saved-tensor hooks that were entered inside this context and hide saves from it. Not counted: hooks that
     hand their tensors on to those of the context, and hooks of a checkpoint."""
-    followed_forwards: int = 0
+    table_forwards: int = 0
     """Forwards that were looked up in a step table from their first save on."""
-    plan_misses: dict[str, int] = field(default_factory=dict)
+    table_misses: dict[str, int] = field(default_factory=dict)
     """How many of them went on as unknown steps, by the difference from all tables: ``size``, ``share``,
     ``requires_grad``, ``more`` or ``fewer`` saves, or the ``order`` of backward."""
     plan: PlanOutcome | None = None
@@ -290,7 +290,7 @@ class Counters:
         self.live.poll()
         # The fields of a snapshot, by name; a field that is not here keeps its default there.
         self.steps = self.saved_tensors = self.offloaded_tensors = self.foreign_hooks = 0
-        self.followed_forwards = self.compiled_regions = self.empty_forwards = 0
+        self.table_forwards = self.compiled_regions = self.empty_forwards = 0
         self.failed_forwards = 0
         self.saved_bytes = self.offloaded_bytes = self.shared_bytes = 0
         self.reloaded_bytes = self.forwarded_bytes = self.released_bytes = self.failed_bytes = 0
@@ -305,8 +305,8 @@ class Counters:
         self.step_memory_peak: int | None = None
         self.releases_freed_memory = self.keeps_freed_memory = self.copies_within_host = self.is_approximate = False
         self.kept_bytes = dict.fromkeys(KeepReason, 0)
-        self.demotions: dict[str, int] = {}
-        self.plan_misses: dict[str, int] = {}
+        self.fallbacks: dict[str, int] = {}
+        self.table_misses: dict[str, int] = {}
         self.plan = plan
         self.planned = planned
         #: When the first `with` that is counted was entered.
@@ -379,9 +379,9 @@ class Counters:
         self.note_live()
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
 
-    def demote(self, kind: str) -> None:
-        """Counts a demotion."""
-        self.demotions[kind] = self.demotions.get(kind, 0) + 1
+    def fall_back(self, kind: str) -> None:
+        """Counts a fallback."""
+        self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def stall(self, seconds: float, *, fills_window: bool) -> None:
         """Counts a wait of compute."""

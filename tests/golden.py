@@ -37,19 +37,19 @@ def script_of(program: Program) -> str:
     One waits for nothing, the backward of one waits until all has left, and one that is like this looks up what it has
     taught.
     """
-    lines = ["-- nothing is waited for", *_moved(program, [False], step_plans=False)]
-    lines += ["-- all has left before backward", *_moved(program, [True], step_plans=False)]
-    lines += ["-- the step after it is looked up", *_moved(program, [True, True], step_plans=True)]
+    lines = ["-- nothing is waited for", *_moved(program, [False], step_tables=False)]
+    lines += ["-- all has left before backward", *_moved(program, [True], step_tables=False)]
+    lines += ["-- the step after it is looked up", *_moved(program, [True, True], step_tables=True)]
     return "\n".join(lines) + "\n"
 
 
-def _moved(program: Program, steps: Sequence[bool], *, step_plans: bool) -> list[str]:
+def _moved(program: Program, steps: Sequence[bool], *, step_tables: bool) -> list[str]:
     """The copies of the last of ``steps``, each of which says whether all has left before its backward."""
     # The host takes no time, but for enough that a loop which asks for an event comes to its end.
     with SimulatedBackend(launch_seconds=1e-9) as backend:
         backend.sources_change = Flag.SOURCES_CHANGE in program.flags
         windows = {"max_inflight_bytes": _WINDOW, "prefetch_bytes": _WINDOW}
-        offload = backend.offload(**{**windows, "step_plans": step_plans, **program.fields})
+        offload = backend.offload(**{**windows, "step_tables": step_tables, **program.fields})
         timeline, before, began = backend.simulated.timeline, 0, 0.0
         for settled in steps:
             before, began = len(timeline.spans), timeline.end

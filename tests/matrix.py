@@ -170,16 +170,16 @@ def _run(cell: Cell, backend: Backend) -> None:
     program, way = cell.program, cell.way
     match way:
         case Way.EAGER:
-            _run_eager(program, backend, step_plans=False)
+            _run_eager(program, backend, step_tables=False)
         case Way.TABLE if cell.place is Place.SIMULATED:
-            again = _run_eager(program, backend, step_plans=True)
-            looked_up = all(stats.offloaded_bytes > 0 and stats.followed_forwards > 0 for stats in again)
+            again = _run_eager(program, backend, step_tables=True)
+            looked_up = all(stats.offloaded_bytes > 0 and stats.table_forwards > 0 for stats in again)
             excused = program.name in NOT_LOOKED_UP.read_text().split()
             assert looked_up != excused, f"{NOT_LOOKED_UP.name} {'has' if excused else 'does not have'} it"
         case Way.TABLE:
             # There, copies are late in all other ways.
             with install().slow_compute(2e-4) if cell.place is Place.VIRTUAL else nullcontext():
-                _run_eager(program, backend, step_plans=True)
+                _run_eager(program, backend, step_tables=True)
         case Way.AOT_EAGER | Way.INDUCTOR:
             _run_compiled(cell, backend)
         case Way.CHECKPOINTED:
@@ -188,7 +188,7 @@ def _run(cell: Cell, backend: Backend) -> None:
             _run_captured(program, backend)
 
 
-def _run_eager(program: Program, backend: Backend, *, step_plans: bool) -> list[OffloadStats]:
+def _run_eager(program: Program, backend: Backend, *, step_tables: bool) -> list[OffloadStats]:
     """Returns the stats of the second time in each regime, where there is one."""
     again: list[OffloadStats] = []
     same_gradients(
@@ -198,7 +198,7 @@ def _run_eager(program: Program, backend: Backend, *, step_plans: bool) -> list[
         reloads=Flag.NOTHING_BACK not in program.flags,
         held=Flag.HELD in program.flags,
         again=again,
-        step_plans=step_plans,
+        step_tables=step_tables,
         **program.fields,
     )
     return again

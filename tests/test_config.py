@@ -55,7 +55,7 @@ TABLE = {
     "disk_budget": Field("auto", "3GB", "3GB", "3GB"),
     "disk_path": Field(None, "/a", "/a", "/a"),
     "verify": Field(False, True, "True", "True"),
-    "step_plans": Field("auto", False, "off", "False"),
+    "step_tables": Field("auto", False, "off", "False"),
     "device_budget": Field(None, "auto", "auto", "auto"),
     "policy": Field("max", "free", "free", "free"),
     "skip": Field((), ["lm_head", "*.norm"], "lm_head, *.norm", "lm_head *.norm"),
@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("policy", '"max" or "free"', ["least", None, True, ["free"]]),
     *(
         (name, 'True, False or "auto"', ["always", 1, None])
-        for name in ("pin_memory", "step_plans", "release_freed_memory")
+        for name in ("pin_memory", "step_tables", "release_freed_memory")
     ),
     ("verify", "True or False", ["auto", 1]),
     ("skip", "the names of modules", [3, [""]]),
@@ -419,7 +419,7 @@ LINES: list[tuple[list[str], dict[str, Any]]] = [
         for name, one in TABLE.items()
         if name not in ("verify", "enabled")
     ),
-    (["--offload.pin-memory", "auto", "--offload.step-plans", "True"], {"step_plans": True}),
+    (["--offload.pin-memory", "auto", "--offload.step-tables", "True"], {"step_tables": True}),
     (["--offload.disk-path", "None", "--offload.device-budget", "None"], {}),
     (["--offload.verify", "--offload.no-enabled"], {"verify": True, "enabled": False}),
     (["--offload.skip", "lm_head"], {"skip": "lm_head"}),

@@ -118,7 +118,7 @@ def test_a_forward_of_another_thread_in_the_midst_of_a_close_leaves_the_object_o
     forward()
     stats = offload.stats(synchronize=True)
     assert stats.bytes_out == len(losses) * 4 * NBYTES == 3 * 4 * NBYTES
-    assert not stats.demotions
+    assert not stats.fallbacks
     while losses:
         losses.pop().backward()
     assert torch.equal(x.grad, 3 * gradient(x))

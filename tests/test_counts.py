@@ -31,7 +31,7 @@ def test_a_step_is_counted_to_the_byte(disk: DiskBackend) -> None:
     assert (forward.saved_tensors, forward.saved_bytes) == (DEPTH, ALL)
     assert (forward.offloaded_tensors, forward.offloaded_bytes) == (DEPTH, ALL)
     assert (forward.bytes_out, forward.bytes_in) == (ALL, 0)
-    assert forward.kept_bytes == forward.demotions == {}
+    assert forward.kept_bytes == forward.fallbacks == {}
     assert forward.shared_bytes == forward.reloaded_bytes == forward.forwarded_bytes == forward.released_bytes == 0
     assert 0 < forward.inflight_bytes_peak <= ALL
     assert forward.disk_bytes_peak >= ALL
@@ -277,7 +277,7 @@ def test_a_budget_in_bytes_is_kept_and_the_rest_stays(tier: str, room: int, disk
         stats = step()
     assert stats.offloaded_bytes == stats.bytes_out == fits * NBYTES
     assert stats.kept_bytes == {"budget": ALL - fits * NBYTES}
-    assert stats.demotions == {"budget": DEPTH - fits}
+    assert stats.fallbacks == {"budget": DEPTH - fits}
     with warnings.catch_warnings(action="error"):  # told once
         for _ in range(3):
             step()

@@ -213,7 +213,7 @@ def test_h27_a_write_that_fails_keeps_what_it_could_not_move_and_is_told_once(wa
         gc.enable()
     stats = assert_settled(offload)
     assert stats.kept_bytes == {"failed": 8 * NBYTES}
-    assert stats.demotions == {"write_failed": 8}
+    assert stats.fallbacks == {"write_failed": 8}
     assert stats.offloaded_bytes == stats.bytes_out == stats.bytes_in == 0
     file.on_write = None
     with offload:

@@ -66,19 +66,21 @@ def calls(offload: eo.Offload) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("step_plans", [False, True])
+@pytest.mark.parametrize("step_tables", [False, True])
 def test_an_offloaded_tensor_takes_so_many_calls_of_functions(
-    step_plans: bool, monkeypatch: pytest.MonkeyPatch
+    step_tables: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(marks, "standing", {})  # what other tests have marked and still hold is asked for at each save
     # Of no other size: what waits behind the gate has to fit.
     windows = {"max_inflight_bytes": 2 * SAVES * NBYTES, "prefetch_bytes": 2 * SAVES * NBYTES}
-    with closing(eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_plans=step_plans, **windows)) as offload:
+    with closing(
+        eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, step_tables=step_tables, **windows)
+    ) as offload:
         for _ in range(3):
             calls(offload)
         found = calls(offload)
         stats = offload.stats(synchronize=True)
     assert stats.offloaded_tensors == 4 * SAVES
-    assert stats.followed_forwards == (3 if step_plans else 0)
+    assert stats.table_forwards == (3 if step_tables else 0)
     assert stats.bytes_in > 0
     assert found.total() <= 90 * SAVES, found.most_common(80)

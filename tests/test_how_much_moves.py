@@ -159,7 +159,7 @@ def test_h55_threads_share_one_offload_and_gradients_are_exact(
     assert stats.bytes_out > 0
     if "device_budget" in fields:
         too_small = fields["device_budget"] == 1
-        assert ("over_budget" in stats.demotions) == too_small
+        assert ("over_budget" in stats.fallbacks) == too_small
         assert (stats.keep_last_bytes == 0) == too_small, "the lesser of the two"
         assert stats.device_memory_peak > 1
     else:
@@ -241,9 +241,9 @@ def windows_of(offload: eo.Offload) -> tuple[int, int]:
     return stats.max_inflight_bytes, stats.prefetch_bytes
 
 
-@pytest.mark.parametrize("step_plans", [False, True])
-def test_each_step_has_the_windows_that_the_one_before_it_asks_for(offloads: Make, step_plans: bool) -> None:
-    offload, expected = offloads(step_plans=step_plans), FIRST
+@pytest.mark.parametrize("step_tables", [False, True])
+def test_each_step_has_the_windows_that_the_one_before_it_asks_for(offloads: Make, step_tables: bool) -> None:
+    offload, expected = offloads(step_tables=step_tables), FIRST
     kinds = [(12, 64 * KIB)] * 5 + [(40, 4 * KIB), (12, 64 * KIB), (40, 4 * KIB), (6, 256 * KIB), (12, 64 * KIB)]
     for kind in kinds:
         assert_identical(chain(*kind), chain(*kind, offload))

@@ -32,112 +32,62 @@ PUBLIC_MODULES = {
 #: Functions whose second argument names an attribute of their first.
 _BY_NAME = {"getattr", "setattr", "hasattr", "object", "gate_before"}
 
-#: What chooses for a plan: numbers, which know no tensor, no graph and nothing else of it. Compilers ask it too.
-CHOOSER = {f"eager_offload.planning.{name}" for name in ("choose", "problem", "program", "replay")}
-#: Modules that train by an ``Offload``, where the rest of their folder is beneath that.
-ABOVE = {"eager_offload.compile.backend", "eager_offload.observe.doctor"}
+#: Modules that stand lower or higher than their folder. `chooser`: numbers, which know no tensor, no graph and nothing
+#: else of a plan; compilers ask them too. `doctor` trains a step, where all else that observes is told of steps.
+APART = {
+    **{f"planning.{name}": "chooser" for name in ("choose", "machine", "problem", "program", "replay", "settings")},
+    "core.schedule": "schedule",
+    "core.modules": "modules",
+    "observe.doctor": "doctor",
+    "compile.backend": "backend",
+}
 #: What each room may import of the others, from below to above. A room is a module, or a folder with all its modules.
-#: Those inside of a folder are `chooser`, and each of ``ABOVE``.
 ROOMS: dict[str, set[str]] = {
     "torch_private": set(),
     "errors": set(),
-    "names": {"errors"},
-    "schedule": set(),
-    "budget": set(),
     "version": set(),
-    "rates": set(),
-    "module_calls": {"torch_private", "tiers"},
-    "trace_file": {"errors"},
+    "schedule": set(),
+    "names": {"errors"},
     "config": {"errors", "names", "schedule"},
-    "machine": {"torch_private", "config", "errors", "names", "rates", "runtime", "tiers"},
-    "malloc": {"config"},
-    "tiers": {"torch_private", "config", "errors", "rates"},
-    "live_bytes": {"torch_private", "tiers"},
-    "runtime": {"torch_private", "config", "errors", "malloc", "rates", "tiers"},
-    "stats": {"config", "live_bytes", "runtime", "tiers"},
-    "step_memory": {"config", "stats"},
-    "out_of_memory": {"torch_private", "config", "contexts", "kernels", "stats", "step_memory", "tiers"},
-    "selection": {"torch_private", "config", "stats"},
-    "marks": {"torch_private", "errors", "selection", "tiers"},
-    "matched_modules": {"config", "errors", "marks", "module_calls"},
-    "contexts": {"torch_private", "config", "errors", "tiers"},
-    "in_vain": {"config", "contexts", "errors", "matched_modules", "stats", "step_memory"},
-    "step_table": {"budget", "config", "errors", "schedule", "stats", "tiers"},
-    "plan_settings": {"config", "errors", "machine", "stats"},
-    "kernels": {"torch_private", "config", "errors"},
-    "chooser": {"budget", "machine", "schedule", "stats", "tiers"},
-    "engine": {
-        *(
-            "torch_private",
-            "config",
-            "errors",
-            "live_bytes",
-            "malloc",
-            "runtime",
-            "schedule",
-            "selection",
-            "stats",
-            "tiers",
-        ),
-    },
+    "tiers": {"config", "errors"},
+    "runtime": {"config", "errors", "tiers", "torch_private"},
+    "stats": {"config", "runtime", "tiers"},
+    "core": {"config", "errors", "schedule", "stats", "tiers", "torch_private"},
+    "marks": {"core", "errors", "tiers", "torch_private"},
+    "modules": {"config", "core", "errors", "marks", "torch_private"},
+    "contexts": {"config", "errors", "tiers", "torch_private"},
+    "kernels": {"errors", "torch_private"},
+    "chooser": {"config", "core", "errors", "names", "runtime", "schedule", "stats", "tiers", "torch_private"},
+    "engine": {"config", "core", "errors", "runtime", "schedule", "stats", "tiers", "torch_private"},
     "eager": {
-        *("torch_private", "budget", "config", "contexts", "engine", "errors", "kernels"),
-        *("marks", "runtime", "schedule", "selection", "stats", "step_table", "tiers"),
+        *("config", "contexts", "core", "engine", "errors", "marks", "runtime", "schedule", "stats", "tiers"),
+        "torch_private",
     },
     "compile": {
-        *("torch_private", "config", "contexts", "engine", "errors", "machine", "marks", "names"),
-        *(
-            "matched_modules",
-            "plan_settings",
-            "runtime",
-            "schedule",
-            "selection",
-            "chooser",
-            "stats",
-            "tiers",
-            "version",
-        ),
+        *("chooser", "config", "contexts", "core", "engine", "errors", "marks", "modules", "runtime", "schedule"),
+        *("stats", "tiers", "torch_private", "version"),
     },
     "observe": {
-        *("torch_private", "config", "eager", "engine", "errors", "runtime", "selection", "stats"),
-        *("step_memory", "tiers", "trace_file", "version"),
+        *("config", "contexts", "core", "eager", "engine", "errors", "modules", "runtime", "stats", "tiers"),
+        *("torch_private", "version"),
     },
     "offload": {
-        *("torch_private", "budget", "compile", "config", "contexts", "eager", "engine", "errors"),
-        *("in_vain", "kernels", "marks", "matched_modules", "module_calls", "names", "observe", "out_of_memory"),
-        *("plan_settings", "runtime"),
-        *("stats", "step_memory", "step_table", "tiers"),
+        *("chooser", "compile", "config", "contexts", "core", "eager", "engine", "errors", "marks", "modules"),
+        *("names", "observe", "runtime", "stats", "tiers", "torch_private"),
     },
-    "backend": {"torch_private", "compile", "config", "errors", "matched_modules", "names", "offload"},
-    "graphs": {
-        "torch_private",
-        "config",
-        "eager",
-        "engine",
-        "errors",
-        "offload",
-        "runtime",
-        "stats",
-        "step_table",
-        "tiers",
-    },
+    "backend": {"compile", "config", "errors", "modules", "names", "offload", "torch_private"},
+    "graphs": {"config", "core", "eager", "engine", "errors", "offload", "runtime", "stats", "tiers", "torch_private"},
     "planning": {
-        *("torch_private", "compile", "config", "contexts", "eager", "errors"),
-        *("machine", "marks", "matched_modules", "module_calls", "observe", "offload", "plan_settings", "runtime"),
-        *("rates", "schedule", "selection", "chooser", "stats", "step_table", "tiers", "version"),
+        *("chooser", "compile", "config", "contexts", "core", "eager", "errors", "marks", "modules", "observe"),
+        *("offload", "runtime", "schedule", "stats", "tiers", "torch_private", "version"),
     },
     "eager_offload": {
-        *("config", "errors", "machine", "malloc", "marks", "offload", "planning", "stats", "step_table"),
-        "version",
+        *("chooser", "config", "core", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
     },
-    "integrations": {
-        *("torch_private", "config", "eager_offload", "errors", "module_calls", "observe", "out_of_memory", "tiers"),
-    },
-    "doctor": {"torch_private", "config", "errors", "machine", "offload", "tiers", "version"},
-    "running": {
-        *("torch_private", "config", "contexts", "errors", "offload", "out_of_memory", "stats", "step_memory", "tiers"),
-    },
-    "__main__": {"config", "doctor", "errors", "observe", "trace_file", "version"},
+    "integrations": {"config", "core", "eager_offload", "errors", "observe", "tiers", "torch_private"},
+    "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
+    "running": {"config", "contexts", "errors", "observe", "offload", "stats", "tiers", "torch_private"},
+    "__main__": {"config", "doctor", "errors", "observe", "version"},
 }
 
 
@@ -158,12 +108,9 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The first name below the package: a folder, or a module of its own."""
-    if module in CHOOSER:
-        return "chooser"
-    if module in ABOVE:
-        return module.split(".")[2]
-    return module.split(".")[1] if "." in module else module
+    """Returns the first name below the package, a folder or a module, unless the module stands apart."""
+    name = module.partition(".")[2] or module
+    return APART.get(name, name.split(".")[0])
 
 
 def test_no_module_imports_what_imports_it() -> None:
@@ -171,7 +118,7 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 def test_every_room_has_a_row_and_no_row_is_in_a_cycle() -> None:
-    assert imports().keys() >= CHOOSER
+    assert imports().keys() >= {f"eager_offload.{name}" for name in APART}
     assert {room_of(module) for module in imports()} == ROOMS.keys()
     list(TopologicalSorter(ROOMS).static_order())
 

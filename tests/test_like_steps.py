@@ -91,7 +91,7 @@ def steps(
     for loss in program(expected).losses:
         loss.backward()
     with runtime.checked() as checker:
-        offload = Offload(runtime=runtime, tier="host", min_bytes=0, **{"step_plans": True, **fields})
+        offload = Offload(runtime=runtime, tier="host", min_bytes=0, **{"step_tables": True, **fields})
         with offload if one_context else nullcontext():
             for _ in range(count):
                 x = leaf()
@@ -152,7 +152,7 @@ def test_what_is_known_of_a_step_makes_it_no_worse(program: Callable[[Tensor], G
         assert later.exposed <= earlier.exposed + 1e-9
         assert later.wasted <= earlier.wasted
     assert last.stats.resident_bytes_peak <= third.stats.resident_bytes_peak
-    assert not last.stats.plan_misses
+    assert not last.stats.table_misses
 
 
 @pytest.mark.parametrize("stays", [False, True])
@@ -173,7 +173,7 @@ def test_a_shared_storage_moves_if_it_can_be_back_when_it_is_asked_for_the_first
         return Graphs([result.sum()], [])
 
     *_, last = steps(program, runtime, 4, prefetch_bytes=4 * NBYTES)
-    assert last.stats.followed_forwards == 1
+    assert last.stats.table_forwards == 1
     assert last.stats.kept_bytes.get("newest", 0) == (2 * NBYTES if stays else 0)
     assert last.stats.bytes_out == (DEPTH if stays else DEPTH + 1) * NBYTES
 
@@ -224,8 +224,8 @@ def test_compute_has_nothing_to_do_while_the_host_waits_for_room() -> None:
 WEIGHTS, LOOKS = 4, 12
 
 
-def make(step_plans: bool) -> Offload:
-    return Offload(tier="host", min_bytes="4KiB", keep_last_bytes=0, step_plans=step_plans)
+def make(step_tables: bool) -> Offload:
+    return Offload(tier="host", min_bytes="4KiB", keep_last_bytes=0, step_tables=step_tables)
 
 
 def train(offload: Offload, count: int, look: Callable[[int], object] = lambda number: None) -> None:
@@ -272,7 +272,7 @@ def test_stats_in_a_forward_have_all_that_was_saved_whether_its_step_is_known_or
 def test_a_table_prints_a_line_for_each_save_and_one_for_those_alike() -> None:
     with closing(make(True)) as offload:
         train(offload, 3)
-        table = offload.step_plan()
+        table = offload.step_table()
     assert table is not None
     head, columns, *rows = str(table).splitlines()
     assert head.startswith(f"{len(table.rows)} saves: ")

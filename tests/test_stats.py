@@ -22,7 +22,7 @@ def test_the_fields_are_those_of_the_contract_and_of_nothing_they_are_none() -> 
         *("saved_tensors", "saved_bytes", "offloaded_tensors", "offloaded_bytes", "shared_bytes", "kept_bytes"),
         *("reloaded_bytes", "forwarded_bytes", "released_bytes", "bytes_out", "bytes_in", "stall_seconds"),
         *("host_wait_seconds", "inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak"),
-        *("demotions", "compiled_regions"),
+        *("fallbacks", "compiled_regions"),
     }
     assert {reason.value for reason in KeepReason} == {
         *("small", "parameter", "device", "layout", "marked", "region", "newest", "alive", "budget", "failed"),
@@ -45,7 +45,7 @@ def test_a_snapshot_does_not_change_afterwards_and_cannot_be_changed(disk: DiskB
     after = step()
     assert before.to_dict() == shown
     assert after.kept_bytes == {"small": 16, "budget": 2048}
-    assert after.demotions["budget"] > before.demotions["budget"] > 0
+    assert after.fallbacks["budget"] > before.fallbacks["budget"] > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.saved_bytes = 0  # type: ignore[misc]
 
@@ -93,7 +93,7 @@ REPORTED = eo.OffloadStats(
     device_bytes_peak=304 * MIB,
     without_offload_bytes_peak=743 * MIB,
     kept_bytes={"newest": 27 * MIB + MIB // 2, "parameter": 100 * MIB},
-    demotions={"write_failed": 1},
+    fallbacks={"write_failed": 1},
 )
 
 

@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[Run, dict[str, Any] | None, str | None]] = {
     "none": (plain, None, None),
     "none again": (plain, None, "none"),
     "ours": (plain, OURS, "none"),
-    "ours, no step plans": (plain, {**OURS, "step_plans": False}, "none"),
+    "ours, no step plans": (plain, {**OURS, "step_tables": False}, "none"),
     "checkpointing": (checkpointed, None, None),
     "ours + checkpointing": (checkpointed, OURS, "checkpointing"),
 }

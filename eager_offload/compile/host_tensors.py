@@ -161,7 +161,7 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits:
-        counters.demote("unpinned")
+        counters.fall_back("unpinned")
         warn_once(
             "unpinned",
             "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
@@ -170,7 +170,7 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
             said,
         )
     if inside.keeps:
-        counters.demote("region")
+        counters.fall_back("region")
         warn_once(
             "region",
             "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "

@@ -363,7 +363,7 @@ class KnownTable:
         return self.facts[: len(facts)] == facts
 
     def difference(self, number: int, facts: _Facts) -> str:
-        """Returns by what save ``number`` differs, in the words of ``stats().plan_misses``."""
+        """Returns by what save ``number`` differs, in the words of ``stats().table_misses``."""
         if number == len(self.facts):
             return "more"
         nbytes, storage_nbytes, _, owner = self.facts[number]
@@ -483,7 +483,7 @@ class StepTables:
     """The tables of one device, the latest last. Callers hold the offloader's lock.
 
     Args:
-        policy: the config's ``step_plans``.
+        policy: the config's ``step_tables``.
         accounts: where steps that are looked up, and those that differ, are counted.
     """
 
@@ -526,7 +526,7 @@ class StepTables:
         fitting = [one for one in reversed(self._known) if one.times >= self._after and one.facts[0] == facts]
         if fitting:
             self.last = self.table_of(fitting[0])
-            self._accounts.counters.followed_forwards += 1
+            self._accounts.counters.table_forwards += 1
             self._accounts.counters.reach(Stage.KNOWN)
         return fitting
 
@@ -552,7 +552,7 @@ class StepTables:
 
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
-        misses = self._accounts.counters.plan_misses
+        misses = self._accounts.counters.table_misses
         misses[what] = misses.get(what, 0) + 1
         known.misses += 1
         if known.misses >= _MOST_MISSES and known in self._known and not self.is_frozen:

@@ -30,7 +30,7 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    transfers.accounts.counters.demote("device_full")
+    transfers.accounts.counters.fall_back("device_full")
     warn_once(
         "device_full",
         f"{transfers.device} has no memory left to gather the {nbytes} bytes of a saved tensor before they leave: "

@@ -101,7 +101,7 @@ class Keeping:
         kept = one.log.kept
         if one.peak > budget:
             accounts = self._transfers.accounts
-            accounts.counters.demote("over_budget")
+            accounts.counters.fall_back("over_budget")
             for queue in self._queues:  # what was to stay leaves, unless backward comes first
                 queue.stay_no_longer()
             if kept == 0:

@@ -59,7 +59,7 @@ class SavedTensors:
         self.offloader, self.device = offloader, offloader.device
         self._runtime, self._accounts, self._windows = offloader.runtime, offloader.accounts, offloader.windows
         #: Of steps before they run.
-        self.tables = StepTables(config.step_plans, self._accounts) if tables is None else tables
+        self.tables = StepTables(config.step_tables, self._accounts) if tables is None else tables
         self.script = script
         #: Along which the look-ahead brings storages back.
         self.order = PrefetchOrder(self._windows.prefetch)

@@ -124,7 +124,7 @@ class Offloaders:
             except OSError as error:
                 if not lacks_descriptor(error):
                     raise
-                self._accounts.counters.demote("no_descriptor")
+                self._accounts.counters.fall_back("no_descriptor")
                 warn_once(
                     "no_descriptor",
                     f"nothing moves as long as this process has no free file descriptor ({error.strerror}): close "

@@ -202,7 +202,7 @@ class Transfers:
                 f"{reason}. To change that, {remedy}"
             )
 
-        self.accounts.counters.demote(kind := f"{first.name}_to_{tier.name}")
+        self.accounts.counters.fall_back(kind := f"{first.name}_to_{tier.name}")
         warn_once(kind, message, self.accounts.said)
 
     def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
@@ -221,7 +221,7 @@ class Transfers:
                 f"The reason: {why}. To change that, {cure}"
             )
 
-        self.accounts.counters.demote("budget")
+        self.accounts.counters.fall_back("budget")
         warn_once("budget", message, self.accounts.said)
 
     def offload(
@@ -457,7 +457,7 @@ class Transfers:
         if is_traced:
             self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
         if runtime.ran_inline(event):
-            self.accounts.counters.demote("no_thread")
+            self.accounts.counters.fall_back("no_thread")
             warn_once("no_thread", _NO_THREAD, self.accounts.said)
 
     def _failure_of(self, event: Event) -> OffloadError | None:
@@ -488,7 +488,7 @@ class Transfers:
             counters.bytes_out -= transfer.moved
             is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
             if not is_parents:
-                self.accounts.counters.demote("write_failed")
+                self.accounts.counters.fall_back("write_failed")
                 message = f"offloading failed, {record.fallback.format(device=self.device)}: {failure}"
                 warn_once("write_failed", message, self.accounts.said)
             record.stay(KeepReason.FAILED)

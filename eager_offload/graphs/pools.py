@@ -89,7 +89,7 @@ def require_runtime(what: str) -> AcceleratorRuntime:
     if torch.accelerator.current_accelerator(check_available=True) is None:
         raise NoAcceleratorError(
             f"{what} needs an accelerator, and torch finds none: a CPU has nothing to capture. There steps are "
-            "looked up in those before them (OffloadConfig.step_plans)"
+            "looked up in those before them (OffloadConfig.step_tables)"
         )
     return accelerator_runtime()
 

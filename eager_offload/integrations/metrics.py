@@ -19,7 +19,7 @@ LogMetrics: TypeAlias = bool | Literal["all"]
 PREFIX = "offload/"
 _AMOUNTS = (
     *("saved_bytes", "offloaded_bytes", "shared_bytes", "bytes_out", "bytes_in", "stall_seconds"),
-    *("host_wait_seconds", "processor_seconds", "kept_bytes", "demotions"),
+    *("host_wait_seconds", "processor_seconds", "kept_bytes", "fallbacks"),
 )
 _PEAKS = ("inflight_bytes_peak", "resident_bytes_peak", "host_bytes_peak", "disk_bytes_peak")
 
@@ -41,7 +41,7 @@ class OffloadMetrics:
     | ``offload/bytes_out``, ``bytes_in`` | bytes a step | what crossed the link |
     | ``offload/host_wait_seconds`` | seconds a step | how long the host waited for them, while compute may be busy |
     | ``offload/processor_seconds`` | seconds a step | what copies took of a processor core, on a CPU device |
-    | ``offload/demotions`` | a step | what could not be done as planned |
+    | ``offload/fallbacks`` | a step | what could not be done as planned |
     | ``offload/*_bytes_peak`` | bytes | the most since the stats were last reset |
 
     Reading waits for nothing: what is on its way counts when it has arrived, so a step's figures may be of the one before.

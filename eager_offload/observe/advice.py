@@ -125,12 +125,12 @@ def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields sentences on bytes that did not reach the intended tier."""
-    if count := stats.demotions.get("write_failed", 0):
+    if count := stats.fallbacks.get("write_failed", 0):
         yield (
             f"{_times(count)} a write to a tier failed, and the bytes stayed: the first warning tells why. Look after "
             "the disk, or name another as disk_path."
         )
-    if count := stats.demotions.get("budget", 0):
+    if count := stats.fallbacks.get("budget", 0):
         kept = stats.kept_bytes.get("budget", 0)
         what = f"{_times(count)} no tier had room" + (f", and {size_text(kept)} stayed" if kept else "")
         if config.tier == "disk" and config.disk_budget == "auto" and not stats.disk_bytes_peak:
@@ -140,12 +140,12 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             if config.tier == "auto" and config.disk_path is None and stats.host_bytes_peak and not instead:
                 instead = ", or give a disk_path to spill to"
             yield f"{what}. Raise {budgets_text(config, stats.host_bytes_peak, stats.disk_bytes_peak)}{instead}."
-    if count := stats.demotions.get("host_to_disk", 0):
+    if count := stats.fallbacks.get("host_to_disk", 0):
         yield (
             f"{_times(count)} host memory was full and bytes went to disk, which is slower. If there is more memory, "
             f"raise {budget_text(config, 'host_budget', stats.host_bytes_peak)}."
         )
-    if stats.demotions.get("unpinned") or stats.demotions.get("uncompiled"):
+    if stats.fallbacks.get("unpinned") or stats.fallbacks.get("uncompiled"):
         yield (
             "Compiled code waits for each of its transfers, since the pass that orders them did not run. Compile with "
             "offload.compile(model, ...), with Inductor."
@@ -154,7 +154,7 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
     """Yields sentences on peaks above a budget, and on steps that differ from a plan."""
-    count, plan = stats.demotions.get("over_budget", 0), stats.plan
+    count, plan = stats.fallbacks.get("over_budget", 0), stats.plan
     if count and plan is None and not stats.keep_last_bytes:  # else it has come down since
         yield (
             f"{count:,} forwards had a peak above device_budget, with nothing kept that may leave: raise it, or take "
@@ -169,11 +169,11 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
             f"that was possible. The plan predicts {size_text(plan.predicted_peak_bytes)}{found}. Name "
             "what else is on the device as optimizer_bytes when planning, or plan for a larger device_budget."
         )
-    count = sum(stats.plan_misses.values())
-    if count and count >= _MUCH * (count + stats.followed_forwards):
+    count = sum(stats.table_misses.values())
+    if count and count >= _MUCH * (count + stats.table_forwards):
         yield (
-            f"{count:,} of {stats.followed_forwards:,} forwards differed from those that they began like "
-            f"({counts_text(stats.plan_misses)}), and a plan is of one kind of step: plan with the inputs that take "
+            f"{count:,} of {stats.table_forwards:,} forwards differed from those that they began like "
+            f"({counts_text(stats.table_misses)}), and a plan is of one kind of step: plan with the inputs that take "
             "most."
         )
 

@@ -48,8 +48,8 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     if stats.max_inflight_bytes:
         out, back = size_text(stats.max_inflight_bytes), size_text(stats.prefetch_bytes)
         lines.append(f"windows    {out} on the way out, {back} brought back early")
-    if stats.demotions:
-        lines.append(f"fallbacks  {counts_text(stats.demotions)}")
+    if stats.fallbacks:
+        lines.append(f"fallbacks  {counts_text(stats.fallbacks)}")
     if stats.disk_bytes_written:
         daily = stats.terabytes_a_day
         pace = f", {daily:,.1f} TB a day if it goes on" if daily >= 0.1 and stats.seconds >= WEAR_SECONDS else ""
@@ -70,9 +70,9 @@ def describe(stats: OffloadStats, config: OffloadConfig) -> str:
         lines.append(f"compiled   {graphs}, {runs}")
     if stats.plan is not None:
         lines.append(f"planned    {stats.plan}")
-    if stats.plan_misses:
-        looked_up = _number(stats.followed_forwards, "forward")
-        lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.plan_misses)}")
+    if stats.table_misses:
+        looked_up = _number(stats.table_forwards, "forward")
+        lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.table_misses)}")
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
     for sentence in stats.advice:
@@ -178,7 +178,7 @@ def summary(trace: Trace) -> list[Tile]:
     stats, most = trace.stats, peaks(trace)
     saved, offloaded = stats.get("saved_bytes", 0), stats.get("offloaded_bytes", 0)
     shared, kept = stats.get("shared_bytes", 0), stats.get("kept_bytes", {})
-    stall, demotions = stats.get("stall_seconds", 0.0), stats.get("demotions", {})
+    stall, fallbacks = stats.get("stall_seconds", 0.0), stats.get("fallbacks", {})
     host_wait = stats.get("host_wait_seconds", stall)
     moved = f"{size_text(stats.get('bytes_in', 0))} back{_rate(trace, SliceKind.RELOAD, SliceKind.PREFETCH)}"
     if written := stats.get("disk_bytes_written"):
@@ -205,8 +205,8 @@ def summary(trace: Trace) -> list[Tile]:
         ),
         Tile(
             "Fallbacks",
-            f"{sum(demotions.values()):,}",
-            counts_text(demotions) or "everything went as planned",
+            f"{sum(fallbacks.values()):,}",
+            counts_text(fallbacks) or "everything went as planned",
         ),
     ]
 

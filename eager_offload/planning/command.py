@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         default="here",
         help=f"here (known by its name, or measured), {', '.join(TABLE)}; default: %(default)s",
     )
-    parser.add_argument("--budget", help="bytes of the device, such as 40GiB; default: all that it has")
+    parser.add_argument("--device-budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
     parser.add_argument(
         "--optimizer", default="AdamW", help="a class of torch.optim, in any case, or none; default: %(default)s"

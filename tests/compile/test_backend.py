@@ -104,7 +104,7 @@ def test_the_backend_offloads_inside_of_its_graphs_beside_passes_for_everyone(
     stats = standing.stats(synchronize=True)
     assert stats.compiled_regions == 2
     assert stats.offloaded_bytes == stats.reloaded_bytes > 0
-    assert stats.demotions == {}
+    assert stats.fallbacks == {}
     standing.close()
 
 
@@ -182,7 +182,7 @@ def test_a_module_compiled_by_an_offload_is_served_by_it_beside_passes_of_the_us
     assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in one.state_dict()]
     stats = offload.stats(synchronize=True)
     assert stats.compiled_regions == 1
-    assert "unpinned" not in stats.demotions
+    assert "unpinned" not in stats.fallbacks
     assert theirs.calls == 2, "forward and backward"
     with torch.no_grad():
         compiled(torch.randn(4, 16))
@@ -199,7 +199,7 @@ def test_a_pass_that_takes_the_place_of_ours_is_counted_and_told(plain: list[Ten
         assert_equal(step(compiled, list(one.parameters())), plain)
     with offload:
         assert_equal(step(compiled, list(one.parameters())), plain)
-    assert offload.stats(synchronize=True).demotions["unpinned"] == 2
+    assert offload.stats(synchronize=True).fallbacks["unpinned"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. autograd recorded operators:RuntimeWarning")
@@ -236,7 +236,7 @@ def test_what_another_thread_compiles_is_ordered_as_well(where: str, plain: list
     on_a_thread(loss.backward) if where == "backward" else loss.backward()
     gradients = [one.grad for one in (x, *one.parameters())]
     assert_equal([y.detach(), *(gradient for gradient in gradients if gradient is not None)], plain)
-    assert "unpinned" not in offload.stats(synchronize=True).demotions
+    assert "unpinned" not in offload.stats(synchronize=True).fallbacks
     del y, loss
 
 
@@ -252,7 +252,7 @@ def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(
         results = step(compiled, list(one.parameters()))
     assert_equal(results, expected)
     stats = offload.stats(synchronize=True)
-    assert stats.demotions == {"uncompiled": 1}
+    assert stats.fallbacks == {"uncompiled": 1}
     assert stats.compiled_regions == 0
 
 

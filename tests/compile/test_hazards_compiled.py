@@ -136,7 +136,7 @@ def test_h27_a_write_that_fails_leaves_the_value_where_it_was(
         stats = assert_settled(offload)
         assert calls["write"] > n
         assert stats.kept_bytes["failed"] > 0
-        assert stats.demotions
+        assert stats.fallbacks
 
 
 def test_h27_a_read_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, offload: eo.Offload) -> None:

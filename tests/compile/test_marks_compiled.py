@@ -116,7 +116,7 @@ def test_a_region_around_a_call_of_compiled_code_changes_nothing_and_a_warning_s
     loss.backward()
     stats = offload.stats(synchronize=True)
     assert torch.equal(x.grad, expected)
-    assert stats.demotions["region"] == 1
+    assert stats.fallbacks["region"] == 1
     assert stats.bytes_out > 0
     offload.close()
 

@@ -277,7 +277,7 @@ def test_bytes_that_cannot_leave_are_copied(
     stats = one.stats(synchronize=True)
     assert stats.kept_bytes == {reason: source.nbytes}
     assert_balanced(stats)
-    assert stats.demotions == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
+    assert stats.fallbacks == {{"budget": "budget", "failed": "write_failed"}[reason]: 1}
 
 
 @pytest.mark.parametrize("source", [torch.randn(4, 6), torch.randn(4, 6).t(), torch.randn(3), torch.empty(0, 2)])

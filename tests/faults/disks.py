@@ -97,7 +97,7 @@ def _half(nbytes: int) -> int:
 def on_faulty_disk(file_type: type[SpillFile] = Faulty) -> Iterator[None]:
     """Every disk tier that an ``Offload`` opens within is on files of ``file_type``; none may be left open."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # demotions are told
+        warnings.simplefilter("ignore", RuntimeWarning)  # fallbacks are told
         patch.setattr("eager_offload.engine.offloaders.DiskTier", functools.partial(DiskTier, file_type=file_type))
         try:
             yield

@@ -101,7 +101,7 @@ def test_h27_a_disk_that_others_fill_in_mid_step_is_told_apart_from_one_with_roo
         assert {"budget", "failed"}.isdisjoint(again.kept_bytes), "there is room again"
         offload.close()
     assert list(small_disk.iterdir()) == [small_disk / "lost+found"]
-    record_property("faults", sum(full.demotions.values()))
+    record_property("faults", sum(full.fallbacks.values()))
 
 
 class Scarce(Faulty):
@@ -123,11 +123,11 @@ def test_h27_no_free_descriptor_for_a_moment_is_counted_and_tried_again(
         offload = make_offload(tmp_path)
         without = moved_by(offload, x)
         assert without.bytes_out == 0
-        assert without.demotions["no_descriptor"] > 0
+        assert without.fallbacks["no_descriptor"] > 0
         assert without.kept_bytes == {"failed": without.saved_bytes}
         monkeypatch.setattr(Scarce, "is_free", True)
         offload.reset_stats()
         again = moved_by(offload, x)
         assert again.bytes_out > 4 * MIB
-        assert again.demotions == {}
+        assert again.fallbacks == {}
         offload.close()

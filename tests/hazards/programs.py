@@ -102,7 +102,7 @@ def same_gradients(
     for regime, at_once in ways(regimes, backend):
         offload = backend.offload(**{**regime.fields, **fields})
         found = []
-        for where in [str(regime), f"{regime}, once more"][: 2 if offload.config.step_plans is True else 1]:
+        for where in [str(regime), f"{regime}, once more"][: 2 if offload.config.step_tables is True else 1]:
             offload.reset_stats()
             torch.manual_seed(0)
             with copies_given_at_once(backend) if at_once else nullcontext():

@@ -174,7 +174,7 @@ def test_h10_h18_both_ends_of_an_interrupted_copy_stay_until_it_is_over(enqueues
         number += 1
         runtime = InterruptedRuntime(number, enqueues=enqueues)
         with runtime.checked() as checker:
-            offload, slots = on_a_device(runtime, step_plans=False)
+            offload, slots = on_a_device(runtime, step_tables=False)
             for seed in range(2):
                 with suppress(KeyboardInterrupt):
                     step(offload, seed, settles=seed == 0)  # else the host would know that slots have been read

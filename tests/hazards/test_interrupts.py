@@ -165,7 +165,7 @@ def test_h10_out_of_memory_in_any_operator_of_a_step(regime: Regime, backend: Ba
 def test_h10_no_room_for_a_reload(regime: Regime, consecutive: int, backend: Backend) -> None:
     """A single refusal is absorbed; the second one in a row reaches the user, whose retry is exact."""
     expected, raised, number, reached = [after(0), after(1)], 0, 1, True
-    offload = backend.offload(**regime.fields, step_plans=consecutive == 1)
+    offload = backend.offload(**regime.fields, step_tables=consecutive == 1)
     while reached:
         trainer = Retrying()
         trainer.train(regime.around(offload), 0)
@@ -208,7 +208,7 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
         assert_identical(expected, program(Settled(offload)))
     stats = assert_settled(offload)
     assert len(warned) == 1
-    assert stats.demotions == {"device_full": len(refused)}
+    assert stats.fallbacks == {"device_full": len(refused)}
     assert stats.kept_bytes["failed"] == 32 * 8 * 4 * len(refused) > 0
     assert gathered.offloaded_bytes - stats.offloaded_bytes == stats.kept_bytes["failed"]
     assert stats.bytes_out > 0, "the rest has left"

@@ -219,8 +219,8 @@ class InterruptedAt(Walk):
 class Trials:
     """Steps on one backend, each interrupted at one point."""
 
-    def __init__(self, backend: Backend, *, step_plans: bool) -> None:
-        self.backend, self.step_plans = backend, step_plans
+    def __init__(self, backend: Backend, *, step_tables: bool) -> None:
+        self.backend, self.step_tables = backend, step_tables
         self.offload = self.make()
         self.expected = self.step(None)
         self.harmful: list[str] = []
@@ -228,7 +228,7 @@ class Trials:
         self.taken_before = host_runtime().pool.used_bytes
 
     def make(self) -> Offload:
-        return self.backend.offload(**FIELDS, step_plans=self.step_plans)
+        return self.backend.offload(**FIELDS, step_tables=self.step_tables)
 
     def step(self, offload: Offload | None) -> object:
         """A step, without offload if there is none."""
@@ -253,7 +253,7 @@ class Trials:
             assert_identical(self.expected, self.step(self.offload), "the next step")
             stats = assert_settled(self.offload)
             assert stats.bytes_out > moved, "the next step moved nothing"
-            assert not stats.demotions, stats.demotions
+            assert not stats.fallbacks, stats.fallbacks
             self.offload.reset_stats()
             assert_identical(self.expected, self.step(self.offload), "a later step")
             assert_most_moved(assert_settled(self.offload))
@@ -308,13 +308,13 @@ def no_finalizer_fails() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "step_plans"),
+    ("kind", "step_tables"),
     [
         *((DiskBackend, False), (SimulatedBackend, True)),
         *(pytest.param(*steps, marks=pytest.mark.long) for steps in ((DiskBackend, True), (SimulatedBackend, False))),
     ],
 )
-def test_h10_h39_h41_h54_an_interrupt_at_any_point_is_harmless(kind: type[Backend], step_plans: bool) -> None:
+def test_h10_h39_h41_h54_an_interrupt_at_any_point_is_harmless(kind: type[Backend], step_tables: bool) -> None:
     with kind() as backend, no_finalizer_fails():
-        run_all(Trials(backend, step_plans=step_plans))
+        run_all(Trials(backend, step_tables=step_tables))
         backend.assert_nothing_is_held()

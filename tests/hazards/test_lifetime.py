@@ -209,7 +209,7 @@ def compiled_code(offload: Offload) -> None:
 def all_that_is_read_of_it(offload: Offload) -> None:
     steps(offload)
     assert str(offload.stats(synchronize=True))
-    offload.step_plan()
+    offload.step_table()
 
 
 SPECIAL: list[Callable[[Offload], object]] = [
@@ -229,8 +229,8 @@ CORPUS = [
 ]
 SETTINGS: list[dict[str, Any]] = [
     {"tier": "host"},
-    {"step_plans": True},
-    {"step_plans": False},
+    {"step_tables": True},
+    {"step_tables": False},
     {"keep_last_bytes": "auto", "device_budget": "1GiB"},
     {"keep_last_bytes": "auto", "policy": "free"},
 ]

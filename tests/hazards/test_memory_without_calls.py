@@ -98,7 +98,7 @@ GIVEN = 2
 @pytest.mark.parametrize("plans", [True, False], ids=["with step plans", "without"])
 @pytest.mark.parametrize("goes_backward", [True, False], ids=["trained", "dropped"])
 def test_h69_sources_of_graphs_that_are_gone_do_not_pile_up(plans: bool, goes_backward: bool, disk: Backend) -> None:
-    offload, gone, x = disk.offload(step_plans=plans), Gone(), leaf(SIDE, SIDE)
+    offload, gone, x = disk.offload(step_tables=plans), Gone(), leaf(SIDE, SIDE)
     with disk.gate() as gate:
         for number in range(8):
             with offload:

@@ -86,11 +86,11 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     with gate_before(owner, name) as gate:  # where its address has been taken, and is about to be read
         assert_identical(expected, square(source.tensor, offload, swap))
     stats = assert_settled(offload)
-    assert (stats.demotions, stats.kept_bytes["failed"]) == ({"write_failed": 1}, COUNT)
+    assert (stats.fallbacks, stats.kept_bytes["failed"]) == ({"write_failed": 1}, COUNT)
     again = leaf(COUNT // 4, seed=3, grad=False)
     assert_identical(square(again, nullcontext()), square(again, Settled(offload)))
     stats = assert_settled(offload)
-    assert (stats.demotions, stats.bytes_out) == ({"write_failed": 1}, COUNT), "the tier works as before"
+    assert (stats.fallbacks, stats.bytes_out) == ({"write_failed": 1}, COUNT), "the tier works as before"
     offload.close()
 
 
@@ -147,7 +147,7 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
     stats = assert_settled(offload)
     assert stats.bytes_out > 0
     # It is saved, and leaves, twice; once where such a step is known.
-    assert stats.demotions in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
+    assert stats.fallbacks in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
 
 
 def let_go(tensor: Tensor) -> None:
@@ -197,7 +197,7 @@ def test_h36_a_graph_waits_for_a_source_whose_memory_was_replaced_and_keeps_its_
         source.tensor.zero_()
         assert torch.equal(ops.reload(host, torch.device("cpu"), config=offload.config_key, wait=True), expected)
         del host
-    assert assert_settled(offload).demotions == {"write_failed": 1}
+    assert assert_settled(offload).fallbacks == {"write_failed": 1}
     offload.close()
 
 

@@ -81,15 +81,15 @@ def test_h26_headroom_that_shrinks_in_mid_training_keeps_what_comes_on_the_devic
         train = trainer(backend)
         before = train(6)
         assert_moved(before)
-        assert before.demotions == {}
+        assert before.fallbacks == {}
         machine.available = 12 * MIB
         stats = train(24, r"this machine's 64\.0 MiB of memory are available\)\. To change that, end")
-        assert stats.demotions["budget"] > 0
+        assert stats.fallbacks["budget"] > 0
         assert stats.kept_bytes["budget"] >= NBYTES
         assert stats.bytes_out > before.bytes_out, "the slabs that there are serve on"
         machine.available = 48 * MIB
         host_bound.forget()
-        assert train(12).demotions == stats.demotions, "there is room again"
+        assert train(12).fallbacks == stats.fallbacks, "there is room again"
         backend.assert_nothing_is_held()
 
 
@@ -99,7 +99,7 @@ def test_a_budget_in_bytes_holds_where_memory_is_short_and_one_warning_says_so(m
         machine.available = 4 * MIB
         train(30, "host_budget=1TiB is taken as it was given")
         stats = train(30)
-        assert stats.demotions == {}
+        assert stats.fallbacks == {}
         assert stats.host_bytes_peak >= 30 * NBYTES
         assert_moved(stats)
         backend.assert_nothing_is_held()
@@ -148,7 +148,7 @@ with warnings.catch_warnings(record=True) as told:
     for _ in range(2):
         assert torch.equal(gradient(offload), expected)
 stats = offload.stats(synchronize=True)
-print(stats.bytes_out, stats.demotions["budget"], stats.host_bytes_peak)
+print(stats.bytes_out, stats.fallbacks["budget"], stats.host_bytes_peak)
 print([str(one.message) for one in told if "no room" in str(one.message)][0], flush=True)
 sys.stdin.readline()
 """
@@ -177,9 +177,9 @@ def train(group: RealGroup | None = None, ranks: int = 1) -> list[str]:
             process.stdin.write("go\n")
             process.stdin.flush()
         for process in started:
-            moved, demoted, held = map(int, process.stdout.readline().split())
+            moved, refused, held = map(int, process.stdout.readline().split())
             told.append(process.stdout.readline())
-            assert demoted > 0
+            assert refused > 0
             assert moved >= 2 * BATCH
             assert BATCH <= held < 20 * BATCH
         for process in started:

@@ -60,25 +60,25 @@ def train(offload: Offload, model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("window", "step_plans"), [(1, False), (1 << 15, True)])
+@pytest.mark.parametrize(("window", "step_tables"), [(1, False), (1 << 15, True)])
 def test_h25_h54_a_hundred_steps_leave_the_state_as_the_first_ones_did(
-    window: int, step_plans: bool, backend: Backend
+    window: int, step_tables: bool, backend: Backend
 ) -> None:
     """On the disk, where no log is written, a thousand steps that follow, and no more objects, such as events."""
-    offload = backend.offload(max_inflight_bytes=window, step_plans=step_plans)
+    offload = backend.offload(max_inflight_bytes=window, step_tables=step_tables)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32))
     counts_objects = backend.name == "disk"
-    train(offload, model, 60 if step_plans else 20)
+    train(offload, model, 60 if step_tables else 20)
     collect()
     first, objects = state_of(offload), len(gc.get_objects())
-    train(offload, model, 1000 if step_plans and counts_objects else 100)
+    train(offload, model, 1000 if step_tables and counts_objects else 100)
     collect()
     more = len(gc.get_objects()) - objects
     assert state_of(offload) == first
     assert more <= 50 or not counts_objects
     stats = assert_settled(offload)
     assert_moved(stats)
-    assert stats.followed_forwards > 100 or not step_plans
+    assert stats.table_forwards > 100 or not step_tables
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")

@@ -41,17 +41,17 @@ def chain(x: Tensor, count: int = 3) -> Tensor:
 
 @pytest.mark.parametrize(("policy", "followed"), [("auto", 3), (True, 5), (False, 0)])
 def test_h54_how_soon_a_step_is_looked_up(policy: bool | str, followed: int, backend: Backend) -> None:
-    offload = backend.offload(step_plans=policy)
+    offload = backend.offload(step_tables=policy)
     for seed in range(6):
         assert_identical(branches(Run(), FIRST, seed), branches(Run(Settled(offload)), FIRST, seed))
     stats = assert_settled(offload)
-    assert (stats.followed_forwards, stats.plan_misses) == (followed, {})
-    assert (offload.step_plan() is not None) == (followed > 0)
+    assert (stats.table_forwards, stats.table_misses) == (followed, {})
+    assert (offload.step_table() is not None) == (followed > 0)
     assert_moved(stats)
 
 
 def test_h54_what_is_expected_next_comes_back_early_and_once_within_the_window(backend: Backend) -> None:
-    offload = backend.offload(step_plans=True, max_inflight_bytes=2 * SIZE)
+    offload = backend.offload(step_tables=True, max_inflight_bytes=2 * SIZE)
     for _ in range(3):
         offload.reset_stats()
         with Settled(offload):
@@ -68,7 +68,7 @@ def test_h54_what_is_expected_next_comes_back_early_and_once_within_the_window(b
 
 def test_h54_what_a_node_holds_and_the_next_one_needs_is_not_brought_twice(backend: Backend) -> None:
     """A product asks for both of its factors, and each of these for itself once more; the window has room for one."""
-    offload = backend.offload(step_plans=True, prefetch_bytes=SIZE)
+    offload = backend.offload(step_tables=True, prefetch_bytes=SIZE)
     for _ in range(3):
         offload.reset_stats()
         with Settled(offload):
@@ -116,11 +116,11 @@ def test_h54_what_differs_is_counted_and_each_save_as_without(name: str) -> None
     (program,) = (one for one in corpus() if one.name == name)
     found = []
     with SimulatedBackend() as backend:
-        for step_plans in (True, False):
-            offload = backend.offload(step_plans=step_plans)
+        for step_tables in (True, False):
+            offload = backend.offload(step_tables=step_tables)
             program(Run(Settled(offload)))
             stats = assert_settled(offload)
-            assert (stats.followed_forwards, stats.plan_misses) == (FOLLOWED[name] if step_plans else (0, {}))
+            assert (stats.table_forwards, stats.table_misses) == (FOLLOWED[name] if step_tables else (0, {}))
             kept = {reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes}
             found.append([stats.saved_bytes, stats.offloaded_bytes, stats.shared_bytes, kept, stats.bytes_out])
         backend.assert_nothing_is_held()
@@ -148,13 +148,13 @@ def test_h54_what_begins_in_the_middle_of_a_step_changes_no_bit(
             losses.pop(0).backward()
         return [x.grad for x in leaves]
 
-    offload, expected = backend.offload(step_plans=True), step(nullcontext())
+    offload, expected = backend.offload(step_tables=True), step(nullcontext())
     for _ in range(2):
         step(Settled(offload))
     with ExitStack() as ends:
         assert_identical(expected, step(Settled(offload), lambda: begin(offload, ends)))
     stats = offload.stats(synchronize=True)
-    assert (stats.followed_forwards, stats.plan_misses) == (2, {})
+    assert (stats.table_forwards, stats.table_misses) == (2, {})
     assert {reason: stats.kept_bytes[reason] for reason in kept} == {why: count * SIZE for why, count in kept.items()}
     assert_identical(expected, step(Settled(offload)))
     assert stats.bytes_out > 0
@@ -223,17 +223,17 @@ def table_with(rows: list[Row], order: list[int]) -> StepTable:
 
 def taught(backend: Backend, step: Callable[[Around], object]) -> StepTable:
     """What two steps have taught."""
-    offload = backend.offload(step_plans=True)
+    offload = backend.offload(step_tables=True)
     for _ in range(2):
         step(Settled(offload))
-    table = offload.step_plan()
+    table = offload.step_table()
     assert table is not None
     return table
 
 
 def misled(backend: Backend, table: StepTable, **fields: Any) -> Offload:
     """An ``Offload`` that looks its first step up in ``table``, and starts each copy as early as that allows."""
-    offload, known = backend.offload(step_plans=True, **fields), KnownTable(table)
+    offload, known = backend.offload(step_tables=True, **fields), KnownTable(table)
     known.times = 1
     saves = offload._hooks.saved_tensors(torch.device("cpu"))
     saves.tables._known.append(known)
@@ -331,14 +331,14 @@ def test_h68_a_storage_that_has_begun_to_leave_is_not_shared_whatever_a_table_sa
         return [loss.detach(), x.grad]
 
     backend.sources_change = True
-    table, alone = taught(backend, lambda around: step(around, recorded)), backend.offload(step_plans=False)
+    table, alone = taught(backend, lambda around: step(around, recorded)), backend.offload(step_tables=False)
     rows = [*table.rows]
     shared_late(rows, number)
     offload = misled(backend, table_with(rows, [*table.order]))
     assert_identical(step(Settled(alone), program), step(Settled(offload), program))
     stats = assert_settled(offload)
-    assert stats.followed_forwards == 1
-    assert stats.plan_misses in ({}, {"share": 1}), "it is shared where its copy has not begun after all"
+    assert stats.table_forwards == 1
+    assert stats.table_misses in ({}, {"share": 1}), "it is shared where its copy has not begun after all"
     assert_moved(stats)
 
 
@@ -353,7 +353,7 @@ def test_h54_a_forward_without_a_backward_teaches_nothing(backend: Backend) -> N
                 kept[:] = [h]
         return h.sum()
 
-    offload, expected = backend.offload(step_plans=True), None
+    offload, expected = backend.offload(step_tables=True), None
     for goes_backward in (True, True, True, False, True, True):
         w = leaf(32, 32, seed=2)
         with offload:
@@ -366,8 +366,8 @@ def test_h54_a_forward_without_a_backward_teaches_nothing(backend: Backend) -> N
         collect()
     kept.clear()
     stats = offload.stats(synchronize=True)
-    assert (stats.plan_misses, stats.followed_forwards) == ({}, 5)
+    assert (stats.table_misses, stats.table_forwards) == ({}, 5)
     assert stats.bytes_out > 0
-    table = offload.step_plan()
+    table = offload.step_table()
     assert table is not None
     assert table.order

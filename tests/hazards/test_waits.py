@@ -93,7 +93,7 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_memory(what: str, mo
             return give(nbytes)
 
         monkeypatch.setattr(simulated.runtime, "host_buffer", giving)
-        offload = simulated.offload(step_plans=False, min_bytes=NBYTES, max_inflight_bytes=64 << 20)
+        offload = simulated.offload(step_tables=False, min_bytes=NBYTES, max_inflight_bytes=64 << 20)
         with offload:
             losses = [leaf(64, 64).sin().cos().tanh().sum() for _ in range(4)]
         offload.stats(synchronize=True)
@@ -106,7 +106,7 @@ def test_h41_other_threads_go_on_while_the_system_gives_one_memory(what: str, mo
         del loss, losses
         stats = assert_settled(offload)
         assert stats.bytes_out >= 3 * NBYTES + LARGE, "both have offloaded"
-        assert not stats.demotions
+        assert not stats.fallbacks
 
 
 def test_h10_nothing_leaves_after_a_crash_while_the_system_gives_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def assert_carried_out_here(offload: Offload, nbytes: Callable[[Any], int]) -> N
     stats = assert_settled(offload)
     assert_moved(stats)
     assert stats.bytes_in > 0
-    assert stats.demotions == {"no_thread": nbytes(stats) // LARGE}
+    assert stats.fallbacks == {"no_thread": nbytes(stats) // LARGE}
     assert transfer_threads() == []
 
 
@@ -189,4 +189,4 @@ def test_h47_a_graph_moves_its_tensors_without_threads(disk: Backend, monkeypatc
         del host, hosts
         stats = offload.stats(synchronize=True)
     assert stats.bytes_out == stats.bytes_in == 3 * LARGE
-    assert stats.demotions == {"no_thread": 6}
+    assert stats.fallbacks == {"no_thread": 6}

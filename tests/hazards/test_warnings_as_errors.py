@@ -70,7 +70,7 @@ def train(offload: eo.Offload, forward: Callable[[Tensor], Tensor] = forward, co
 
 @pytest.mark.parametrize("plans", [True, False, "auto"])
 def test_h65_a_shortage_raises_where_the_context_is_left(plans: Any) -> None:
-    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="3MiB", step_plans=plans)
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget="3MiB", step_tables=plans)
     assert train(offload, count=5).count("no room for") == 1
     assert offload.stats().bytes_out > 0
     assert offload.stats().kept_bytes["budget"] > 0

@@ -162,7 +162,7 @@ def test_h07_what_every_layer_saves_leaves_when_forward_is_over(backend: Backend
             assert storage() is None
         return torch.autograd.grad(y.sum(), x)[0]
 
-    offload, expected = backend.offload(step_plans=True), masked(nullcontext())
+    offload, expected = backend.offload(step_tables=True), masked(nullcontext())
     for step in range(1, 4):
         assert_identical(expected, masked(offload))
         stats, copies = offload.stats(synchronize=True), (3 + 8) + (step - 1) * (1 + 8)
@@ -221,7 +221,7 @@ def test_h49_a_step_that_saves_hardly_more_than_what_stays_is_not_moved_once_it_
         return loss.detach(), x.grad
 
     line, moved, expected = 8, [], step(nullcontext())
-    offload = backend.offload(keep_last_bytes="auto", prefetch_bytes=line * SQUARE, step_plans=True)
+    offload = backend.offload(keep_last_bytes="auto", prefetch_bytes=line * SQUARE, step_tables=True)
     for _ in range(4):
         offload.reset_stats()
         assert_identical(expected, step(offload))

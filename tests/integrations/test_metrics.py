@@ -77,7 +77,7 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
             "stall_seconds": now.stall_seconds - before.stall_seconds,
             "host_wait_seconds": now.host_wait_seconds - before.host_wait_seconds,
             "processor_seconds": now.processor_seconds - before.processor_seconds,
-            "demotions": sum(now.demotions.values()) - sum(before.demotions.values()),
+            "fallbacks": sum(now.fallbacks.values()) - sum(before.fallbacks.values()),
         }
         peaks = {
             "inflight_bytes_peak": now.inflight_bytes_peak,

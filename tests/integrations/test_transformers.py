@@ -332,7 +332,7 @@ def test_inductor_by_the_arguments_and_our_backend_in_place(tmp_path: Path) -> N
     given: Any = ForMixin(eo.Offload(**fields(tmp_path)))
     stats = exact(expected, run(trainer_of(tmp_path, given, llama(**small), torch_compile=True)), given.offload)
     assert stats.compiled_regions == 3
-    assert "unpinned" not in stats.demotions
+    assert "unpinned" not in stats.fallbacks
 
     torch._dynamo.reset()
     model = llama(**small)

@@ -52,7 +52,7 @@ def kept(reason: str, nbytes: int) -> dict[str, Any]:
 
 
 NOTHING = "Nothing held this run up: compute waited 1.0 % of the time."
-FULL = {"demotions": {"budget": 2}, **kept("budget", GIB)}
+FULL = {"fallbacks": {"budget": 2}, **kept("budget", GIB)}
 FULL_HOST = {**FULL, "host_bytes_peak": 5 * GIB}
 BUSY = {"stall_seconds": 20.0, "out_seconds": 50.0, "in_seconds": 30.0}
 WAITS = {"stall_seconds": 5.0, "window_stall_seconds": 1.0}
@@ -60,12 +60,12 @@ IN_FORWARD = {"stall_seconds": 5.0, "window_stall_seconds": 4.0}
 UNTIMED = {"out_seconds": 0.0, "in_seconds": 0.0}
 VAIN = {"forwarded_bytes": 4 * GIB}
 WRITES = {"disk_bytes_written": 20 * 10**9}
-OVER = {"demotions": {"over_budget": 3}}
+OVER = {"fallbacks": {"over_budget": 3}}
 BUDGET = {"device_budget": "20GiB"}
 PLAN = PlanOutcome(3 * GIB, 0.5)
 PLANNED = {"plan": PLAN}
 PEAK, TOOK = replace(PLAN, peak_bytes=4 * GIB), replace(PLAN, step_seconds=0.75)
-MISSES = {"plan_misses": {"size": 2, "order": 1}, "followed_forwards": 20}
+MISSES = {"table_misses": {"size": 2, "order": 1}, "table_forwards": 20}
 #: What is to be said of a run, in its parts, of which the first begins it; nothing else is said.
 SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, NOTHING),
@@ -76,7 +76,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"failed_forwards": 2}, {}, "2 times a forward ended in an error|offload.reset_stats()"),
     ({"failed_forwards": 1, "failed_bytes": 3 * GIB, "released_bytes": 4 * GIB}, {}, "Once a forward ended in an"),
     # tiers
-    ({"demotions": {"write_failed": 1}}, {}, "Once a write to a tier failed|disk_path"),
+    ({"fallbacks": {"write_failed": 1}}, {}, "Once a write to a tier failed|disk_path"),
     ({**FULL, "disk_bytes_peak": 3 * GIB}, {}, "2 times no tier had room, and 1.0 GiB|disk_budget above the 3.0 GiB"),
     (FULL, {"tier": "disk"}, "2 times no tier|the first warning tells why. Look after the disk"),
     (FULL_HOST, {}, "2 times no tier|Raise host_budget above the 5.0 GiB of the peak, or give a disk_path to spill to"),
@@ -89,11 +89,11 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "2 times no tier|Raise host_budget above 6GiB or disk_budget above 1.0 GiB, or free",
     ),
     (
-        {"demotions": {"host_to_disk": 3}, "host_bytes_peak": GIB},
+        {"fallbacks": {"host_to_disk": 3}, "host_bytes_peak": GIB},
         {},
         "3 times host|raise host_budget above the 1.0 GiB of the peak",
     ),
-    ({"demotions": {"unpinned": 1}}, {}, "Compiled code waits|offload.compile(model, ...)"),
+    ({"fallbacks": {"unpinned": 1}}, {}, "Compiled code waits|offload.compile(model, ...)"),
     (OVER, BUDGET, "3 forwards had a peak above device_budget"),
     ({**OVER, "keep_last_bytes": 9}, BUDGET, NOTHING),  # it has come down since
     # waits
@@ -117,7 +117,7 @@ SAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**WRITES, "seconds": 59.0}, {}, "Nothing held"),  # too short to say
     ({"keeps_freed_memory": True}, {}, "Freed memory of the CPU stays|eo.release_freed_memory()"),
     # in the terms of a plan
-    (PLANNED | {"demotions": {"over_budget": 1}}, {}, "Once the peak was found above|predicts 3.0 GiB. Name"),
+    (PLANNED | {"fallbacks": {"over_budget": 1}}, {}, "Once the peak was found above|predicts 3.0 GiB. Name"),
     ({"plan": PEAK, **OVER}, {}, "3 times the peak|predicts 3.0 GiB, 4.0 GiB were measured"),
     (PLANNED | MISSES, {}, "3 of 20 forwards differed from those that they began like (order 1, size 2)"),
     (PLANNED | BUSY, {}, "Compute waited 20 %|a step of 0.5 s: plan for a larger device_budget"),
@@ -157,7 +157,7 @@ def test_of_a_run_that_was_switched_off(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_matters_most_is_said_first() -> None:
-    failed = {"demotions": {"write_failed": 1234}, "kept_bytes": {"alive": 2 * GIB, "failed": GIB}}
+    failed = {"fallbacks": {"write_failed": 1234}, "kept_bytes": {"alive": 2 * GIB, "failed": GIB}}
     found = said({**BUSY, **failed, "device_bytes_peak": 8 * GIB}, {})
     assert [sentence.split()[0] for sentence in found] == ["Memory", "1,234", "Bandwidth"]
     assert "204.8 MiB are of tensors that something else keeps" in found[0], "the reason with most bytes"
@@ -169,7 +169,7 @@ def test_what_matters_most_is_said_first() -> None:
 MOVED = {"offloaded_bytes": 96 * MIB, "device_bytes_peak": 100 * MIB, "without_offload_bytes_peak": 100 * MIB}
 STAYS = {**MOVED, "kept_bytes": {"newest": 99 * MIB}}
 LOWER = {**MOVED, "device_bytes_peak": 24 * MIB}
-NO_ROOM = {**MOVED, "device_bytes_peak": 92 * MIB, "kept_bytes": {"budget": 60 * MIB}, "demotions": {"budget": 15}}
+NO_ROOM = {**MOVED, "device_bytes_peak": 92 * MIB, "kept_bytes": {"budget": 60 * MIB}, "fallbacks": {"budget": 15}}
 IN_VAIN = {**LOWER, "released_bytes": 96 * MIB}
 FREE = {"kept_bytes": {"newest": 100 * MIB}, "keep_last_bytes": GIB}
 SMALL, REGION = {"kept_bytes": {"small": MIB}}, {"kept_bytes": {"region": MIB}}

@@ -45,7 +45,7 @@ EXAMPLE = Trace(
         "bytes_out": MIB,
         "stall_seconds": 0.015,
         "host_wait_seconds": 6.0,
-        "demotions": {"budget": 2},
+        "fallbacks": {"budget": 2},
     },
     advice=("Raise prefetch_bytes.", AWKWARD),
     saved=SAVED,

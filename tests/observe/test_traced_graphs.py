@@ -76,7 +76,7 @@ def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, net: Net, disk:
         step(compiled(net), offload)
     trace = read_trace(path)
     assert sum(g.nbytes for g in trace.saved if g.reason == "budget") == trace.stats["kept_bytes"]["budget"] > 0
-    assert trace.stats["demotions"]["budget"] > 0
+    assert trace.stats["fallbacks"]["budget"] > 0
 
 
 # -- profiles of torch's own ----------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_what_stays_is_counted_on_the_device(
     monkeypatch.undo()
     assert trace.stats["bytes_out"] == len(of(trace, SliceKind.OFFLOAD)) == 0
     assert max(one.without_offload for one in trace.memory) == SAVED
-    assert set(trace.stats["demotions"]) == {"budget": {"budget"}, "failed": {"write_failed"}}.get(reason, set())
+    assert set(trace.stats["fallbacks"]) == {"budget": {"budget"}, "failed": {"write_failed"}}.get(reason, set())
     if reason != "failed":
         assert_sound(trace)
         assert trace.stats["kept_bytes"][reason] > 0

@@ -166,7 +166,7 @@ def trained(plan: eo.Plan, model: nn.Module, x: Tensor, path: Path, steps: int =
     assert_trained(model, x, offload, steps)
     stats = offload.stats(synchronize=True)
     offload.close()
-    assert stats.plan_misses == {}
+    assert stats.table_misses == {}
     assert stats.bytes_out > 0
     return stats
 
@@ -183,7 +183,7 @@ def simulated(
         assert_identical(expected, [one.grad for one in model.parameters()])
     stats = offload.stats(synchronize=True)
     offload.close()
-    assert stats.plan_misses == {}
+    assert stats.table_misses == {}
     assert stats.bytes_out > 0
     return found, stats
 

@@ -29,7 +29,7 @@ sys.exit(main(["plan", *sys.argv[1:]]))
 def test_a_llama_of_70b_on_meta_is_planned_in_a_fresh_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     saved = tmp_path / "plan.json"
-    options = ("--device", "h200", "--optimizer", "none", "--budget", "400GiB", "--json", "--save", saved)
+    options = ("--device", "h200", "--optimizer", "none", "--device-budget", "400GiB", "--json", "--save", saved)
     report = json.loads(printed_by("-c", COMMAND, f"{MODELS}:seventy_billion", *options))
     parameters = 2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672)
     assert report["fits"] is True
@@ -69,7 +69,7 @@ def test_optimizers_and_meshes_have_names_and_sizes(capsys: pytest.CaptureFixtur
 
 
 def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--budget", "1GiB", "--front"]) == 1
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "rtx4090", "--device-budget", "1GiB", "--front"]) == 1
     output = capsys.readouterr().out
     assert "Stack with 1.6 GiB of AdamW states on rtx4090" in output
     assert "does not fit: a peak of" in output
@@ -99,7 +99,7 @@ def test_a_plan_is_drawn_as_a_figure_and_the_command_writes_it_as_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
-    assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--budget", "2GiB", *files]) == 1
+    assert main(["plan", f"{MODELS}:two_blocks", "--device", "h200", "--device-budget", "2GiB", *files]) == 1
     assert f"{tmp_path / 'plan.html'}: " in capsys.readouterr().out.splitlines()[-1]
     page = (tmp_path / "plan.html").read_text("utf-8")
     assert "it does not fit" in page

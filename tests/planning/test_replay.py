@@ -70,7 +70,7 @@ def test_a_replay_takes_the_time_and_the_memory_of_the_library(name: str, launch
         offload = stage.offload(plan=plan)
         for _ in range(4):
             step = stage.step(offload, model, inputs, partial(model, *given))
-        table = offload.step_plan()
+        table = offload.step_table()
         offload.close()
         assert (offload.stats(synchronize=True).bytes_out > 0) == (plan.moved_bytes > 0)
         assert table is not None

@@ -88,7 +88,7 @@ def measured(case: Case, directory: Path) -> OffloadStats:
         stats = exact(partial(collected, case), Settled(offload))
     assert stats.bytes_out > 0, "nothing left"
     assert stats.bytes_in > 0, "nothing came back"
-    assert stats.demotions == {}
+    assert stats.fallbacks == {}
     assert stats.foreign_hooks == stats.empty_forwards == 0
     return stats
 

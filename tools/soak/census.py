@@ -19,7 +19,7 @@ MIB = 1 << 20
 #: of its pools. And objects of one type, in number: caches that have a bound and are not full yet. What is left behind
 #: by every step, or by every step of one kind, is hundreds after a minute.
 _MEMORY_SLACK, _OBJECTS_SLACK = 96 * MIB, 16
-#: Each ``Offload`` keeps the table of the step that was looked up last, which ``step_plan()`` returns after a close as
+#: Each ``Offload`` keeps the table of the step that was looked up last, which ``step_table()`` returns after a close as
 #: well.
 _TABLE_SLACK = {"objects: eager_offload.core.step_table.Row": 256}
 

@@ -143,7 +143,7 @@ def on_side_streams() -> eo.Offload:
 def retained() -> eo.Offload:
     """Two backwards of each graph, and views: parts of a storage, and a gathered one."""
     layer, x = weights(1)[0], torch.randn(2048, 512, device=DEVICE)
-    offload = eo.Offload(**WINDOWS, step_plans=False)
+    offload = eo.Offload(**WINDOWS, step_tables=False)
     for _ in range(3):
         with offload:
             h = (x @ layer).tanh()

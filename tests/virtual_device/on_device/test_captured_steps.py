@@ -448,7 +448,7 @@ def test_what_cannot_be_captured_is_an_error_before_the_first_warm_up(name: str,
 
 def test_a_plan_may_be_captured() -> None:
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(3)))
-    batch, config = torch.randn(1024, 256), OffloadConfig(tier="host", min_bytes="64KiB", step_plans=True)
+    batch, config = torch.randn(1024, 256), OffloadConfig(tier="host", min_bytes="64KiB", step_tables=True)
     plan = eager_offload.plan(model, (batch,), device="h100", policy="max", config=config)
     model, batch = model.to(NAME), batch.to(NAME)
 

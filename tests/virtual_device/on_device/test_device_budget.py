@@ -155,7 +155,7 @@ def test_h55_a_budget_that_cannot_be_kept_is_told_once_and_nothing_stays(
         (warned,) = [str(one.message) for one in caught if "device_budget" in str(one.message)]
         assert "device_budget=2MiB is not kept: the peak on " in warned
         assert "raise device_budget" in warned
-        assert stats.demotions["over_budget"] > 1
+        assert stats.fallbacks["over_budget"] > 1
         assert same(training.steps(0, nullcontext()), without[0])
 
 
@@ -170,7 +170,7 @@ def test_h55_a_higher_peak_before_is_not_taken_for_one_of_the_step(
     budget, training, asked, ask = int(without[1] * 0.75), Training(), list[object](), torch.accelerator.memory_stats
     torch.accelerator.reset_peak_memory_stats()
     torch.empty(max(int(budget * used_before) - torch.accelerator.memory_allocated(), 1), dtype=torch.int8, device=NAME)
-    offload = budgeted(device_budget=budget, step_plans=True)
+    offload = budgeted(device_budget=budget, step_tables=True)
     with monkeypatch.context() as patched:
         patched.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
         patched.setattr(torch.accelerator, "memory_stats", lambda *of: (asked.append(of), ask(*of))[1])

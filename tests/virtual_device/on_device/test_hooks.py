@@ -202,4 +202,4 @@ def test_h10_a_view_that_finds_no_room_to_be_gathered_stays(virtual: VirtualDevi
         stats = offload.stats(synchronize=True)
         assert stats.bytes_out == (weight.nbytes if has_room else 0)
         assert stats.kept_bytes.get("failed", 0) == (0 if has_room else weight.nbytes)
-        assert stats.demotions == ({} if has_room else {"device_full": 1})
+        assert stats.fallbacks == ({} if has_room else {"device_full": 1})

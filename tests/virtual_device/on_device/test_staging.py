@@ -120,7 +120,7 @@ def test_the_next_copies_leave_the_device_while_the_first_is_written(
 def test_pack_goes_on_where_all_staging_room_is_taken(
     backend: VirtualBackend, disk: Callable[..., Offload], limited: Callable[[int], Staging]
 ) -> None:
-    offload, staging = disk(step_plans=False), limited(1 << 16)
+    offload, staging = disk(step_tables=False), limited(1 << 16)
     steps = [Step(seed) for seed in range(8)]
     expected = [Step(seed).forward(nullcontext()).backward() for seed in range(8)]
     with gate_before(DiskSlot, "write") as gate:
@@ -240,7 +240,7 @@ def test_h27_a_write_that_fails_leaves_the_source_on_the_device(
         assert_trains(offload, 3)
     stats = assert_settled(offload)
     assert stats.kept_bytes["failed"] > 0
-    assert stats.demotions["write_failed"] == 3
+    assert stats.fallbacks["write_failed"] == 3
     assert_moved(stats, 0.5)
 
 
