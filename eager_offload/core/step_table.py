@@ -94,11 +94,6 @@ class Row:
     last_save: int = -1
     """The last save of its storage before backward; -1 where it is saved once."""
 
-    @property
-    def facts(self) -> _Facts:
-        """What a step is compared by."""
-        return (self.nbytes, self.storage_nbytes, self.requires_grad, self.owner)
-
 
 @dataclass(frozen=True)
 class StepTable:
@@ -291,8 +286,8 @@ class KnownTable:
 
     __slots__ = ("_shared", "facts", "kind", "misses", "order", "seen", "table", "timed", "times")
 
-    def __init__(self, table: StepTable) -> None:
-        self.facts = [row.facts for row in table.rows]
+    def __init__(self, table: StepTable, facts: list[_Facts]) -> None:
+        self.facts = facts
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
         #: The state of its kind for a controller, where there is one.
@@ -578,7 +573,7 @@ class StepTables:
         # Where a controller says how much moves, the share says what stays.
         table = log.table(link if self.controller is None else None, None if alike is None else alike.table)
         if alike is None:
-            alike = KnownTable(table)
+            alike = KnownTable(table, log.facts)
         else:
             self._known.remove(alike)
         alike.take(table, log.times(dict(enumerate(log.packed_at)), log.asked_at, link, windows))

@@ -149,20 +149,33 @@ class Moves:
                     self._drop(saved)
                 assert tensor is not None
                 return tensor
-            event = reload.transfer.event
-            if runtime.query(event) and not runtime.may_have_failed(event):
-                return self._hand_over(view, reload, stream)
         # 3. Compute waits without the lock: a wait of the host would stop the thread of the copy, which polls.
+        transfer = reload.transfer
         try:
-            offloader.wait(reload.transfer, stream, "reload")
+            has_waited = not runtime.query(transfer.event) or runtime.may_have_failed(transfer.event)
+            if has_waited:
+                offloader.wait(transfer, stream, "reload")
             with offloader.lock:
-                offloader.take_up(reload.transfer)
-                return self._hand_over(view, reload, stream)
+                if has_waited:
+                    offloader.take_up(transfer)
+                # 4. Autograd owns what was reloaded from here on, unless more of it is expected to be asked for.
+                place = scatter(offloader, view, reload.target, stream) if saved.footprint.gathered else reload.target
+                storage, first_byte = place.untyped_storage(), int(place.storage_offset())
+                tensor, is_expected = view.over(storage, first_byte), record in order.promised
+                if saved.reload is reload:
+                    saved.returned = Returned(weak_storage(storage), first_byte, transfer.event)
+                    if is_expected:
+                        return tensor
+                    saved.reload = record.reload = None
+                elif not is_expected:
+                    self._drop(saved)  # the one on the stream of the pack, which this stream could not use
+                offloader.release(transfer)
+                return tensor
         except BaseException:
             with offloader.lock:
                 if saved.reload is reload:
                     saved.reload = record.reload = None
-                offloader.release(reload.transfer)
+                offloader.release(transfer)
             raise
 
     def drop_all_but(self, needed: SavedStorage) -> None:
@@ -239,23 +252,6 @@ class Moves:
         # What was gathered is scattered later, into other memory.
         layout = Layout(area.moved) if area.gathered else Layout(area.nbytes, saved.alignment_offset)
         return Reload(*self._offloader.reload(saved.slot, layout, stream, what, key=saved.record.key))
-
-    def _hand_over(self, view: SavedView, reload: Reload, stream: Stream) -> Tensor:
-        """Gives autograd what was reloaded, and lets go of it unless more of it is expected to be asked for."""
-        saved, place = view.storage, reload.target
-        if saved.footprint.gathered:
-            place = scatter(self._offloader, view, place, stream)
-        storage, first_byte = place.untyped_storage(), int(place.storage_offset())
-        tensor, expected = view.over(storage, first_byte), saved.record in self._order.promised
-        if saved.reload is reload:
-            saved.returned = Returned(weak_storage(storage), first_byte, reload.transfer.event)
-            if expected:
-                return tensor
-            saved.reload = saved.record.reload = None
-        elif not expected:
-            self._drop(saved)  # the one on the stream of the pack, which this stream could not use
-        self._offloader.release(reload.transfer)
-        return tensor
 
     def _hold(self, saved: SavedStorage, target: Tensor, event: Event, *, is_source: bool = False) -> None:
         """Keeps ``target``, in which the bytes of a storage are that is promised, as what was reloaded is kept."""

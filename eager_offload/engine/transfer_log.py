@@ -120,7 +120,8 @@ class TransferLog:
         self.end += 1
         if self.on_entry is not None:
             self.on_entry()
-        self._forget()
+        if len(self._entries) > _MOST:
+            self._entries.popleft()
 
     def read(self, reader: Reader, end: int | None = None) -> Iterator[Entry]:
         """Yields what ``reader`` has not read, up to ``end``; an entry is read once the next one is asked for."""
@@ -130,20 +131,17 @@ class TransferLog:
             reader.position += 1
 
     def count_stalls(self) -> None:
-        """Counts the waits that their device has passed, in the order in which they ended on the host."""
+        """Counts the waits that their device has passed, in the order in which they ended on the host, and lets go of
+        what all readers have read."""
         for entry in self.read(self.counted):
             if isinstance(entry, Waited):
                 if (seconds := entry.seconds()) is None:
                     break
                 entry.counters.stall(seconds, fills_window=entry.fills_window)
-        self._forget()
+        entries, unread = self._entries, min([reader.position for reader in self._readers])
+        while entries and self.end - len(entries) < unread:
+            entries.popleft()
 
     def uncounted(self) -> list[Waited]:
         """Returns the waits that are not counted yet."""
         return [entry for entry in self.read(Reader(self.counted.position)) if isinstance(entry, Waited)]
-
-    def _forget(self) -> None:
-        """Lets go of what all readers have read, and of what there is no room for."""
-        entries, unread = self._entries, min(reader.position for reader in self._readers)
-        while entries and (self.begin < unread or len(entries) > _MOST):
-            entries.popleft()

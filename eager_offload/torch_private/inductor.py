@@ -41,7 +41,6 @@ NAMES_OF_COMPILER = {
     "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
     "V": "torch._inductor.virtualized:V",
     "compile_fx": "torch._inductor.compile_fx:compile_fx",
-    "get_decompositions": "torch._decomp:get_decompositions",
     "inductor_config": "torch._inductor.config",
     "inductor_ir": "torch._inductor.ir",
     "make_fallback": "torch._inductor.lowering:make_fallback",

@@ -233,7 +233,8 @@ def taught(backend: Backend, step: Callable[[Around], object]) -> StepTable:
 
 def misled(backend: Backend, table: StepTable, **fields: Any) -> Offload:
     """An ``Offload`` that looks its first step up in ``table``, and starts each copy as early as that allows."""
-    offload, known = backend.offload(step_tables=True, **fields), KnownTable(table)
+    facts = [(row.nbytes, row.storage_nbytes, row.requires_grad, row.owner) for row in table.rows]
+    offload, known = backend.offload(step_tables=True, **fields), KnownTable(table, facts)
     known.times = 1
     saves = offload._hooks.saved_tensors(torch.device("cpu"))
     saves.tables._known.append(known)
