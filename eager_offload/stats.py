@@ -322,7 +322,7 @@ class Counters:
             self.began = time.perf_counter()
         self.step_begins |= step
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         self.step_begins = False
         self.steps += 1
         if self.stage < Stage.SIZED:
@@ -331,7 +331,7 @@ class Counters:
     def kept(self, reason: KeepReason, nbytes: int) -> None:
         """Counts a save that stays."""
         if self.step_begins:
-            self._begin_step()
+            self.begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
@@ -351,7 +351,7 @@ class Counters:
     def shared(self, nbytes: int) -> None:
         """Counts a save whose storage is offloaded already."""
         if self.step_begins:
-            self._begin_step()
+            self.begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes

@@ -128,18 +128,98 @@ class SavedTensors:
             return KeepReason.FAILED
         if offloader.can_capture and offloader.refuses_saves():
             return KeepReason.REGION
+        runtime = self._runtime
+        try:
+            storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
+            return KeepReason.LAYOUT
+        if not address or address % tensor.itemsize:
+            return KeepReason.LAYOUT  # zeros that are nowhere, or what cannot be rebuilt at such an address
         try:
             # The tables, the queue and the counters are the threads' together; the host waits without the lock only.
             with offloader.lock:
-                saved = self._take(tensor, queue, packed_at, step, mark)
-                if not isinstance(saved, SavedView):
-                    return saved
+                offloader.poll()
+
+                # 1. A storage that is known, with the bytes that it has now, serves this save too.
+                area = footprint(tensor, storage.nbytes())
+                name: Hashable = storage_key(storage)
+                if step.kept and mark is not Mark.PREFER and self._stays_again(tensor, storage, step):
+                    return KeepReason.ALIVE
+                if not area.whole:
+                    whole = self._known(name, storage)
+                    if whole is not None and self._may_share(whole, tensor, queue, packed_at):
+                        return self._share(whole, tensor, step)
+                    name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+                known = self._known(name, storage) if name in self.names else None
+                if known is not None:
+                    if self._may_share(known, tensor, queue, packed_at):
+                        return self._share(known, tensor, step)
+                    if known.times_saved == _MOST_TIMES:
+                        return KeepReason.ALIVE
+                if mark is Mark.KEEP:
+                    return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
+
+                # 2. Else it is a row of the step, of which a like step may tell what becomes of it.
+                number = len(step.log.facts)
+                first = known.first if known is not None and known.step is step else number
+                facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first
+                row = step.save(*facts, runtime.timestamp(), offloader.inflight_bytes)
+                if known is not None:
+                    known.saved_anew = True
+                    if known.record.queue is queue:  # on another stream
+                        queue.saved_again(known.record, number)
+                if row is not None and row.fate is Fate.KEEP:
+                    if mark is not Mark.PREFER:
+                        step.kept[name] = Kept(weak_storage(storage), number)
+                        return KeepReason.ALIVE
+                    step.log.alive.discard(number)  # it is taken against its row: whether it lives will be seen
+                if step.table is None and queue.awaited:
+                    queue.await_nothing()
+
+                # 3. It is taken: its handle, and its place in the queue.
+                stream = runtime.current_stream(self.device)
+                saved = SavedStorage(next(self._keys), name, tensor, storage, area, self, stream, step, number)
+                record, saved.first = saved.record, first
+                saved.times_saved = 1 if known is None else known.times_saved + 1
+                record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.moved, storage)
+                record.queue = queue
+                self.names[name] = record
+                offloader.records.add(record)
+                view = SavedView(saved, tensor, step, number)
+                last_save = None if row is None or row.last_save < 0 else row.last_save
+                is_controlled = row is not None and self.tables.controller is not None
+                if last_save is not None:
+                    # Where a controller says how much moves, what left twice would be too much.
+                    most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
+                    if queue.awaiting_bytes + area.nbytes > most:
+                        last_save = None
+                # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
+                weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
+                moves = row is not None and row.fate is Fate.MOVE and not step.stays
+                if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
+                    weight = 0
+                elif is_controlled:
+                    weight = 0  # it leaves as its row says, and pushes nothing out
+                rests = is_controlled and not moves and mark is not Mark.PREFER
+                if rests:
+                    step.log.kept += area.nbytes
+                queue.push(
+                    record,
+                    area.nbytes,
+                    AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
+                    urgent=mark is Mark.PREFER or (moves and self.keeping.leaves_early),
+                    weight=weight,
+                    last_save=last_save,
+                    is_new=first == number,
+                    rests=rests,
+                )
+                offloader.resident_bytes += area.nbytes
+                if offloader.resident_bytes > self._accounts.counters.resident_bytes_peak:
+                    self._accounts.counters.note_resident(offloader.resident_bytes)
                 if self.keeping.readings is not None:
-                    self.keeping.readings.note_save(step.log, saved.number)
-                storage = saved.storage
-                shares = storage.number != saved.number or storage.step is not step
-                if shares or packed_at <= queue.final_after:
-                    return saved  # what may leave waits for another storage to be saved, or is not final yet
+                    self.keeping.readings.note_save(step.log, number)
+                if packed_at <= queue.final_after:
+                    return view  # nothing that may leave is final yet
                 lack = self.moves.start_due(queue, packed_at)
             if lack is not None:
                 offloader.go_on(lack, partial(self.moves.start_due, queue, packed_at))
@@ -148,7 +228,7 @@ class SavedTensors:
         except BaseException:
             offloader.crash()
             raise
-        return saved
+        return view
 
     def may_know(self, tensor: Tensor, step: Step) -> bool:
         """Returns whether the storage of ``tensor`` might be known: a cheap question, before ``share``."""
@@ -174,16 +254,11 @@ class SavedTensors:
             if whole is None or tensor.numel() == 0 or tensor.data_ptr() % tensor.itemsize:
                 return None
             if self._may_share(whole, tensor, queue, packed_at):
-                saved: SavedView | KeepReason = self._share(whole, tensor, step)
-            elif whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
+                return self._share(whole, tensor, step)
+            if whole.record.state is WAITING or footprint(tensor, storage.nbytes()).whole:
                 return None
-            else:  # a small part would hold all that has left
-                saved = self._take(tensor, queue, packed_at, step, None)
-            if not isinstance(saved, SavedView):
-                return None
-            if self.keeping.readings is not None:
-                self.keeping.readings.note_save(step.log, saved.number)
-            return saved
+        saved = self.save(tensor, queue, packed_at, step, None)  # a small part would hold all that has left
+        return saved if isinstance(saved, SavedView) else None
 
     def flush(self, queue: ResidentQueue, *, waits: bool = True) -> None:
         """Starts all that exceeds the newest bytes: the context is left, so every operator has run.
@@ -209,97 +284,6 @@ class SavedTensors:
             return self.moves.storages()
 
     # -- with the lock held -----------------------------------------------------------------------------------------
-
-    def _take(
-        self, tensor: Tensor, queue: ResidentQueue, packed_at: int, step: Step, mark: Mark | None
-    ) -> SavedView | KeepReason:
-        """Decides for ``save``."""
-        offloader, runtime = self.offloader, self._runtime
-        try:
-            storage, address = tensor.untyped_storage(), tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # a wrapper without bytes of its own, inside a transform
-            return KeepReason.LAYOUT
-        if not address or address % tensor.itemsize:
-            return KeepReason.LAYOUT  # zeros that are nowhere, or what cannot be rebuilt at such an address
-        offloader.poll()
-
-        # 1. A storage that is known, with the bytes that it has now, serves this save too.
-        area = footprint(tensor, storage.nbytes())
-        name: Hashable = storage_key(storage)
-        if step.kept and mark is not Mark.PREFER and self._stays_again(tensor, storage, step):
-            return KeepReason.ALIVE
-        if not area.whole:
-            whole = self._known(name, storage)
-            if whole is not None and self._may_share(whole, tensor, queue, packed_at):
-                return self._share(whole, tensor, step)
-            name = (name, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        known = self._known(name, storage) if name in self.names else None
-        if known is not None:
-            if self._may_share(known, tensor, queue, packed_at):
-                return self._share(known, tensor, step)
-            if known.times_saved == _MOST_TIMES:
-                return KeepReason.ALIVE
-        if mark is Mark.KEEP:
-            return KeepReason.MARKED  # not before: a mark that comes after the copy has started changes nothing
-
-        # 2. Else it is a row of the step, of which a like step may tell what becomes of it.
-        number = len(step.log.facts)
-        first = known.first if known is not None and known.step is step else number
-        facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first
-        row = step.save(*facts, runtime.timestamp(), offloader.inflight_bytes)
-        if known is not None:
-            known.saved_anew = True
-            if known.record.queue is queue:  # on another stream
-                queue.saved_again(known.record, number)
-        if row is not None and row.fate is Fate.KEEP:
-            if mark is not Mark.PREFER:
-                step.kept[name] = Kept(weak_storage(storage), number)
-                return KeepReason.ALIVE
-            step.log.alive.discard(number)  # it is taken against its row: whether it lives will be seen
-        if step.table is None and queue.awaited:
-            queue.await_nothing()
-
-        # 3. It is taken: its handle, and its place in the queue.
-        stream = runtime.current_stream(self.device)
-        saved = SavedStorage(next(self._keys), name, tensor, storage, area, self, stream, step, number)
-        record, saved.first = saved.record, first
-        saved.times_saved = 1 if known is None else known.times_saved + 1
-        record.save(self._accounts.counters, tensor.nbytes, KeepReason.NEWEST, area.moved, storage)
-        record.queue = queue
-        self.names[name] = record
-        offloader.records.add(record)
-        view = SavedView(saved, tensor, step, number)
-        last_save = None if row is None or row.last_save < 0 else row.last_save
-        is_controlled = row is not None and self.tables.controller is not None
-        if last_save is not None:
-            # Where a controller says how much moves, what left twice would be too much.
-            most = self._windows.inflight * (AWAITED_WINDOWS if is_controlled else 1)
-            if queue.awaiting_bytes + area.nbytes > most:
-                last_save = None
-        # A workspace of which a kernel uses a part takes no more than that, and to move it frees no more.
-        weight = runtime.memory_of(storage) if area.whole and area.nbytes >= _LARGE else None
-        moves = row is not None and row.fate is Fate.MOVE and not step.stays
-        if row is not None and step.stays and offloader.resident_bytes + area.nbytes <= self.tables.room:
-            weight = 0
-        elif is_controlled:
-            weight = 0  # it leaves as its row says, and pushes nothing out
-        rests = is_controlled and not moves and mark is not Mark.PREFER
-        if rests:
-            step.log.kept += area.nbytes
-        queue.push(
-            record,
-            area.nbytes,
-            AT_THE_EXIT if saved.times_saved == _MOST_TIMES else packed_at,
-            urgent=mark is Mark.PREFER or (moves and self.keeping.leaves_early),
-            weight=weight,
-            last_save=last_save,
-            is_new=first == number,
-            rests=rests,
-        )
-        offloader.resident_bytes += area.nbytes
-        if offloader.resident_bytes > self._accounts.counters.resident_bytes_peak:
-            self._accounts.counters.note_resident(offloader.resident_bytes)
-        return view
 
     def _known(self, name: Hashable, storage: torch.UntypedStorage) -> SavedStorage | None:
         """Returns the saved storage under ``name``, if it is of the very ``storage``: an address may have a new
@@ -352,6 +336,8 @@ class SavedTensors:
         step.save(*facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
         if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
+        if self.keeping.readings is not None:
+            self.keeping.readings.note_save(step.log, number)
         return SavedView(saved, tensor, step, number)
 
     def _stays_again(self, tensor: Tensor, storage: torch.UntypedStorage, step: Step) -> bool:
