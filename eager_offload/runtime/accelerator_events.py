@@ -168,12 +168,16 @@ class EventPool:
         kind.in_use.add(record)
         return recorded
 
+    def of(self, index: int) -> list[AcceleratorEvent]:
+        """Returns those of a device that are in use now."""
+        kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
+        found = [record() for kind in kinds for record in list(kind.in_use)]
+        return [event for event in found if event is not None]
+
     @contextmanager
     def waiting(self, index: int) -> Iterator[None]:
         """Is around a wait for a whole device: events of before, and no others, are known to be over afterwards."""
-        kinds = [kind for kind in (self._plain.get(index), self._timed.get(index)) if kind is not None]
-        found = [record() for kind in kinds for record in list(kind.in_use)]
+        before = self.of(index)
         yield
-        for event in found:
-            if event is not None:
-                event.note_over()
+        for event in before:
+            event.note_over()
