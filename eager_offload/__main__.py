@@ -100,7 +100,7 @@ def _report(arguments: Sequence[str]) -> int:
     from eager_offload.config import size_text
     from eager_offload.observe.figure import needs_plotly, trace_figure, write_page
     from eager_offload.observe.report import to_text
-    from eager_offload.observe.trace_file import read_trace
+    from eager_offload.observe.trace import read_trace
 
     source: Path = options.trace
     output: Path = options.output or source.with_suffix(".html")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_
 from urllib.parse import unquote
 
 from eager_offload.core.schedule import Windows, largest_of
-from eager_offload.errors import ConfigError
-from eager_offload.names import briefly, check_names, checks_names, unknown_name
+from eager_offload.errors import ConfigError, briefly, check_names, checks_names, unknown_name
 
 MIB = 1 << 20
 

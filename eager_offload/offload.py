@@ -34,18 +34,18 @@ from eager_offload.errors import (
     CaptureStateError,
     ConfigError,
     OffloadError,
+    briefly,
     captured,
     reentered,
     tell,
     warn_once,
 )
 from eager_offload.marks import no_offload
-from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
 from eager_offload.observe.in_vain import InVain
-from eager_offload.observe.out_of_memory import Held, watch
+from eager_offload.observe.memory import Held, watch
 from eager_offload.observe.report import describe
-from eager_offload.observe.tracing import Tracing
+from eager_offload.observe.trace import Tracing
 from eager_offload.planning.settings import PlanSettings, fraction_of, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats

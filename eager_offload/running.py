@@ -119,7 +119,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
 
     from eager_offload import contexts
     from eager_offload.errors import warn
-    from eager_offload.observe.out_of_memory import watch
+    from eager_offload.observe.memory import watch
     from eager_offload.torch_private import Patch
     from eager_offload.torch_private.autograd import current_autograd_node, top_pack_hook
 

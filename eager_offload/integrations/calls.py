@@ -17,7 +17,7 @@ from eager_offload import ConfigError, Offload, OffloadConfig
 from eager_offload.config import FIELDS
 from eager_offload.core.module_calls import ModuleCall, show_to_compilers
 from eager_offload.errors import FORKED, warn, warn_once
-from eager_offload.observe.out_of_memory import watch
+from eager_offload.observe.memory import watch
 from eager_offload.torch_private.calls import module_call
 from eager_offload.torch_private.fsdp import offloaded_modules
 from eager_offload.torch_private.inductor import run_uncompiled

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from eager_offload.config import size_text
 from eager_offload.errors import OffloadError
 from eager_offload.observe.report import Tile, kind_of, notes, peaks, saved_rows, summary, time_text, title
-from eager_offload.observe.trace_file import MemorySample, Slice, SliceKind, Trace
+from eager_offload.observe.timeline import Slice, SliceKind
+from eager_offload.observe.trace import MemorySample, Trace
 
 #: Slices and samples that are drawn; a browser zooms slowly in more.
 _MOST_SLICES, _MOST_SAMPLES = 20_000, 8_192

@@ -19,7 +19,8 @@ from eager_offload.observe.advice import (
     sizes_text,
     stays_within_host,
 )
-from eager_offload.observe.trace_file import MemorySample, SavedGroup, SliceKind, Trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import MemorySample, SavedGroup, Trace
 from eager_offload.stats import OffloadStats
 
 #: Rows of the table of savers; all others are one more row.

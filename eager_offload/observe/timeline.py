@@ -16,6 +16,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +30,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from eager_offload.errors import OffloadError
-from eager_offload.observe.trace_file import Slice, SliceKind
 from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
 from eager_offload.torch_private.autograd import after_backward, current_autograd_node, current_backward, node_sequence
@@ -45,6 +45,44 @@ _WRAPPED = "_orig_mod"
 _WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 _T = TypeVar("_T")
+
+
+class SliceKind(StrEnum):
+    """The kind of work of a slice; the ``cat`` of the file."""
+
+    COMPUTE = "compute"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+    PREFETCH = "prefetch"
+    STALL = "stall"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A stretch of time on a track."""
+
+    kind: SliceKind
+    name: str
+    device: str
+    """Such as ``"cpu"`` or ``"cuda:0"``."""
+    track: str
+    """Slices of one device and track follow each other, or lie inside each other."""
+    start: float = 0.0
+    """Seconds since the trace began."""
+    seconds: float = 0.0
+    nbytes: int = 0
+    """Bytes that travel; 0 if none do."""
+    module: str = ""
+    """The path of the module, beginning with the class of the outermost one; empty outside of all."""
+    operation: str = ""
+    """The autograd node, such as ``"MmBackward0"``; empty if it is not known."""
+    tier: str = ""
+    """``"host"`` or ``"disk"``, for transfers."""
+
+    @property
+    def stop(self) -> float:
+        """Seconds since the trace began."""
+        return self.start + self.seconds
 
 
 class Noted(NamedTuple):

@@ -12,16 +12,8 @@ import pytest
 from eager_offload.__main__ import main
 from eager_offload.observe.figure import trace_figure, write_page
 from eager_offload.observe.report import SaverRow, saved_rows, summary, to_text
-from eager_offload.observe.trace_file import (
-    FORMAT,
-    MemorySample,
-    SavedGroup,
-    Slice,
-    SliceKind,
-    Trace,
-    read_trace,
-    write_trace,
-)
+from eager_offload.observe.timeline import Slice, SliceKind
+from eager_offload.observe.trace import FORMAT, MemorySample, SavedGroup, Trace, read_trace, write_trace
 
 MIB = 1 << 20
 #: No module is called that, and nothing may come of it.

@@ -13,7 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.observe.trace_file import SliceKind, read_trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import read_trace
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend
 from tests.observe.steps import (
     DEPTH,
