@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in COMMANDS:
         command, _ = COMMANDS[given[0]]
         try:
-            return command(given[1:])
+            run = importlib.import_module(command).main if isinstance(command, str) else command
+            status: int = run(given[1:])
+            return status
         except BrokenPipeError:  # the reader has closed the pipe; nothing more is to be flushed into it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -120,22 +122,12 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of(module: str) -> Callable[[Sequence[str]], int]:
-    """Returns the ``main`` of a module that is imported when it is called."""
-
-    def command(arguments: Sequence[str]) -> int:
-        status: int = importlib.import_module(module).main(arguments)
-        return status
-
-    return command
-
-
-#: The commands by name, each with the function that runs it and a description.
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "plan": (_of("eager_offload.planning.command"), "what fits and what is to move, before the first step"),
+#: The commands by name, each with the function that runs it, or the module whose ``main`` does, and a description.
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int] | str, str]] = {
+    "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
     "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),
     "report": (_report, "a trace as one page to look at"),
-    "run": (_of("eager_offload.running"), "runs a training script, which offloads without a change"),
+    "run": ("eager_offload.running", "runs a training script, which offloads without a change"),
 }
 
 

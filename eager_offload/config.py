@@ -266,8 +266,21 @@ class OffloadConfig(_BesideFields):
                 accepted = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
                 raise _refuse(field, self.given(field), accepted)
         if self.device_budget is not None:
-            self._check_device_budget()
-        self._check_policy()
+            self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
+            if self.device_budget == 0:
+                raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
+            if self.keep_last_bytes != "auto":
+                raise ConfigError(
+                    f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
+                    "many of the newest bytes stay: leave one of them out"
+                )
+        if not _is_one_of(self.policy, _POLICIES):
+            raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
+        if self.is_free and self.keep_last_bytes != "auto":
+            raise ConfigError(
+                f'keep_last_bytes={self.given("keep_last_bytes")!r} does not go with policy="free", which decides how '
+                "many bytes stay: leave one of them out"
+            )
         for field in ("pin_memory", "step_tables", "release_freed_memory"):
             if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
                 raise _refuse(field, value, 'True, False or "auto"')
@@ -282,36 +295,6 @@ class OffloadConfig(_BesideFields):
                 'take tier="auto" or tier="disk", or leave disk_path out'
             )
 
-    def _check_device_budget(self) -> None:
-        self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
-        if self.device_budget == 0:
-            raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
-        if self.keep_last_bytes != "auto":
-            raise ConfigError(
-                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
-                "many of the newest bytes stay: leave one of them out"
-            )
-
-    def _check_policy(self) -> None:
-        if not _is_one_of(self.policy, _POLICIES):
-            raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
-        if self.is_free and self.keep_last_bytes != "auto":
-            raise ConfigError(
-                f'keep_last_bytes={self.given("keep_last_bytes")!r} does not go with policy="free", which decides how '
-                "many bytes stay: leave one of them out"
-            )
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
-        """Returns ``base`` (or the defaults) with ``fields`` in place of its own.
-
-        Raises:
-            ConfigError: a field does not exist, besides the errors of the constructor.
-        """
-        check_names(fields, FIELDS)
-        base = base or cls()
-        return dataclasses.replace(base, **{**base._written, **fields})
-
     @classmethod
     def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
         """Returns the config of a new ``Offload``: the user's values, and the ``EAGER_OFFLOAD_<FIELD>`` variables.
@@ -321,15 +304,15 @@ class OffloadConfig(_BesideFields):
             fields: fields that override all of that.
 
         Raises:
-            ConfigError: ``config`` is anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
+            ConfigError: ``config`` is anything else, besides the errors of :meth:`from_dict` and :meth:`from_env`.
         """
         for value in (config, *(value for name, value in fields.items() if name not in FIELDS)):
             if callable(getattr(value, "forward", None)):  # torch is not imported here
                 raise ConfigError(f"Offload({briefly(value)}) is not accepted: {TAKES_NO_MODEL}")
         if isinstance(config, OffloadConfig):
-            return cls.from_fields(fields, config)
+            return cls.from_dict(fields, config)
         if config is None or isinstance(config, Mapping):
-            return cls.from_fields({**(config or {}), **fields}, cls.from_env())
+            return cls.from_dict({**(config or {}), **fields}, cls.from_env())
         raise ConfigError(
             f"config={briefly(config)} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
         )
@@ -353,11 +336,12 @@ class OffloadConfig(_BesideFields):
                     known = [variable_of(one) for one in FIELDS]
                     raise unknown_name(f"variable {name}={text!r}", name, known)
                 fields[field] = field_from_text(field, text)
-        return cls.from_fields(fields)
+        return cls.from_dict(fields)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> OffloadConfig:
-        """Returns the config with these fields, as a YAML or JSON file holds them, and defaults for all others.
+    def from_dict(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
+        """Returns the config with these fields, as a YAML or JSON file holds them, and those of ``base``, or defaults,
+        for all others.
 
         Raises:
             ConfigError: ``fields`` is not a mapping, a field does not exist, or a value is not accepted.
@@ -366,7 +350,9 @@ class OffloadConfig(_BesideFields):
             raise ConfigError(
                 f"{briefly(fields)} is not accepted: from_dict takes a mapping of the fields of OffloadConfig"
             )
-        return cls.from_fields(fields)
+        check_names(fields, FIELDS)
+        base = base or cls()
+        return dataclasses.replace(base, **{**base._written, **fields})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a text."""
@@ -374,7 +360,6 @@ class OffloadConfig(_BesideFields):
         return fields
 
     def changed(self) -> dict[str, Any]:
-        """Returns the fields that are not at their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:

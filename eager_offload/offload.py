@@ -113,7 +113,7 @@ class Offload:
                 self._hooks.fraction = fraction
                 self._hook_pair = hook_pair(text_of(self.config_key, fraction))
             if plan.is_small or not plan.moved_bytes:
-                self._in_vain.expect_nothing()  # as the plan has said
+                self._accounts.said.add("nothing")  # the warning of that: the plan has said it
         else:
             raise ConfigError(
                 f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns"
@@ -128,7 +128,7 @@ class Offload:
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
     ) -> None:
         #: The settings in force, after the switch of the environment.
-        self.config = OffloadConfig.from_fields({"enabled": switched_on(config.enabled)}, config)
+        self.config = OffloadConfig.from_dict({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
         self._accounts = Accounts()
@@ -263,7 +263,6 @@ class Offload:
             tell()
 
     def _begin_forward(self, context: Context) -> None:
-        """Begins a forward of the calling thread, which has entered ``context``."""
         hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
         hooks.thread.begin()

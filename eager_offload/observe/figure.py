@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.errors import OffloadError
+from eager_offload.observe.advice import sizes_text
 from eager_offload.observe.report import Tile, kind_of, notes, peaks, saved_rows, summary, time_text, title
 from eager_offload.observe.timeline import Slice, SliceKind
 from eager_offload.observe.trace import MemorySample, Trace
@@ -109,7 +110,7 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
             f"{row.module or 'outside of modules'}{f' ({row.modules:,} modules)' if row.modules > 1 else ''}",
             f"{row.count:,}",
             size_text(row.nbytes),
-            row.became,
+            sizes_text(row.outcomes),
         ]
         for row in saved_rows(trace.saved)
     ]
@@ -160,8 +161,6 @@ def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 class Curve(NamedTuple):
-    """Bytes over time, and the most of them."""
-
     name: str
     most: int
     colour: str
@@ -296,7 +295,6 @@ class Stack:
         )
 
     def figure(self) -> Any:
-        """Returns the figure, with each part in its place."""
         height = sum(part.height + part.gap for part in self._parts) - self._parts[0].gap
         top = height + self._parts[0].gap
         for part in self._parts:
@@ -345,7 +343,6 @@ def _label(one: Slice) -> str:
 
 
 def _reading(one: Slice) -> str:
-    """Returns the text of a slice under the pointer."""
     when = f"{time_text(one.seconds)}, {time_text(one.start)} after the beginning"
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""

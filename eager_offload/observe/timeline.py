@@ -93,13 +93,6 @@ class Noted(NamedTuple):
     enqueued: float
 
 
-class _Both(NamedTuple):
-    """One moment of a device, and its time on the host's clock."""
-
-    moment: Moment
-    seconds: float
-
-
 @dataclass(eq=False, slots=True)
 class Saver:
     """The module and the operation that have saved a tensor."""
@@ -131,7 +124,7 @@ class Timeline:
         #: The moments that these use.
         self._noted: list[Noted] = []
         #: For each device with a clock of its own, the reading of both clocks: see [Note: two clocks].
-        self._ends: dict[torch.device, _Both] = {}
+        self._ends: dict[torch.device, Noted] = {}
         #: The threads of each track of a device, in order: each thread gets a track of its own.
         self._threads: dict[tuple[str, str], list[int]] = {}
         #: The number of entries without room.
@@ -223,7 +216,7 @@ class Timeline:
             end = runtime.moment(runtime.current_stream(device))
             if not isinstance(end, float) and runtime.tells_time(device):
                 runtime.seconds_between(end, end, synchronize=True)
-                self._ends[device] = _Both(end, self.now())
+                self._ends[device] = Noted(device, end, self.now())
         found = (one for entry in self._entries for one in entry())
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
 
@@ -240,7 +233,7 @@ class Timeline:
         if end is None:
             return None
         before_end = self.runtime(device).seconds_between(moment, end.moment, synchronize=True)
-        return None if before_end is None else end.seconds - before_end
+        return None if before_end is None else end.enqueued - before_end
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -254,8 +247,6 @@ class _Part(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A forward, a backward or an operation that a thread is in."""
-
     part: _Part
     device: torch.device
     #: The slice without its times.

@@ -132,11 +132,6 @@ class Trace:
     dropped: int = 0
     """Slices, samples of memory and saves that were too many and are left out."""
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices with slices, in the order of their first slice."""
-        return tuple(dict.fromkeys(one.device for one in self.slices))
-
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes the file of a trace. A file that exists keeps its mode; the target of a link, or a pipe, is written to.
@@ -197,19 +192,15 @@ _PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped"
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yields the events that the viewer shows."""
     for sample in trace.memory:
         nbytes = sample._asdict()
-        at = _microseconds(nbytes.pop("seconds"))
+        at = round(nbytes.pop("seconds") * 1e6, 3)
         yield {"ph": "C", "pid": "saved tensors", "name": "bytes", "ts": at, "args": nbytes}
     for one in trace.slices:
-        place = {"pid": one.device, "tid": one.track, "ts": _microseconds(one.start), "dur": _microseconds(one.seconds)}
+        start, seconds = round(one.start * 1e6, 3), round(one.seconds * 1e6, 3)
+        place = {"pid": one.device, "tid": one.track, "ts": start, "dur": seconds}
         known = {key: value for name, key in _ARGUMENTS.items() if (value := getattr(one, name))}
         yield {"ph": "X", **place, "cat": one.kind.value, "name": one.name, "args": known}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 # -- recording --------------------------------------------------------------------------------------------------------
@@ -345,7 +336,6 @@ class TraceRecorder:
             self._sample()
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
-        """Records a saved tensor. Returns its saver."""
         saver = Saver(self._compute.at().module)
         if isinstance(handle, KeptTensor):
             self.timeline.keep(self._saves, _Save(saver, logical_bytes(tensor), handle.reason.value))
@@ -397,7 +387,6 @@ class TraceRecorder:
         self._sample()
 
     def _sample(self) -> None:
-        """Adds a sample of the bytes that are held now."""
         with self._accounts.lock:
             live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
             live.poll()

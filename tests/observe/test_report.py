@@ -64,7 +64,6 @@ EXAMPLE = Trace(
 def test_what_is_written_is_read_again_and_stands_where_viewers_look(path: Path) -> None:
     write_trace(EXAMPLE, path)
     assert read_trace(str(path)) == EXAMPLE
-    assert EXAMPLE.devices == ("cpu", "cuda:1")
     events = json.loads(path.read_text())["traceEvents"]
     slices, counters = ([one for one in events if one["ph"] == phase] for phase in "XC")
     assert [(one["pid"], one["tid"]) for one in slices] == [(one.device, one.track) for one in EXAMPLE.slices]
