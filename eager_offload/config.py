@@ -288,7 +288,10 @@ class OffloadConfig(_BesideFields):
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")
         self._store("disk_path", _directory(self.disk_path))
-        self._store("skip", _patterns(self.skip))
+        patterns = cast(object, [self.skip] if isinstance(self.skip, str) else self.skip)
+        if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
+            raise _refuse("skip", self.skip, "the names of modules, or patterns of them, as a list of texts")
+        self._store("skip", tuple(patterns))
         if self.tier == "host" and self.disk_path is not None:
             raise ConfigError(
                 f'disk_path={self.shown("disk_path")!r} does not go with tier="host", which never writes to disk: '
@@ -321,8 +324,7 @@ class OffloadConfig(_BesideFields):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """Returns a config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas. An unset or empty variable
-        leaves the default.
+        The patterns of ``skip`` are separated by commas. An unset or empty variable leaves the default.
 
         Raises:
             ConfigError: a variable with the prefix names no field, or a value is not accepted.
@@ -511,13 +513,6 @@ def _directory(value: object) -> Path | None:
             f"disk_path={value!r} cannot be found: it is relative to the working directory, which is gone. Give an "
             "absolute path"
         ) from None
-
-
-def _patterns(value: object) -> tuple[str, ...]:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
-        raise _refuse("skip", value, "the names of modules, or patterns of them, as a list of texts")
-    return tuple(listed)
 
 
 def field_from_text(field: str, text: str) -> object:

@@ -173,13 +173,6 @@ def reentered() -> OffloadError:
 # -- mistyped names: each error has the nearest accepted name, then all of them --------------------------------------
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns a question about the nearest of ``known``, with a space behind; an empty text if none is near."""
-    by_letters = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(str(name).lower(), by_letters, 1)
-    return f"did you mean {by_letters[near[0]]}? " if near else ""
-
-
 def briefly(value: object) -> str:
     """Returns the ``repr`` of a value for an error; the type alone where that is not one short line, as of a model."""
     text = repr(value)
@@ -194,9 +187,10 @@ def unknown_name(what: str, name: object, known: Sequence[str], others: str = ""
         what: the kind and the name, as in ``"field 'min_byts'"``.
         others: values that are accepted beside ``known``, as the end of the sentence.
     """
-    question = did_you_mean(name, known)
-    accepted = "Accepted" if question else "accepted"
-    return ConfigError(f"unknown {what}: {question}{accepted} are {', '.join(known)}{others}")
+    by_letters = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(str(name).lower(), by_letters, 1)
+    accepted = f"did you mean {by_letters[near[0]]}? Accepted" if near else "accepted"
+    return ConfigError(f"unknown {what}: {accepted} are {', '.join(known)}{others}")
 
 
 def check_names(given: Iterable[object], known: Sequence[str]) -> None:

@@ -64,34 +64,30 @@ def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) 
     reason = max(kept, key=lambda reason: kept[reason], default=None)
     if reason is None or kept[reason] < share * whole:
         return None, ""
-    whole = max(whole, sum(kept.values()))
+    whole, reason = max(whole, sum(kept.values())), KeepReason(reason)
     saved, stays = size_text(whole // steps), size_text(kept[reason] // steps)
-    return KeepReason(reason), _clause(KeepReason(reason), saved, stays, stats, config, is_all=kept[reason] == whole)
-
-
-def _clause(
-    reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
-) -> str:
     is_bounded = config.device_budget is not None or config.is_free
-    if reason is KeepReason.NEWEST and stats.plan is not None:
-        return f"of the {saved} that a step saves, {stays} stay as the plan says"
-    if reason is KeepReason.NEWEST:
-        if config.newest_bytes(1) == 0:
-            return f"{stays} a step were asked for, or closed upon, before they left"
-        if 0 < stats.device_memory_peak <= stats.device_budget:
-            return f"the {saved} that a step saves fit into device_budget beside all else"
-        if is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
-            return (
-                f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
-                "since the link hides no more, or since less than a window frees nothing"
-            )
-        if config.is_free:
-            return (
-                f'of the {saved} that a step saves, {stays} stay, as long as policy="free" has not found that they '
-                "move in time: that takes two steps of a kind"
-            )
     sentence = reason_text(reason, config, stats.prefetch_bytes)
-    return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"
+    clause = f"of the {saved} that a step saves, {'all' if kept[reason] == whole else stays} {sentence}"
+    if reason is not KeepReason.NEWEST:
+        pass
+    elif stats.plan is not None:
+        clause = f"of the {saved} that a step saves, {stays} stay as the plan says"
+    elif config.newest_bytes(1) == 0:
+        clause = f"{stays} a step were asked for, or closed upon, before they left"
+    elif 0 < stats.device_memory_peak <= stats.device_budget:
+        clause = f"the {saved} that a step saves fit into device_budget beside all else"
+    elif is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
+        clause = (
+            f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
+            "since the link hides no more, or since less than a window frees nothing"
+        )
+    elif config.is_free:
+        clause = (
+            f'of the {saved} that a step saves, {stays} stay, as long as policy="free" has not found that they move '
+            "in time: that takes two steps of a kind"
+        )
+    return reason, clause
 
 
 def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) -> str:
