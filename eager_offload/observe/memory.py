@@ -131,11 +131,9 @@ class Held(NamedTuple):
     stays: Counter[KeepReason]
     """Bytes that stay, by reason; of tensors smaller than ``min_bytes``, those of an average step."""
     leaving: int
-    """Bytes on their way out."""
     returning: int
     """Bytes that were brought back, or are on their way."""
     prefetch_bytes: int
-    """The prefetch window in force."""
 
     def note(self, config: OffloadConfig) -> str:
         """Returns the note: a line for each reason, most bytes first, and the setting that would have freed most."""

@@ -155,9 +155,7 @@ class SaverRow:
     module: str
     """The path, with ``*`` for a number that differs."""
     modules: int
-    """The number of modules."""
     count: int
-    """The number of saves."""
     nbytes: int
     outcomes: dict[str, int]
     """Bytes by outcome: ``offloaded``, ``shared``, or the reason for which they were kept."""

@@ -84,7 +84,6 @@ class MemorySample(NamedTuple):
     host: int
     """Bytes in host memory (on a CPU device: in the host tier)."""
     disk: int
-    """Bytes on disk."""
     without_offload: int
     """Bytes that autograd would hold on the device at this moment without offload."""
 
@@ -103,7 +102,6 @@ class SavedGroup:
     reason: str
     """The reason why they were kept, as in ``OffloadStats.kept_bytes``; else empty."""
     count: int
-    """The number of saves."""
     nbytes: int
     """Their bytes, as ``OffloadStats.saved_bytes`` counts."""
 
@@ -409,7 +407,6 @@ class Tracing:
         #: The path of the file.
         self.path = _writable(path)
         self._recorder: TraceRecorder | None = None
-        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         offload = self._offload
