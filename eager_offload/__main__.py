@@ -50,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    """Prints the diagnosis of this machine.
-
-    Returns:
-        The exit status: 0, or 1 where offloading cannot work here, or 130 after an interrupt.
-    """
+    """Prints the diagnosis of this machine; the exit status is 1 where offloading cannot work here."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload doctor",
         description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
@@ -84,11 +80,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    """Writes the page of a trace, or prints it.
-
-    Returns:
-        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
-    """
+    """Writes the page of a trace, or prints it; the exit status is 2 where it cannot be read or written."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload report",
         description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",

@@ -104,13 +104,10 @@ def shown(value: object) -> object:
 
 
 def switched_on(default: bool) -> bool:
-    """Returns the value of ``EAGER_OFFLOAD`` in the environment: 1 or 0, true or false, yes or no, on or off.
-
-    Args:
-        default: the value if the variable is unset or empty.
+    """Returns the value of ``EAGER_OFFLOAD`` in the environment, or ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: the variable has another text.
+        ConfigError: it is not 1 or 0, true or false, yes or no, on or off.
     """
     text = os.environ.get(_SWITCH, "").strip().lower()
     if text and text not in _TRUE + _FALSE:
@@ -425,11 +422,7 @@ class OffloadConfig(_BesideFields):
         return prefetch_bytes if self.prefetch_bytes == "auto" else cast(int, self.prefetch_bytes)
 
     def small_step_bytes(self, prefetch_bytes: int) -> int:
-        """Returns the size up to which a known step stays as a whole; 0 if a setting decides how much stays.
-
-        Args:
-            prefetch_bytes: as for ``newest_bytes``.
-        """
+        """Returns the size up to which a known step stays as a whole; 0 if a setting decides how much stays."""
         return self.newest_bytes(prefetch_bytes) * 5 // 4 if self.learns_what_stays else 0
 
     @property

@@ -148,11 +148,7 @@ def lacks_descriptor(error: OSError) -> bool:
 
 
 def captured(what: str) -> CaptureStateError:
-    """Returns the error for a call that cannot be a part of the graph into which the stream is being captured.
-
-    Args:
-        what: a clause that names the call, for the text.
-    """
+    """Returns the error for a call, named by the clause ``what``, that cannot be a part of the graph being captured."""
     return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
         "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "

@@ -195,11 +195,7 @@ class Offload:
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raises: what one may try after ``DistributedDataParallel(model)``.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raises ``TypeError`` for what one may try after ``DistributedDataParallel(model)``."""
         raise TypeError(f"this Offload was called: {TAKES_NO_MODEL}")
 
     def __enter__(self) -> Self:
@@ -359,11 +355,7 @@ class Offload:
         return self._matched.unmatched(self.config.skip)
 
     def check_capture(self) -> None:
-        """Raises if the calling thread cannot capture a step in a ``with`` of this object.
-
-        Raises:
-            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced.
-        """
+        """Raises ``CaptureStateError`` if the calling thread is in a ``with`` of this object, or that is traced."""
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._offloaders.transfer_log.on_entry is not None:
@@ -393,11 +385,7 @@ class Offload:
         return None if isinstance(saves, KeepReason) else saves.tables.controller
 
     def refuse_reentry(self) -> None:
-        """Raises if the calling thread is inside a call of the library: see [Note: reentry] in ``tiers/forking.py``.
-
-        Raises:
-            OffloadError: it is.
-        """
+        """Raises if the calling thread is inside a call of the library: see [Note: reentry] in ``tiers/forking.py``."""
         if self._is_reentered():
             raise reentered()
 

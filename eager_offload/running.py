@@ -266,10 +266,7 @@ def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
 
 
 def _seconds_of_children() -> float:
-    """Returns the processor time of processes that this one has started and waited for, if it is of a training.
-
-    Less than it takes to import torch is not.
-    """
+    """Returns the processor time of processes that this one has waited for; 0 if it is less than torch's import."""
     times = os.times()
     seconds = times.children_user + times.children_system
     return seconds if seconds > 1 else 0.0

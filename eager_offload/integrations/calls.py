@@ -199,11 +199,8 @@ class OffloadedCalls:
 def warn_of_what_hides(model: nn.Module, instead: str) -> None:
     """Warns of modules that torch's ``offload_wrapper`` stands around: the innermost hooks alone see a saved tensor.
 
-    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded.
-
-    Args:
-        model: that is about to train.
-        instead: how it is left out in the caller's framework.
+    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded. ``instead``
+    says how it is left out in the caller's framework.
     """
     if names := offloaded_modules(model):
         warn(

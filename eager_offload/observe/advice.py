@@ -233,11 +233,7 @@ def _planned_waits(stats: OffloadStats) -> str:
 
 
 def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
-    """Yields a sentence on each reason that no setting changes and that keeps many bytes; parameters are left out.
-
-    Args:
-        said: the reason that the sentence on memory names already.
-    """
+    """Yields a sentence on each reason but ``said`` that no setting changes and that keeps many bytes."""
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
     for reason in _STAYS:
         nbytes = stats.kept_bytes.get(reason, 0)

@@ -58,11 +58,7 @@ def needs_plotly() -> Any:
 
 
 def write_page(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes ``figure`` as one page that needs no network and no other file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes ``figure`` as one page that needs no network and no other file."""
     config = {"scrollZoom": True, "displaylogo": False, "responsive": True}
     figure.write_html(os.fspath(path), include_plotlyjs=True, full_html=True, config=config)
 
@@ -177,11 +173,7 @@ class _Part(NamedTuple):
 
 
 class Stack:
-    """A figure in the making, from the top.
-
-    Raises:
-        OffloadError: plotly is not installed.
-    """
+    """A figure in the making, from the top."""
 
     def __init__(self, name: str, subtitle: str) -> None:
         self._plotly, self._parts, self._axes = needs_plotly(), list[_Part](), itertools.count(1)

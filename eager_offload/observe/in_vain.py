@@ -96,13 +96,7 @@ class InVain:
             warn(f"nothing of this Offload was used, {_INSTEAD}")
 
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
-        """Checks a forward that is over.
-
-        Args:
-            forward: a forward of the calling thread.
-            matched: the modules that patterns of the configuration name.
-            is_own: whether this ``Offload`` was given a saved tensor.
-        """
+        """Checks a forward of the thread that is over; ``is_own``: this ``Offload`` was given a saved tensor."""
         with self._accounts.lock:
             seen = forward.seen()
             if is_own or seen.packed:

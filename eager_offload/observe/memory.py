@@ -33,12 +33,7 @@ REASONS = {
 
 
 def why(stats: OffloadStats, config: OffloadConfig) -> str:
-    """Returns the text after "nothing moved, because": the reason, and the settings that would change it.
-
-    Args:
-        stats: the stats of a run in which nothing was offloaded.
-        config: the configuration of the run.
-    """
+    """Returns the text after "nothing moved, because": the reason, and the settings that would change it."""
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
         return (
             "other saved-tensor hooks inside the context hide what is saved there: enter `with offload:` inside "
@@ -103,11 +98,8 @@ def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) 
 
 
 def budgets_text(config: OffloadConfig, host_peak: int = 0, disk_peak: int = 0) -> str:
-    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote.
-
-    Args:
-        host_peak, disk_peak: the most bytes in these tiers, for budgets that were not given.
-    """
+    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote, or
+    the peak of the tier."""
     peaks = {"host_budget": host_peak, "disk_budget": disk_peak}
     given = [field for field in peaks if getattr(config, field) != "auto"]
     in_use = [f"{config.tier}_budget"] if config.tier != "auto" else []

@@ -107,9 +107,6 @@ class Timeline:
 
     [Note: two clocks] A device's moments lie on a clock of its own. Both clocks are read when all noted work is over,
     and each moment is placed by its distance from that reading. So nothing waits while the trace runs.
-
-    Args:
-        runtime_of: returns the runtime of a device.
     """
 
     def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:

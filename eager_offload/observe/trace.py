@@ -254,12 +254,7 @@ class RecordedHandle:
 
 
 class TraceRecorder:
-    """The recorder of one trace; see the module.
-
-    Args:
-        offload: whose work is recorded.
-        before: its stats when the trace begins.
-    """
+    """The recorder of one trace, with the stats ``before`` it; see the module."""
 
     def __init__(self, offload: _Traced, before: OffloadStats) -> None:
         self._before, self._config, self._pack = before, offload.config, offload._hooks.pack
