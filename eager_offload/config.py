@@ -359,6 +359,7 @@ class OffloadConfig(_BesideFields):
         return fields
 
     def changed(self) -> dict[str, Any]:
+        """Returns the fields that are not at their defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(_DEFAULTS, name)}
 
     def to_text(self) -> str:
