@@ -57,32 +57,20 @@ __all__ = [
 
 __version__ = VERSION
 
-#: The public names by module. `offload` comes first, because it defines the operators of compiled code.
-_HOMES = {
-    "offload": ("Offload",),
-    "config": ("OffloadConfig",),
-    "errors": (
-        *("CapacityError", "ConfigError", "CorruptionError", "OffloadError", "PlanError"),
-        *("SavedTensorModifiedError", "TransferError"),
-    ),
-    "planning.machine": ("Machine",),
-    "tiers.malloc": ("release_freed_memory",),
-    "marks": ("keep", "no_offload", "prefer_offload"),
-    "planning.files": ("Point",),
-    "planning.plan": ("Plan",),
-    "planning.planner": ("plan",),
-    "stats": ("OffloadStats",),
-    "core.step_table": ("StepTable",),
-}
+#: The modules of the public names. `offload` comes first, because it defines the operators of compiled code.
+_HOMES = (
+    *("offload", "config", "errors", "planning.machine", "tiers.malloc", "marks", "planning.files", "planning.plan"),
+    *("planning.planner", "stats", "core.step_table"),
+)
 
 if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Imports the library when one of its names is first asked for, or one of its modules."""
         if name in __all__:
-            for home, names in _HOMES.items():
-                module = importlib.import_module(f"{__name__}.{home}")
-                globals().update({one: getattr(module, one) for one in names})
+            for home in _HOMES:
+                found = vars(importlib.import_module(f"{__name__}.{home}"))
+                globals().update({one: found[one] for one in __all__ if one in found})
             return globals()[name]
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")

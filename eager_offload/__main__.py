@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in COMMANDS:
         command, _ = COMMANDS[given[0]]
         try:
-            return command(given[1:])
+            run = importlib.import_module(command).main if isinstance(command, str) else command
+            status: int = run(given[1:])
+            return status
         except BrokenPipeError:  # the reader has closed the pipe; nothing more is to be flushed into it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -48,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    """Prints the diagnosis of this machine.
-
-    Returns:
-        The exit status: 0, or 1 where offloading cannot work here, or 130 after an interrupt.
-    """
+    """Prints the diagnosis of this machine; the exit status is 1 where offloading cannot work here."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload doctor",
         description="Examines this machine for about 10 seconds: what offloading has to work with, and which settings "
@@ -82,11 +80,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    """Writes the page of a trace, or prints it.
-
-    Returns:
-        The exit status: 0, or 2 with one line on standard error where the trace cannot be read or the page not written.
-    """
+    """Writes the page of a trace, or prints it; the exit status is 2 where it cannot be read or written."""
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload report",
         description="Turns a trace that `with offload.trace(path):` wrote into one page that needs no network.",
@@ -100,7 +94,7 @@ def _report(arguments: Sequence[str]) -> int:
     from eager_offload.config import size_text
     from eager_offload.observe.figure import needs_plotly, trace_figure, write_page
     from eager_offload.observe.report import to_text
-    from eager_offload.observe.trace_file import read_trace
+    from eager_offload.observe.trace import read_trace
 
     source: Path = options.trace
     output: Path = options.output or source.with_suffix(".html")
@@ -120,22 +114,12 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of(module: str) -> Callable[[Sequence[str]], int]:
-    """Returns the ``main`` of a module that is imported when it is called."""
-
-    def command(arguments: Sequence[str]) -> int:
-        status: int = importlib.import_module(module).main(arguments)
-        return status
-
-    return command
-
-
-#: The commands by name, each with the function that runs it and a description.
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "plan": (_of("eager_offload.planning.command"), "what fits and what is to move, before the first step"),
+#: The commands by name, each with the function that runs it, or the module whose ``main`` does, and a description.
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int] | str, str]] = {
+    "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
     "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),
     "report": (_report, "a trace as one page to look at"),
-    "run": (_of("eager_offload.running"), "runs a training script, which offloads without a change"),
+    "run": ("eager_offload.running", "runs a training script, which offloads without a change"),
 }
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_
 from urllib.parse import unquote
 
 from eager_offload.core.schedule import Windows, largest_of
-from eager_offload.errors import ConfigError
-from eager_offload.names import briefly, check_names, checks_names, unknown_name
+from eager_offload.errors import ConfigError, briefly, check_names, checks_names, unknown_name
 
 MIB = 1 << 20
 
@@ -105,13 +104,10 @@ def shown(value: object) -> object:
 
 
 def switched_on(default: bool) -> bool:
-    """Returns the value of ``EAGER_OFFLOAD`` in the environment: 1 or 0, true or false, yes or no, on or off.
-
-    Args:
-        default: the value if the variable is unset or empty.
+    """Returns the value of ``EAGER_OFFLOAD`` in the environment, or ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: the variable has another text.
+        ConfigError: it is not 1 or 0, true or false, yes or no, on or off.
     """
     text = os.environ.get(_SWITCH, "").strip().lower()
     if text and text not in _TRUE + _FALSE:
@@ -267,33 +263,14 @@ class OffloadConfig(_BesideFields):
                 accepted = 'more than 0 bytes, or "auto" (to switch offloading off, leave the context out)'
                 raise _refuse(field, self.given(field), accepted)
         if self.device_budget is not None:
-            self._check_device_budget()
-        self._check_policy()
-        for field in ("pin_memory", "step_tables", "release_freed_memory"):
-            if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
-                raise _refuse(field, value, 'True, False or "auto"')
-        for field in ("verify", "enabled"):
-            if not isinstance(getattr(self, field), bool):
-                raise _refuse(field, getattr(self, field), "True or False")
-        self._store("disk_path", _directory(self.disk_path))
-        self._store("skip", _patterns(self.skip))
-        if self.tier == "host" and self.disk_path is not None:
-            raise ConfigError(
-                f'disk_path={self.shown("disk_path")!r} does not go with tier="host", which never writes to disk: '
-                'take tier="auto" or tier="disk", or leave disk_path out'
-            )
-
-    def _check_device_budget(self) -> None:
-        self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
-        if self.device_budget == 0:
-            raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
-        if self.keep_last_bytes != "auto":
-            raise ConfigError(
-                f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
-                "many of the newest bytes stay: leave one of them out"
-            )
-
-    def _check_policy(self) -> None:
+            self._store("device_budget", _size_or_auto(self.device_budget, "device_budget", _BUDGET_ACCEPTED))
+            if self.device_budget == 0:
+                raise _refuse("device_budget", self.given("device_budget"), _BUDGET_ACCEPTED)
+            if self.keep_last_bytes != "auto":
+                raise ConfigError(
+                    f"keep_last_bytes={self.given('keep_last_bytes')!r} does not go with device_budget, which says how "
+                    "many of the newest bytes stay: leave one of them out"
+                )
         if not _is_one_of(self.policy, _POLICIES):
             raise _refuse("policy", self.policy, " or ".join(f'"{one}"' for one in _POLICIES))
         if self.is_free and self.keep_last_bytes != "auto":
@@ -301,17 +278,22 @@ class OffloadConfig(_BesideFields):
                 f'keep_last_bytes={self.given("keep_last_bytes")!r} does not go with policy="free", which decides how '
                 "many bytes stay: leave one of them out"
             )
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
-        """Returns ``base`` (or the defaults) with ``fields`` in place of its own.
-
-        Raises:
-            ConfigError: a field does not exist, besides the errors of the constructor.
-        """
-        check_names(fields, FIELDS)
-        base = base or cls()
-        return dataclasses.replace(base, **{**base._written, **fields})
+        for field in ("pin_memory", "step_tables", "release_freed_memory"):
+            if not (isinstance(value := getattr(self, field), bool) or _is_one_of(value, ("auto",))):
+                raise _refuse(field, value, 'True, False or "auto"')
+        for field in ("verify", "enabled"):
+            if not isinstance(getattr(self, field), bool):
+                raise _refuse(field, getattr(self, field), "True or False")
+        self._store("disk_path", _directory(self.disk_path))
+        patterns = cast(object, [self.skip] if isinstance(self.skip, str) else self.skip)
+        if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
+            raise _refuse("skip", self.skip, "the names of modules, or patterns of them, as a list of texts")
+        self._store("skip", tuple(patterns))
+        if self.tier == "host" and self.disk_path is not None:
+            raise ConfigError(
+                f'disk_path={self.shown("disk_path")!r} does not go with tier="host", which never writes to disk: '
+                'take tier="auto" or tier="disk", or leave disk_path out'
+            )
 
     @classmethod
     def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
@@ -322,15 +304,15 @@ class OffloadConfig(_BesideFields):
             fields: fields that override all of that.
 
         Raises:
-            ConfigError: ``config`` is anything else, besides the errors of :meth:`from_fields` and :meth:`from_env`.
+            ConfigError: ``config`` is anything else, besides the errors of :meth:`from_dict` and :meth:`from_env`.
         """
         for value in (config, *(value for name, value in fields.items() if name not in FIELDS)):
             if callable(getattr(value, "forward", None)):  # torch is not imported here
                 raise ConfigError(f"Offload({briefly(value)}) is not accepted: {TAKES_NO_MODEL}")
         if isinstance(config, OffloadConfig):
-            return cls.from_fields(fields, config)
+            return cls.from_dict(fields, config)
         if config is None or isinstance(config, Mapping):
-            return cls.from_fields({**(config or {}), **fields}, cls.from_env())
+            return cls.from_dict({**(config or {}), **fields}, cls.from_env())
         raise ConfigError(
             f"config={briefly(config)} is not accepted: config takes an OffloadConfig, a mapping of its fields, or None"
         )
@@ -339,8 +321,7 @@ class OffloadConfig(_BesideFields):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """Returns a config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        Several disk paths are separated as in ``PATH``, the patterns of ``skip`` by commas. An unset or empty variable
-        leaves the default.
+        The patterns of ``skip`` are separated by commas. An unset or empty variable leaves the default.
 
         Raises:
             ConfigError: a variable with the prefix names no field, or a value is not accepted.
@@ -354,11 +335,12 @@ class OffloadConfig(_BesideFields):
                     known = [variable_of(one) for one in FIELDS]
                     raise unknown_name(f"variable {name}={text!r}", name, known)
                 fields[field] = field_from_text(field, text)
-        return cls.from_fields(fields)
+        return cls.from_dict(fields)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> OffloadConfig:
-        """Returns the config with these fields, as a YAML or JSON file holds them, and defaults for all others.
+    def from_dict(cls, fields: Mapping[str, Any], base: OffloadConfig | None = None) -> OffloadConfig:
+        """Returns the config with these fields, as a YAML or JSON file holds them, and those of ``base``, or defaults,
+        for all others.
 
         Raises:
             ConfigError: ``fields`` is not a mapping, a field does not exist, or a value is not accepted.
@@ -367,7 +349,9 @@ class OffloadConfig(_BesideFields):
             raise ConfigError(
                 f"{briefly(fields)} is not accepted: from_dict takes a mapping of the fields of OffloadConfig"
             )
-        return cls.from_fields(fields)
+        check_names(fields, FIELDS)
+        base = base or cls()
+        return dataclasses.replace(base, **{**base._written, **fields})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field, in the types of YAML and JSON: sizes in bytes, ``disk_path`` as a text."""
@@ -439,11 +423,7 @@ class OffloadConfig(_BesideFields):
         return prefetch_bytes if self.prefetch_bytes == "auto" else cast(int, self.prefetch_bytes)
 
     def small_step_bytes(self, prefetch_bytes: int) -> int:
-        """Returns the size up to which a known step stays as a whole; 0 if a setting decides how much stays.
-
-        Args:
-            prefetch_bytes: as for ``newest_bytes``.
-        """
+        """Returns the size up to which a known step stays as a whole; 0 if a setting decides how much stays."""
         return self.newest_bytes(prefetch_bytes) * 5 // 4 if self.learns_what_stays else 0
 
     @property
@@ -527,13 +507,6 @@ def _directory(value: object) -> Path | None:
             f"disk_path={value!r} cannot be found: it is relative to the working directory, which is gone. Give an "
             "absolute path"
         ) from None
-
-
-def _patterns(value: object) -> tuple[str, ...]:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
-        raise _refuse("skip", value, "the names of modules, or patterns of them, as a list of texts")
-    return tuple(listed)
 
 
 def field_from_text(field: str, text: str) -> object:

@@ -349,10 +349,6 @@ class Context:
     So our hooks are searched for, and the hooks above them are put back. Our hooks are gone if a context of others that
     was entered before ours was left before ours, and took them off. Then the innermost hooks that belong to no context
     of ours are taken off in their place. So as many pairs are gone as contexts were left, and none stays for ever.
-
-    Args:
-        owner: the ``Offload``.
-        hooks: the pack and the unpack hook.
     """
 
     def __init__(self, owner: Owner, hooks: HookFunctions) -> None:
@@ -409,11 +405,8 @@ class Context:
             replace_hooks(self._take_off)
 
     def _take_off(self, hooks: list[HookFunctions], *, or_theirs: bool = False) -> None:
-        """Deletes from ``hooks`` its own pairs that no open context has put on.
-
-        Args:
-            or_theirs: if there are none, the innermost pair that others have left behind goes in their place.
-        """
+        """Deletes from ``hooks`` its own pairs that no open context has put on; ``or_theirs``: if there are none, the
+        innermost pair that others have left behind."""
         in_use = [context.pack_hook for context in thread.contexts]
         own = [number for number, (pack, _) in enumerate(hooks) if pack is self.pack_hook]
         left_behind = [number for number, (pack, _) in enumerate(hooks) if pack not in in_use]

@@ -1,16 +1,21 @@
-"""The exceptions that the library raises on purpose, and its warnings."""
+"""The exceptions that the library raises on purpose, the texts of those for mistyped names, and its warnings."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import difflib
 import errno
+import functools
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+_Class = TypeVar("_Class", bound=type[Any])
 
 #: Packages whose frames a warning is never attributed to.
 _INNER = {"eager_offload", "torch", "contextlib", "functools", "threading"}
@@ -143,11 +148,7 @@ def lacks_descriptor(error: OSError) -> bool:
 
 
 def captured(what: str) -> CaptureStateError:
-    """Returns the error for a call that cannot be a part of the graph into which the stream is being captured.
-
-    Args:
-        what: a clause that names the call, for the text.
-    """
+    """Returns the error for a call, named by the clause ``what``, that cannot be a part of the graph being captured."""
     return CaptureStateError(
         f"{what} while the current stream of the accelerator is being captured into a graph. A replay does not repeat "
         "what the host does for a transfer, and its events would invalidate the capture. Leave the capture out of "
@@ -163,6 +164,56 @@ def reentered() -> OffloadError:
         "was done. Have it only note what is to be done, and do that when the call in whose midst it ran is over; "
         "stats() may be called"
     )
+
+
+# -- mistyped names: each error has the nearest accepted name, then all of them --------------------------------------
+
+
+def briefly(value: object) -> str:
+    """Returns the ``repr`` of a value for an error; the type alone where that is not one short line, as of a model."""
+    text = repr(value)
+    is_short = isinstance(value, str) or (len(text) <= 200 and "\n" not in text)
+    return text if is_short else f"<{type(value).__name__}>"
+
+
+def unknown_name(what: str, name: object, known: Sequence[str], others: str = "") -> ConfigError:
+    """Returns the error for a name that is not in ``known``.
+
+    Args:
+        what: the kind and the name, as in ``"field 'min_byts'"``.
+        others: values that are accepted beside ``known``, as the end of the sentence.
+    """
+    by_letters = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(str(name).lower(), by_letters, 1)
+    accepted = f"did you mean {by_letters[near[0]]}? Accepted" if near else "accepted"
+    return ConfigError(f"unknown {what}: {accepted} are {', '.join(known)}{others}")
+
+
+def check_names(given: Iterable[object], known: Sequence[str]) -> None:
+    """Raises ``ConfigError`` if a name of a field is not in ``known``."""
+    for name in given:
+        if name not in known:
+            raise unknown_name(f"field {name!r}", name, known)
+
+
+def checks_names(cls: _Class) -> _Class:
+    """Makes the constructor of a dataclass raise ``ConfigError``, and not ``TypeError``, for an unknown field.
+
+    Files, command lines and ``dataclasses.replace`` call ``cls(**mapping)``.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: object, *values: object, **fields: object) -> None:
+        check_names(fields, known)
+        init(self, *values, **fields)
+
+    cls.__init__ = checked
+    return cls
+
+
+# -- warnings --------------------------------------------------------------------------------------------------------
 
 
 def warn(message: str) -> None:

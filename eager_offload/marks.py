@@ -53,8 +53,6 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 
 
 class _Inside(threading.local):
-    """The regions that the calling thread is in."""
-
     #: How many; those of generators need not nest.
     keeps = 0
 
@@ -153,7 +151,6 @@ def clear_mark(storage: torch.UntypedStorage) -> None:
 
 
 def _forget_gone() -> None:
-    """Deletes the marks of storages that have gone."""
     while _gone:
         try:
             gone = _gone.popleft()

@@ -34,18 +34,18 @@ from eager_offload.errors import (
     CaptureStateError,
     ConfigError,
     OffloadError,
+    briefly,
     captured,
     reentered,
     tell,
     warn_once,
 )
 from eager_offload.marks import no_offload
-from eager_offload.names import briefly
 from eager_offload.observe.advice import advise
 from eager_offload.observe.in_vain import InVain
-from eager_offload.observe.out_of_memory import Held, watch
+from eager_offload.observe.memory import Held, watch
 from eager_offload.observe.report import describe
-from eager_offload.observe.tracing import Tracing
+from eager_offload.observe.trace import Tracing
 from eager_offload.planning.settings import PlanSettings, fraction_of, settings_of
 from eager_offload.runtime.base import Runtime
 from eager_offload.stats import Accounts, KeepReason, OffloadStats
@@ -113,7 +113,7 @@ class Offload:
                 self._hooks.fraction = fraction
                 self._hook_pair = hook_pair(text_of(self.config_key, fraction))
             if plan.is_small or not plan.moved_bytes:
-                self._in_vain.expect_nothing()  # as the plan has said
+                self._accounts.said.add("nothing")  # the warning of that: the plan has said it
         else:
             raise ConfigError(
                 f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns"
@@ -128,7 +128,7 @@ class Offload:
         self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
     ) -> None:
         #: The settings in force, after the switch of the environment.
-        self.config = OffloadConfig.from_fields({"enabled": switched_on(config.enabled)}, config)
+        self.config = OffloadConfig.from_dict({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
         self._accounts = Accounts()
@@ -195,11 +195,7 @@ class Offload:
     # -- around forward -------------------------------------------------------------------------------------------
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raises: what one may try after ``DistributedDataParallel(model)``.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raises ``TypeError`` for what one may try after ``DistributedDataParallel(model)``."""
         raise TypeError(f"this Offload was called: {TAKES_NO_MODEL}")
 
     def __enter__(self) -> Self:
@@ -263,7 +259,6 @@ class Offload:
             tell()
 
     def _begin_forward(self, context: Context) -> None:
-        """Begins a forward of the calling thread, which has entered ``context``."""
         hooks, counters = self._hooks.thread.captured or self._hooks, self._accounts.counters
         self.replace_crashed()
         hooks.thread.begin()
@@ -360,11 +355,7 @@ class Offload:
         return self._matched.unmatched(self.config.skip)
 
     def check_capture(self) -> None:
-        """Raises if the calling thread cannot capture a step in a ``with`` of this object.
-
-        Raises:
-            CaptureStateError: the calling thread is in a ``with`` of this object, or the object is being traced.
-        """
+        """Raises ``CaptureStateError`` if the calling thread is in a ``with`` of this object, or that is traced."""
         if contexts.entered(self) is not None:
             raise CaptureStateError("a step was captured inside of a `with` of its Offload: capture_step enters that")
         if self._offloaders.transfer_log.on_entry is not None:
@@ -394,11 +385,7 @@ class Offload:
         return None if isinstance(saves, KeepReason) else saves.tables.controller
 
     def refuse_reentry(self) -> None:
-        """Raises if the calling thread is inside a call of the library: see [Note: reentry] in ``tiers/forking.py``.
-
-        Raises:
-            OffloadError: it is.
-        """
+        """Raises if the calling thread is inside a call of the library: see [Note: reentry] in ``tiers/forking.py``."""
         if self._is_reentered():
             raise reentered()
 

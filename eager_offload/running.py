@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import tomllib
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -88,7 +89,9 @@ def main(arguments: Sequence[str]) -> int:
                 runpy.run_path(command[0], run_name="__main__")
     except BaseException as error:
         ended_by = type(error)
-        if isinstance(error, ImportError) and is_module and _is_raised_by_runpy(error):
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        is_raised_by_runpy = innermost.f_globals.get("__name__") == "runpy"  # which has found no such module
+        if isinstance(error, ImportError) and is_module and is_raised_by_runpy:
             print(f"{sys.executable}: {error}", file=sys.stderr)  # as `python -m` says it
             return 1
         if not isinstance(error, SystemExit):
@@ -119,7 +122,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
 
     from eager_offload import contexts
     from eager_offload.errors import warn
-    from eager_offload.observe.out_of_memory import watch
+    from eager_offload.observe.memory import watch
     from eager_offload.torch_private import Patch
     from eager_offload.torch_private.autograd import current_autograd_node, top_pack_hook
 
@@ -159,14 +162,6 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
     finally:
         patch.take_off()
         calls["backwards"] = contexts.process.backwards - before
-
-
-def _is_raised_by_runpy(error: BaseException) -> bool:
-    """Returns whether runpy has found no module to run; an error of a module that it runs is raised elsewhere."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy"
 
 
 def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, _: object) -> None:
@@ -271,10 +266,7 @@ def _why(offload: Offload, stats: OffloadStats, calls: Counter[str]) -> str:
 
 
 def _seconds_of_children() -> float:
-    """Returns the processor time of processes that this one has started and waited for, if it is of a training.
-
-    Less than it takes to import torch is not.
-    """
+    """Returns the processor time of processes that this one has waited for; 0 if it is less than torch's import."""
     times = os.times()
     seconds = times.children_user + times.children_system
     return seconds if seconds > 1 else 0.0

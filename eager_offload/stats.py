@@ -329,7 +329,6 @@ class Counters:
             self.reach(Stage(self.stage + 1))
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:
-        """Counts a save that stays."""
         if self.step_begins:
             self.begin_step()
         self.saved_tensors += 1
@@ -337,7 +336,6 @@ class Counters:
         self.kept_bytes[reason] += nbytes
 
     def expect(self, planned: PlanPredictions) -> None:
-        """Takes the predictions of ``planned`` into the stats."""
         self.plan = PlanOutcome(planned.peak_bytes, planned.step_seconds)
         self.planned = planned
 
@@ -349,7 +347,6 @@ class Counters:
         return sum(nbytes for reason, nbytes in kept.items() if reason is not KeepReason.PARAMETER)
 
     def shared(self, nbytes: int) -> None:
-        """Counts a save whose storage is offloaded already."""
         if self.step_begins:
             self.begin_step()
         self.saved_tensors += 1
@@ -380,11 +377,9 @@ class Counters:
         self.resident_bytes_peak = max(self.resident_bytes_peak, min(resident_bytes, self.live.on_device))
 
     def fall_back(self, kind: str) -> None:
-        """Counts a fallback."""
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def stall(self, seconds: float, *, fills_window: bool) -> None:
-        """Counts a wait of compute."""
         self.stall_seconds += seconds
         self.window_stall_seconds += seconds if fills_window else 0.0
 

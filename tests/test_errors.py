@@ -46,7 +46,7 @@ def test_h27_a_path_that_cannot_serve_is_an_error_before_the_first_step(
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "read-only").mkdir(mode=0o500)
     path = tmp_path / place
-    for given in (path, str(path), [tmp_path, path]):
+    for given in (path, str(path)):
         with pytest.raises(eo.ConfigError, match=f"{why}.*accepted is a writable directory") as raised:
             eo.Offload(tier=tier, disk_path=given)
         assert str(raised.value).startswith(f"disk_path: {str(path)!r} cannot serve: ")

@@ -47,8 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "schedule": set(),
-    "names": {"errors"},
-    "config": {"errors", "names", "schedule"},
+    "config": {"errors", "schedule"},
     "tiers": {"config", "errors"},
     "runtime": {"config", "errors", "tiers", "torch_private"},
     "stats": {"config", "runtime", "tiers"},
@@ -57,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "modules": {"config", "core", "errors", "marks", "torch_private"},
     "contexts": {"config", "errors", "tiers", "torch_private"},
     "kernels": {"errors", "torch_private"},
-    "chooser": {"config", "core", "errors", "names", "runtime", "schedule", "stats", "tiers", "torch_private"},
+    "chooser": {"config", "core", "errors", "runtime", "schedule", "stats", "tiers", "torch_private"},
     "engine": {"config", "core", "errors", "runtime", "schedule", "stats", "tiers", "torch_private"},
     "eager": {
         *("config", "contexts", "core", "engine", "errors", "marks", "runtime", "schedule", "stats", "tiers"),
@@ -73,9 +72,9 @@ ROOMS: dict[str, set[str]] = {
     },
     "offload": {
         *("chooser", "compile", "config", "contexts", "core", "eager", "engine", "errors", "marks", "modules"),
-        *("names", "observe", "runtime", "stats", "tiers", "torch_private"),
+        *("observe", "runtime", "stats", "tiers", "torch_private"),
     },
-    "backend": {"compile", "config", "errors", "modules", "names", "offload", "torch_private"},
+    "backend": {"compile", "config", "errors", "modules", "offload", "torch_private"},
     "graphs": {"config", "core", "eager", "engine", "errors", "offload", "runtime", "stats", "tiers", "torch_private"},
     "planning": {
         *("chooser", "compile", "config", "contexts", "core", "eager", "errors", "marks", "modules", "observe"),

@@ -11,8 +11,7 @@ from eager_offload import offload as _offload  # noqa: F401  # makes the Offload
 from eager_offload.compile.aot_hooks import compiling_for
 from eager_offload.compile.inductor import with_pass
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
-from eager_offload.errors import ConfigError
-from eager_offload.names import unknown_name
+from eager_offload.errors import ConfigError, unknown_name
 from eager_offload.torch_private.inductor import compile_fx, inductor_config
 
 

@@ -2,7 +2,7 @@
 
     stats      read waits, each once its device has passed it     here
     budgets    read the waits of a step                           eager/readings.py
-    traces     read everything, at once                           observe/tracing.py
+    traces     read everything, at once                           observe/trace.py
 
 [Note: entries of the log]
 Waits are always written: stats count them. Copies and what graphs offload are written while a trace runs: the writer

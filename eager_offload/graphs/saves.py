@@ -100,7 +100,7 @@ class CapturedSaves:
         if self._learnt is None:
             config, tables = self._offload.config, StepTables(True, self._offload._accounts)
             if config.is_free:  # steps before have decided what stays: a graph has no time of its own
-                config = OffloadConfig.from_fields({"policy": "max"}, config)
+                config = OffloadConfig.from_dict({"policy": "max"}, config)
                 if (controller := self._offload.controller_of(self._stream.device)) is not None:
                     tables.control(controller.fixed())
             self._learnt = self._new(config, self._offload._accounts, tables)
@@ -113,7 +113,7 @@ class CapturedSaves:
                 "max_inflight_bytes": windows.inflight,
                 "prefetch_bytes": windows.prefetch,
             }
-            self._fixed = OffloadConfig.from_fields(fields, self._offload.config)
+            self._fixed = OffloadConfig.from_dict(fields, self._offload.config)
             self._tables = self._learnt.saved_tensors.tables
             saves = self._rehearsed = self._new(self._fixed, self._offload._accounts, self._tables.frozen())
         else:

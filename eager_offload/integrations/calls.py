@@ -17,7 +17,7 @@ from eager_offload import ConfigError, Offload, OffloadConfig
 from eager_offload.config import FIELDS
 from eager_offload.core.module_calls import ModuleCall, show_to_compilers
 from eager_offload.errors import FORKED, warn, warn_once
-from eager_offload.observe.out_of_memory import watch
+from eager_offload.observe.memory import watch
 from eager_offload.torch_private.calls import module_call
 from eager_offload.torch_private.fsdp import offloaded_modules
 from eager_offload.torch_private.inductor import run_uncompiled
@@ -199,11 +199,8 @@ class OffloadedCalls:
 def warn_of_what_hides(model: nn.Module, instead: str) -> None:
     """Warns of modules that torch's ``offload_wrapper`` stands around: the innermost hooks alone see a saved tensor.
 
-    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded.
-
-    Args:
-        model: that is about to train.
-        instead: how it is left out in the caller's framework.
+    Those that are checkpointed and no more hide nothing: what is kept of them, their inputs, is offloaded. ``instead``
+    says how it is left out in the caller's framework.
     """
     if names := offloaded_modules(model):
         warn(

@@ -207,12 +207,7 @@ def _given_callbacks(trainer: Any) -> list[OffloadCallback]:
 
 
 class _Offloaded:
-    """A strategy's method in a context. A copy or a pickle is that of the method alone: the copy's own.
-
-    Args:
-        method: ``training_step`` or ``backward``.
-        context: makes the context.
-    """
+    """A strategy's method in a context. A copy or a pickle is that of the method alone: the copy's own."""
 
     def __init__(self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> None:
         self._method = method

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from eager_offload import ConfigError, Offload, OffloadStats
 from eager_offload.config import MIB
-from eager_offload.observe.tracing import Tracing
+from eager_offload.observe.trace import Tracing
 from eager_offload.tiers.limits import rank
 
 #: ``True``: the three that matter; ``"all"``: every counter; ``False``: none.

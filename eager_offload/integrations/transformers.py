@@ -292,8 +292,6 @@ class OffloadTrainerMixin(_Base):
 
 
 class _AroundLoss(OffloadTrainerCallback):
-    """The mixin's."""
-
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         pass  # its training step runs in the context
 

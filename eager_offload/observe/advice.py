@@ -47,7 +47,7 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
     if not config.enabled or not stats.saved_tensors:
         return context
     memory = _of_memory(stats, config)
-    parts = (_of_failures, _of_tiers, _of_budgets, _of_waits, _of_what_moves_in_vain)
+    parts = (_of_failures, _of_budgets, _of_waits, _of_what_moves_in_vain)
     found = context if stats.offloaded_bytes else ()  # else the sentence on memory names it as the reason
     found += tuple(sentence for part in parts for sentence in part(stats, config))
     found += tuple(_of_what_stays(stats, config, memory.reason))
@@ -57,8 +57,6 @@ def advise(stats: OffloadStats, config: OffloadConfig) -> tuple[str, ...]:
 
 
 class MemoryVerdict(NamedTuple):
-    """The sentence on memory."""
-
     sentence: str
     fell: bool
     """Whether memory fell in the steps that were counted."""
@@ -102,7 +100,6 @@ def _of_memory(stats: OffloadStats, config: OffloadConfig) -> MemoryVerdict:
 
 
 def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields sentences on a context that does not offload at all."""
     if not config.enabled:
         yield "Offload is switched off, by enabled=False or EAGER_OFFLOAD=0 in the environment: nothing moves."
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
@@ -115,16 +112,12 @@ def _of_the_context(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]
 
 
 def _of_failures(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields a sentence on forwards that an error has ended."""
+    """Yields sentences on forwards that an error has ended, and on bytes that did not reach the intended tier."""
     if stats.failed_forwards:
         yield (
             f"{_times(stats.failed_forwards)} a forward ended in an error, and what it had saved was dropped: the "
             "peaks are of those forwards too. offload.reset_stats() counts anew."
         )
-
-
-def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields sentences on bytes that did not reach the intended tier."""
     if count := stats.fallbacks.get("write_failed", 0):
         yield (
             f"{_times(count)} a write to a tier failed, and the bytes stayed: the first warning tells why. Look after "
@@ -153,7 +146,6 @@ def _of_tiers(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields sentences on peaks above a budget, and on steps that differ from a plan."""
     count, plan = stats.fallbacks.get("over_budget", 0), stats.plan
     if count and plan is None and not stats.keep_last_bytes:  # else it has come down since
         yield (
@@ -179,19 +171,26 @@ def _of_budgets(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
 
 
 def _of_waits(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields a sentence on the waits of compute."""
     if stats.seconds <= 0 or stats.stall_seconds < _STALL * stats.seconds:
         return
     waited, a_step = _waited(stats), _of_a_step(stats)
     in_forward = 2 * stats.window_stall_seconds >= stats.stall_seconds
     window, ahead = stats.max_inflight_bytes, stats.prefetch_bytes
+    ways = (stats.out_seconds, stats.bytes_out), (stats.in_seconds, stats.bytes_in)
+    ran, nbytes = max(ways, key=lambda way: way[0])
     # Without timed transfers the cause may also be the bandwidth.
-    timed = stats.out_seconds or stats.in_seconds
-    otherwise = "" if timed else " If that changes little, bandwidth is the limit: checkpoint a part of the model."
+    otherwise = "" if ran else " If that changes little, bandwidth is the limit: checkpoint a part of the model."
     if stats.plan is not None:
         yield f"{waited.capitalize()}. {_planned_waits(stats)}"
-    elif _busy(stats) >= _BUSY:
-        yield f"Bandwidth is the limit: {waited}, {_slow_link(stats, config)}"
+    elif ran >= _BUSY * stats.seconds:
+        less = "To move less, "
+        if not config.is_free and config.keep_last_bytes == "auto":
+            less += 'policy="free" moves what the link hides and no more; or '
+        yield (
+            f"Bandwidth is the limit: {waited}, while transfers ran {percent_text(ran / stats.seconds)} of the time at "
+            f"{size_text(int(nbytes / ran))}/s. {less}checkpoint a part of the model, put `with eo.no_offload():` "
+            "around modules that compute little, or set a larger min_bytes."
+        )
     elif in_forward and window < a_step and _leaves_much(stats, window):
         raised = f"Where memory allows, raise max_inflight_bytes from {size_text(window)} to {_larger(window)}."
         yield f"{waited.capitalize()}, mostly in forward for room in the in-flight window. {raised}{otherwise}"
@@ -233,25 +232,8 @@ def _planned_waits(stats: OffloadStats) -> str:
     )
 
 
-def _slow_link(stats: OffloadStats, config: OffloadConfig) -> str:
-    """Returns the advice for transfers that run all the time while compute waits for them."""
-    rate = _rate(stats)
-    less = "To move less, "
-    if not config.is_free and config.keep_last_bytes == "auto":
-        less += 'policy="free" moves what the link hides and no more; or '
-    return (
-        f"while transfers ran {percent_text(_busy(stats))} of the time{f' at {size_text(rate)}/s' if rate else ''}. "
-        f"{less}checkpoint a part of the model, put `with eo.no_offload():` around modules that compute little, or set "
-        "a larger min_bytes."
-    )
-
-
 def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason | None) -> Iterator[str]:
-    """Yields a sentence on each reason that no setting changes and that keeps many bytes; parameters are left out.
-
-    Args:
-        said: the reason that the sentence on memory names already.
-    """
+    """Yields a sentence on each reason but ``said`` that no setting changes and that keeps many bytes."""
     may_move = stats.saved_bytes - stats.kept_bytes.get("parameter", 0)
     for reason in _STAYS:
         nbytes = stats.kept_bytes.get(reason, 0)
@@ -262,8 +244,6 @@ def _of_what_stays(stats: OffloadStats, config: OffloadConfig, said: KeepReason 
 
 
 def _of_what_moves_in_vain(stats: OffloadStats, config: OffloadConfig) -> Iterator[str]:
-    """Yields sentences on bytes moved in vain, and on other costs of moving."""
-
     def much(nbytes: int, sentence: str) -> Iterator[str]:
         if stats.offloaded_bytes and nbytes >= _VAIN * stats.offloaded_bytes:
             share = percent_text(nbytes / stats.offloaded_bytes)
@@ -317,20 +297,7 @@ def change_text(before: int, after: int) -> str:
 
 
 def _of_a_step(stats: OffloadStats) -> int:
-    """Returns the bytes that a step offloads."""
     return stats.offloaded_bytes // max(stats.steps, 1)
-
-
-def _busy(stats: OffloadStats) -> float:
-    """Returns the share of the time in which transfers ran, in the busier direction."""
-    return max(stats.out_seconds, stats.in_seconds) / stats.seconds if stats.seconds else 0.0
-
-
-def _rate(stats: OffloadStats) -> int:
-    """Returns bytes a second in the busier direction; 0 if it was not timed."""
-    if stats.out_seconds >= stats.in_seconds:
-        return int(stats.bytes_out / stats.out_seconds) if stats.out_seconds else 0
-    return int(stats.bytes_in / stats.in_seconds)
 
 
 def _waited(stats: OffloadStats) -> str:
@@ -341,7 +308,6 @@ def _waited(stats: OffloadStats) -> str:
 
 
 def processor_share(stats: OffloadStats) -> float:
-    """Returns the processor time of copies, as a share of one core."""
     return stats.processor_seconds / stats.seconds if stats.seconds else 0.0
 
 

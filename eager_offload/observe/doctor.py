@@ -53,8 +53,6 @@ NODES = Path("/sys/devices/system/node/online")
 
 @dataclass(frozen=True)
 class Memory:
-    """Host memory."""
-
     total_bytes: int
     headroom_bytes: int
     budget_bytes: int
@@ -89,8 +87,6 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The conclusions of an examination."""
-
     works: bool
     summary: str
     flop_per_byte: dict[str, float] = field(default_factory=dict)
@@ -101,8 +97,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results of an examination."""
-
     format: int
     seconds: float
     software: dict[str, str]
@@ -232,7 +226,7 @@ def _self_test(device_name: str, settings: Mapping[str, Any]) -> SelfTest:
     random = partial(torch.randn, device=device, generator=generator)
     weights = [(random(256, 256) / 16).requires_grad_() for _ in range(4)]
     rows = random(4096, 256)
-    offload = Offload(OffloadConfig.from_fields({**settings, **small}))
+    offload = Offload(OffloadConfig.from_dict({**settings, **small}))
     try:
         with torch.inference_mode(False), torch.enable_grad():
             expected = torch.autograd.grad(_loss(rows, weights), weights)
@@ -281,7 +275,6 @@ def hidden_from_width(flop_per_byte: float, itemsize: int, *, checkpointed: bool
 
 
 def verdict(devices: Mapping[str, Machine | None], tests: Sequence[SelfTest], settings: Mapping[str, Any]) -> Verdict:
-    """Returns the conclusions of an examination."""
     passed = [test.device for test in tests if test.equal and test.moved_bytes]
     wrong = [test.device for test in tests if not test.equal]
     ratios, advice = {}, []

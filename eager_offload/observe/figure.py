@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from eager_offload.config import size_text
 from eager_offload.errors import OffloadError
+from eager_offload.observe.advice import sizes_text
 from eager_offload.observe.report import Tile, kind_of, notes, peaks, saved_rows, summary, time_text, title
-from eager_offload.observe.trace_file import MemorySample, Slice, SliceKind, Trace
+from eager_offload.observe.timeline import Slice, SliceKind
+from eager_offload.observe.trace import MemorySample, Trace
 
 #: Slices and samples that are drawn; a browser zooms slowly in more.
 _MOST_SLICES, _MOST_SAMPLES = 20_000, 8_192
@@ -56,11 +58,7 @@ def needs_plotly() -> Any:
 
 
 def write_page(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes ``figure`` as one page that needs no network and no other file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes ``figure`` as one page that needs no network and no other file."""
     config = {"scrollZoom": True, "displaylogo": False, "responsive": True}
     figure.write_html(os.fspath(path), include_plotlyjs=True, full_html=True, config=config)
 
@@ -108,7 +106,7 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
             f"{row.module or 'outside of modules'}{f' ({row.modules:,} modules)' if row.modules > 1 else ''}",
             f"{row.count:,}",
             size_text(row.nbytes),
-            row.became,
+            sizes_text(row.outcomes),
         ]
         for row in saved_rows(trace.saved)
     ]
@@ -159,8 +157,6 @@ def _by_depth(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 class Curve(NamedTuple):
-    """Bytes over time, and the most of them."""
-
     name: str
     most: int
     colour: str
@@ -177,11 +173,7 @@ class _Part(NamedTuple):
 
 
 class Stack:
-    """A figure in the making, from the top.
-
-    Raises:
-        OffloadError: plotly is not installed.
-    """
+    """A figure in the making, from the top."""
 
     def __init__(self, name: str, subtitle: str) -> None:
         self._plotly, self._parts, self._axes = needs_plotly(), list[_Part](), itertools.count(1)
@@ -295,7 +287,6 @@ class Stack:
         )
 
     def figure(self) -> Any:
-        """Returns the figure, with each part in its place."""
         height = sum(part.height + part.gap for part in self._parts) - self._parts[0].gap
         top = height + self._parts[0].gap
         for part in self._parts:
@@ -344,7 +335,6 @@ def _label(one: Slice) -> str:
 
 
 def _reading(one: Slice) -> str:
-    """Returns the text of a slice under the pointer."""
     when = f"{time_text(one.seconds)}, {time_text(one.start)} after the beginning"
     size = size_text(one.nbytes) if one.nbytes else ""
     module = one.module if one.module != one.name else ""

@@ -36,6 +36,11 @@ _FOREIGN = (
     "other saved-tensor hooks were entered inside this context and hide from it what is saved there. Enter "
     "this context inside theirs, or leave one of the two out"
 )
+_WITHOUT_CALLS = (
+    "skip={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
+    "where a module is called, as module(x), and not where module.forward(x) is, or a method of its own: name a module "
+    "around it, or write `with eager_offload.no_offload():` there"
+)
 _INSTEAD = (
     "although backwards have run since: write `with offload:` around the forward, or call offload.compile(model); "
     "an Offload that is not needed may be left out"
@@ -90,18 +95,8 @@ class InVain:
             self.is_used()
             warn(f"nothing of this Offload was used, {_INSTEAD}")
 
-    def expect_nothing(self) -> None:
-        """Suppresses the warning that nothing moved: the user means it."""
-        self._accounts.said.add("nothing")
-
     def look_at(self, forward: Forward, matched: MatchedModules, *, is_own: bool) -> None:
-        """Checks a forward that is over.
-
-        Args:
-            forward: a forward of the calling thread.
-            matched: the modules that patterns of the configuration name.
-            is_own: whether this ``Offload`` was given a saved tensor.
-        """
+        """Checks a forward of the thread that is over; ``is_own``: this ``Offload`` was given a saved tensor."""
         with self._accounts.lock:
             seen = forward.seen()
             if is_own or seen.packed:
@@ -111,8 +106,9 @@ class InVain:
                     warn_once("nested", _NESTED, self._accounts.said)
                 if self.forwards == _LOOKED_AT:
                     self.warn_if_nothing_moved()
-                    if not contexts.compiled.is_set():  # traced code may have called them
-                        self._warn_of_patterns(matched)
+                    # Where something was compiled, traced code may have called them.
+                    if not contexts.compiled.is_set() and (patterns := matched.without_calls()):
+                        warn_once("skip", _WITHOUT_CALLS.format(patterns=patterns), self._accounts.said)
             elif contexts.compiled.is_set():
                 return
             elif seen.nodes:
@@ -141,17 +137,6 @@ class InVain:
         if stats.offloaded_bytes == moved_before and not reported:
             message = f"nothing moved, because {because or why(stats, self._config)}"
             warn_once("nothing", message, self._accounts.said)
-
-    def _warn_of_patterns(self, matched: MatchedModules) -> None:
-        """Warns of patterns of which no module has been called."""
-        if patterns := matched.without_calls():
-            warn_once(
-                "skip",
-                f"skip={patterns} has had no effect so far: no module that it names has been called. It counts for "
-                "what is saved where a module is called, as module(x), and not where module.forward(x) is, or a method "
-                "of its own: name a module around it, or write `with eager_offload.no_offload():` there",
-                self._accounts.said,
-            )
 
 
 @atexit.register

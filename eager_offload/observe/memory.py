@@ -1,9 +1,17 @@
-"""The reason for which most bytes of a step stay on the device, as a text that names its setting."""
+"""Why bytes stay on the device, as a text that names a setting: most of a step's, and all at an out-of-memory error."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from eager_offload import contexts
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.stats import KeepReason, OffloadStats
+from eager_offload.tiers.forking import Living
+from eager_offload.torch_private.autograd import on_backwards
+from eager_offload.torch_private.memory import is_out_of_memory
 
 #: The predicate of a sentence about bytes that stay, by reason.
 REASONS = {
@@ -25,12 +33,7 @@ REASONS = {
 
 
 def why(stats: OffloadStats, config: OffloadConfig) -> str:
-    """Returns the text after "nothing moved, because": the reason, and the settings that would change it.
-
-    Args:
-        stats: the stats of a run in which nothing was offloaded.
-        config: the configuration of the run.
-    """
+    """Returns the text after "nothing moved, because": the reason, and the settings that would change it."""
     if stats.foreign_hooks or (stats.empty_forwards and not stats.saved_tensors):
         return (
             "other saved-tensor hooks inside the context hide what is saved there: enter `with offload:` inside "
@@ -56,34 +59,30 @@ def main_reason(stats: OffloadStats, config: OffloadConfig, share: float = 0.0) 
     reason = max(kept, key=lambda reason: kept[reason], default=None)
     if reason is None or kept[reason] < share * whole:
         return None, ""
-    whole = max(whole, sum(kept.values()))
+    whole, reason = max(whole, sum(kept.values())), KeepReason(reason)
     saved, stays = size_text(whole // steps), size_text(kept[reason] // steps)
-    return KeepReason(reason), _clause(KeepReason(reason), saved, stays, stats, config, is_all=kept[reason] == whole)
-
-
-def _clause(
-    reason: KeepReason, saved: str, stays: str, stats: OffloadStats, config: OffloadConfig, *, is_all: bool
-) -> str:
     is_bounded = config.device_budget is not None or config.is_free
-    if reason is KeepReason.NEWEST and stats.plan is not None:
-        return f"of the {saved} that a step saves, {stays} stay as the plan says"
-    if reason is KeepReason.NEWEST:
-        if config.newest_bytes(1) == 0:
-            return f"{stays} a step were asked for, or closed upon, before they left"
-        if 0 < stats.device_memory_peak <= stats.device_budget:
-            return f"the {saved} that a step saves fit into device_budget beside all else"
-        if is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
-            return (
-                f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
-                "since the link hides no more, or since less than a window frees nothing"
-            )
-        if config.is_free:
-            return (
-                f'of the {saved} that a step saves, {stays} stay, as long as policy="free" has not found that they '
-                "move in time: that takes two steps of a kind"
-            )
     sentence = reason_text(reason, config, stats.prefetch_bytes)
-    return f"of the {saved} that a step saves, {'all' if is_all else stays} {sentence}"
+    clause = f"of the {saved} that a step saves, {'all' if kept[reason] == whole else stays} {sentence}"
+    if reason is not KeepReason.NEWEST:
+        pass
+    elif stats.plan is not None:
+        clause = f"of the {saved} that a step saves, {stays} stay as the plan says"
+    elif config.newest_bytes(1) == 0:
+        clause = f"{stays} a step were asked for, or closed upon, before they left"
+    elif 0 < stats.device_memory_peak <= stats.device_budget:
+        clause = f"the {saved} that a step saves fit into device_budget beside all else"
+    elif is_bounded and stats.compiled_regions and not (stats.device_budget or stats.keep_last_bytes):
+        clause = (
+            f"of the {saved} that a step saves, {stays} stay as was decided for compiled code: by its budget, "
+            "since the link hides no more, or since less than a window frees nothing"
+        )
+    elif config.is_free:
+        clause = (
+            f'of the {saved} that a step saves, {stays} stay, as long as policy="free" has not found that they move '
+            "in time: that takes two steps of a kind"
+        )
+    return reason, clause
 
 
 def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) -> str:
@@ -99,11 +98,8 @@ def reason_text(reason: KeepReason, config: OffloadConfig, prefetch_bytes: int) 
 
 
 def budgets_text(config: OffloadConfig, host_peak: int = 0, disk_peak: int = 0) -> str:
-    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote.
-
-    Args:
-        host_peak, disk_peak: the most bytes in these tiers, for budgets that were not given.
-    """
+    """Returns the budgets to raise where no tier had room: of each tier in use, with the value that the user wrote, or
+    the peak of the tier."""
     peaks = {"host_budget": host_peak, "disk_budget": disk_peak}
     given = [field for field in peaks if getattr(config, field) != "auto"]
     in_use = [f"{config.tier}_budget"] if config.tier != "auto" else []
@@ -116,3 +112,103 @@ def budget_text(config: OffloadConfig, field: str, peak: int) -> str:
     if getattr(config, field) != "auto":
         return f"{field} above {config.written(field) or size_text(config.size(field))}"
     return f"{field} above the {size_text(peak)} of the peak" if peak else field
+
+
+# -- the note on an error ----------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """Bytes of saved tensors on the devices of one ``Offload`` at a moment."""
+
+    stays: Counter[KeepReason]
+    """Bytes that stay, by reason; of tensors smaller than ``min_bytes``, those of an average step."""
+    leaving: int
+    returning: int
+    """Bytes that were brought back, or are on their way."""
+    prefetch_bytes: int
+
+    def note(self, config: OffloadConfig) -> str:
+        """Returns the note: a line for each reason, most bytes first, and the setting that would have freed most."""
+        settings = {
+            KeepReason.NEWEST: "keep_last_bytes=0" if config.keep_last_bytes != 0 else "",
+            KeepReason.SMALL: "a smaller min_bytes",
+            KeepReason.BUDGET: "a larger host_budget or disk_budget, or a disk_path,",
+        }
+        if config.device_budget is not None:
+            settings[KeepReason.NEWEST] = "a smaller device_budget"
+        elif config.policy == "free":
+            settings[KeepReason.NEWEST] = 'policy="max"'
+        rows = [
+            (nbytes, reason_text(reason, config, self.prefetch_bytes), settings.get(reason, ""))
+            for reason, nbytes in self.stays.items()
+        ]
+        rows.append((self.leaving, "are on their way out", "a smaller max_inflight_bytes"))
+        rows.append((self.returning, "were brought back, or are on their way", "a smaller prefetch_bytes"))
+        rows = sorted((row for row in rows if row[0]), reverse=True)
+        advice = "no setting would move more of it: a smaller batch or checkpointing frees memory"
+        for nbytes, _, setting in reversed(rows):
+            if setting:
+                advice = f"{setting} would have freed up to {size_text(nbytes)}"
+        head = f"eager_offload: {size_text(sum(nbytes for nbytes, *_ in rows))} of saved tensors are on the device"
+        return "\n  ".join([head, *(f"{size_text(nbytes)} {what}" for nbytes, what, _ in rows), advice])
+
+
+class Watching(Protocol):
+    """Looks at the backwards of a process."""
+
+    def before_backward(self) -> Any:
+        """Returns what ``after_backward`` is given."""
+
+    def after_backward(self, before: Any) -> None:
+        """Looks at a backward that is over."""
+
+
+class _Watch:
+    """Counts backwards, and adds the note to their errors, also outside every ``with``."""
+
+    def __init__(self) -> None:
+        #: Returns a note on the held bytes of each live ``Offload`` that holds any.
+        self.notes: Callable[[], list[str]] = list
+        #: Are asked for their state before a backward, and given it after one.
+        self.watching: Living[Watching] = Living()
+        #: Is called after each backward.
+        self.ended: Callable[[], None] = lambda: None
+        #: Whether any ``Offload`` is alive.
+        self.is_wanted: Callable[[], bool] = lambda: False
+        self._patch = on_backwards(self._around)
+
+    def put_on(self) -> None:
+        """Begins to watch backwards, until one runs when every ``Offload`` is gone."""
+        if self._patch.active is None:
+            self._patch.put_on()
+
+    def note(self, error: BaseException | None) -> None:
+        """Adds the notes to ``error``, once, if it is an out-of-memory error."""
+        if not isinstance(error, Exception) or not is_out_of_memory(error):
+            return
+        if not any(note.startswith("eager_offload: ") for note in getattr(error, "__notes__", ())):
+            for note in self.notes():
+                error.add_note(note)
+
+    def _around(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*arguments: Any, **named: Any) -> Any:
+            contexts.thread.backwards += 1
+            contexts.process.backwards += not contexts.thread.is_outside
+            watching = [(one, one.before_backward()) for one in self.watching] if self.watching else ()
+            try:
+                result = replaced(*arguments, **named)
+            except Exception as error:
+                self.note(error)
+                raise
+            finally:
+                if not self.is_wanted():
+                    self._patch.take_off()
+            self.ended()
+            for one, before in watching:
+                one.after_backward(before)
+            return result
+
+        return run_backward
+
+
+watch = _Watch()

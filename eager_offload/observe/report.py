@@ -19,7 +19,8 @@ from eager_offload.observe.advice import (
     sizes_text,
     stays_within_host,
 )
-from eager_offload.observe.trace_file import MemorySample, SavedGroup, SliceKind, Trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import MemorySample, SavedGroup, Trace
 from eager_offload.stats import OffloadStats
 
 #: Rows of the table of savers; all others are one more row.
@@ -154,17 +155,10 @@ class SaverRow:
     module: str
     """The path, with ``*`` for a number that differs."""
     modules: int
-    """The number of modules."""
     count: int
-    """The number of saves."""
     nbytes: int
     outcomes: dict[str, int]
     """Bytes by outcome: ``offloaded``, ``shared``, or the reason for which they were kept."""
-
-    @property
-    def became(self) -> str:
-        """The outcomes, most bytes first."""
-        return sizes_text(self.outcomes)
 
 
 def peaks(trace: Trace) -> MemorySample:
@@ -174,7 +168,6 @@ def peaks(trace: Trace) -> MemorySample:
 
 
 def summary(trace: Trace) -> list[Tile]:
-    """Returns the numbers of the summary."""
     stats, most = trace.stats, peaks(trace)
     saved, offloaded = stats.get("saved_bytes", 0), stats.get("offloaded_bytes", 0)
     shared, kept = stats.get("shared_bytes", 0), stats.get("kept_bytes", {})
@@ -241,7 +234,6 @@ def _row_of(operation: str, module: str, groups: Sequence[SavedGroup]) -> SaverR
 
 
 def notes(trace: Trace) -> list[str]:
-    """Returns caveats on the numbers of a trace."""
     found = [f"The run ended early: {trace.error}"] if trace.error else []
     if trace.dropped:
         found.append(
@@ -253,7 +245,8 @@ def notes(trace: Trace) -> list[str]:
 def title(trace: Trace) -> str:
     """Returns the duration, the devices and the versions of a trace."""
     versions = ", ".join(f"{what} {version}" for what, version in trace.versions.items())
-    return " · ".join(filter(None, (time_text(trace.seconds), ", ".join(trace.devices) or "no device", versions)))
+    devices = dict.fromkeys(one.device for one in trace.slices)
+    return " · ".join(filter(None, (time_text(trace.seconds), ", ".join(devices) or "no device", versions)))
 
 
 def to_text(trace: Trace) -> str:
@@ -265,7 +258,9 @@ def to_text(trace: Trace) -> str:
         lines += ["", *textwrap.wrap(sentence, 100)]
     lines += ["", f"{'bytes':>10}  {'saves':>7}  saved by"]
     for row in saved_rows(trace.saved):
-        lines.append(f"{size_text(row.nbytes):>10}  {row.count:>7,}  {row.operation} {row.module} ({row.became})")
+        lines.append(
+            f"{size_text(row.nbytes):>10}  {row.count:>7,}  {row.operation} {row.module} ({sizes_text(row.outcomes)})"
+        )
     return "\n".join(lines)
 
 

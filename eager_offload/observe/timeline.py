@@ -16,6 +16,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +30,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from eager_offload.errors import OffloadError
-from eager_offload.observe.trace_file import Slice, SliceKind
 from eager_offload.runtime.base import Event, Moment, Runtime, Stream
 from eager_offload.runtime.host import host_runtime
 from eager_offload.torch_private.autograd import after_backward, current_autograd_node, current_backward, node_sequence
@@ -47,19 +47,50 @@ _WRAPPER_IS_SEEN = r"Using `torch\.compile\(module\)` when there are global hook
 _T = TypeVar("_T")
 
 
+class SliceKind(StrEnum):
+    """The kind of work of a slice; the ``cat`` of the file."""
+
+    COMPUTE = "compute"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
+    PREFETCH = "prefetch"
+    STALL = "stall"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A stretch of time on a track."""
+
+    kind: SliceKind
+    name: str
+    device: str
+    """Such as ``"cpu"`` or ``"cuda:0"``."""
+    track: str
+    """Slices of one device and track follow each other, or lie inside each other."""
+    start: float = 0.0
+    """Seconds since the trace began."""
+    seconds: float = 0.0
+    nbytes: int = 0
+    """Bytes that travel; 0 if none do."""
+    module: str = ""
+    """The path of the module, beginning with the class of the outermost one; empty outside of all."""
+    operation: str = ""
+    """The autograd node, such as ``"MmBackward0"``; empty if it is not known."""
+    tier: str = ""
+    """``"host"`` or ``"disk"``, for transfers."""
+
+    @property
+    def stop(self) -> float:
+        """Seconds since the trace began."""
+        return self.start + self.seconds
+
+
 class Noted(NamedTuple):
     """A moment of a device, and the seconds since the trace began when the host enqueued it."""
 
     device: torch.device
     moment: Moment
     enqueued: float
-
-
-class _Both(NamedTuple):
-    """One moment of a device, and its time on the host's clock."""
-
-    moment: Moment
-    seconds: float
 
 
 @dataclass(eq=False, slots=True)
@@ -76,9 +107,6 @@ class Timeline:
 
     [Note: two clocks] A device's moments lie on a clock of its own. Both clocks are read when all noted work is over,
     and each moment is placed by its distance from that reading. So nothing waits while the trace runs.
-
-    Args:
-        runtime_of: returns the runtime of a device.
     """
 
     def __init__(self, runtime_of: Callable[[torch.device], Runtime | None]) -> None:
@@ -93,7 +121,7 @@ class Timeline:
         #: The moments that these use.
         self._noted: list[Noted] = []
         #: For each device with a clock of its own, the reading of both clocks: see [Note: two clocks].
-        self._ends: dict[torch.device, _Both] = {}
+        self._ends: dict[torch.device, Noted] = {}
         #: The threads of each track of a device, in order: each thread gets a track of its own.
         self._threads: dict[tuple[str, str], list[int]] = {}
         #: The number of entries without room.
@@ -185,7 +213,7 @@ class Timeline:
             end = runtime.moment(runtime.current_stream(device))
             if not isinstance(end, float) and runtime.tells_time(device):
                 runtime.seconds_between(end, end, synchronize=True)
-                self._ends[device] = _Both(end, self.now())
+                self._ends[device] = Noted(device, end, self.now())
         found = (one for entry in self._entries for one in entry())
         return tuple(sorted(found, key=lambda one: (one.start, -one.seconds)))
 
@@ -202,7 +230,7 @@ class Timeline:
         if end is None:
             return None
         before_end = self.runtime(device).seconds_between(moment, end.moment, synchronize=True)
-        return None if before_end is None else end.seconds - before_end
+        return None if before_end is None else end.enqueued - before_end
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -216,8 +244,6 @@ class _Part(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A forward, a backward or an operation that a thread is in."""
-
     part: _Part
     device: torch.device
     #: The slice without its times.

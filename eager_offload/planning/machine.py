@@ -19,8 +19,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from eager_offload.errors import ConfigError
-from eager_offload.names import checks_names
+from eager_offload.errors import ConfigError, checks_names
 from eager_offload.tiers.forking import ForkSafeLock
 from eager_offload.tiers.rates import TIMES, LinkRates, Rate
 

@@ -60,11 +60,11 @@ def settings_of(
     if config is None:
         config = plan.config
     elif isinstance(config, Mapping):
-        config = OffloadConfig.from_fields(config, plan.config)
+        config = OffloadConfig.from_dict(config, plan.config)
     found = OffloadConfig.from_given(config, fields)
     # A plan has worked out what the windows come to.
     auto = {name: planned[name] for name in _WINDOWS if getattr(found, name) == "auto"}
-    found = OffloadConfig.from_fields(auto, found) if auto else found
+    found = OffloadConfig.from_dict(auto, found) if auto else found
     for name, value in planned.items():
         if getattr(found, name) != value:
             # A plan says itself what stays.
@@ -77,7 +77,7 @@ def settings_of(
         raise ConfigError("plan=... does not go with device_budget, which says what moves: leave one of them out")
     if found.is_free:
         raise ConfigError('plan=... does not go with policy="free", which says what moves: leave one of them out')
-    return OffloadConfig.from_fields(_what_stays(plan), found)
+    return OffloadConfig.from_dict(_what_stays(plan), found)
 
 
 def fraction_of(plan: PlanSettings) -> float | None:

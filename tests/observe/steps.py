@@ -12,7 +12,8 @@ import torch.nn.modules.module as hooked
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.observe.trace_file import Slice, SliceKind, Trace, read_trace
+from eager_offload.observe.timeline import Slice, SliceKind
+from eager_offload.observe.trace import Trace, read_trace
 
 DEPTH = 4
 WIDTH = 64

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload import observe
-from eager_offload.observe.trace_file import SliceKind, read_trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import read_trace
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import FIELDS, Layer, Net, assert_sound, nothing_is_left, of, step
 from tests.sampling import one_in

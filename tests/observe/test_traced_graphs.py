@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import eager_offload as eo
-from eager_offload.observe.trace_file import SliceKind, Trace, read_trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import Trace, read_trace
 from tests.compile.compiled import fresh_compiler
 from tests.hazards.backends import DiskBackend
 from tests.observe.steps import DEPTH, NBYTES, Net, assert_sound, inputs, of, step

@@ -42,6 +42,7 @@ _FIRST = {
     "rates": "machine",
     "observe/doctor": "observe/doctor",
     "observe/timeline": "observe/tracing",
+    "observe/trace": "observe/tracing",
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",

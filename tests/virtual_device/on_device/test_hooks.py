@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eager_offload.observe.trace_file import SliceKind, read_trace
+from eager_offload.observe.timeline import SliceKind
+from eager_offload.observe.trace import read_trace
 from eager_offload.planning.machine import measure
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction

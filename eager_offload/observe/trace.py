@@ -1,4 +1,31 @@
-"""``with offload.trace(path):`` records the work of one ``Offload``, makes a ``Trace`` of it, and writes its file.
+"""A trace of compute, transfers, resident bytes and the operations that saved them; and the file of a trace.
+
+The file is Chrome trace JSON, which https://ui.perfetto.dev opens, beside a profile of ``torch.profiler`` if there is
+one::
+
+    {"traceEvents": [...], "displayTimeUnit": "ms", "eager_offload": {...}}
+
+**Times** are microseconds since the trace began. On an accelerator the times of slices are the device's own, by timing
+events; on a CPU device they are the host's.
+
+**traceEvents** holds slices (``"ph": "X"``) and counters (``"ph": "C"``). The ``pid`` of a slice is a device, its
+``tid`` a track, its ``cat`` a :class:`SliceKind`. Tracks:
+
+======================== =============================================================================================
+``compute forward``      a module's forward, with those of its children inside
+``compute backward``     a whole backward, with one slice after the other inside: from an operation's first unpack to
+                         that of the next operation
+``offload``, ``reload``  bytes on their way off the device and back; ``prefetch``: back before backward asked for them
+``stall``                compute waits for a transfer, named by the slice
+======================== =============================================================================================
+
+A second thread has tracks of its own, ``compute forward 2`` and so on. If an accelerator reaches a disk through host
+memory, the way between host memory and the disk has the tracks ``offload disk`` and ``reload disk``. Counters have the
+bytes of a :class:`MemorySample`; their times are the host's, which hands memory out.
+
+**eager_offload** holds the other fields of a :class:`Trace`, which ``read_trace`` gives back.
+
+``with offload.trace(path):`` records the work of one ``Offload``, makes a ``Trace`` of it, and writes its file.
 
 pack, unpack      in place of the hooks' own: who saves, who asks
 copies, waits     from the log of the engine
@@ -14,15 +41,16 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -36,11 +64,144 @@ from eager_offload.engine.transfer import CountedBytes, State
 from eager_offload.engine.transfer_log import Copied, GraphOffloaded, Waited
 from eager_offload.errors import ConfigError, OffloadError, captured, tell, warn
 from eager_offload.observe.advice import advise
-from eager_offload.observe.timeline import Compute, Noted, Saver, Timeline
-from eager_offload.observe.trace_file import MemorySample, SavedGroup, Slice, SliceKind, Trace, write_trace
+from eager_offload.observe.timeline import Compute, Noted, Saver, Slice, SliceKind, Timeline
 from eager_offload.stats import Accounts, OffloadStats, kept_by_graph
 from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.version import VERSION
+
+#: The version of the file format.
+FORMAT = 2
+
+
+class MemorySample(NamedTuple):
+    """Bytes of saved tensors by place, from one moment until the next sample."""
+
+    seconds: float
+    """The time since the trace began."""
+    device: int
+    """Bytes on the device, of storages of saved tensors that are there, or brought back and not handed over.
+    Parameters and storages below ``min_bytes`` do not count, as in the peaks of ``OffloadStats``."""
+    host: int
+    """Bytes in host memory (on a CPU device: in the host tier)."""
+    disk: int
+    without_offload: int
+    """Bytes that autograd would hold on the device at this moment without offload."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """The saved tensors of one operation of one module with the same outcome."""
+
+    operation: str
+    """The autograd node that saved them, such as ``"MmBackward0"``; ``"compiled graph"`` for tensors that a graph moves
+    by itself; empty if no backward came to the node."""
+    module: str
+    """The path of the module in whose forward they were saved; empty outside of every module."""
+    outcome: str
+    """``"offloaded"``, ``"shared"`` (with an offloaded one) or ``"kept"``."""
+    reason: str
+    """The reason why they were kept, as in ``OffloadStats.kept_bytes``; else empty."""
+    count: int
+    nbytes: int
+    """Their bytes, as ``OffloadStats.saved_bytes`` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The record of the body of ``with offload.trace(path):``."""
+
+    seconds: float
+    """The time from its beginning to its end, when transfers are over."""
+    config: Mapping[str, Any]
+    """The fields of ``OffloadConfig``."""
+    stats: Mapping[str, Any]
+    """The fields of ``OffloadStats`` over the traced time; peaks are those since the last ``reset_stats()``."""
+    advice: tuple[str, ...] = ()
+    """Sentences on what limited the run and which setting to change."""
+    saved: tuple[SavedGroup, ...] = ()
+    """The saved tensors by operation and module, most bytes first."""
+    slices: tuple[Slice, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
+    """In the order of time."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions of ``eager_offload``, ``torch`` and ``python``."""
+    error: str = ""
+    """The error that ended the trace."""
+    dropped: int = 0
+    """Slices, samples of memory and saves that were too many and are left out."""
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Writes the file of a trace. A file that exists keeps its mode; the target of a link, or a pipe, is written to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    own = {"format": FORMAT, **{name: getattr(trace, name) for name in _PLAIN}}
+    own["saved"] = [asdict(group) for group in trace.saved]
+    content = {"traceEvents": list(_events(trace)), "displayTimeUnit": "ms", "eager_offload": own}
+    text = json.dumps(content, separators=(",", ":"))  # before the file is opened: one that is there stays till then
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Reads a file that ``write_trace`` wrote.
+
+    Raises:
+        ConfigError: it is another file, or of another version.
+        OSError: it cannot be read.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+            own = content["eager_offload"]
+            version = int(own["format"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"path={os.fspath(path)!r} is not accepted: it is no trace of eager_offload. Take a file that "
+                "`with offload.trace(path):` wrote"
+            ) from None
+    if version != FORMAT:
+        raise ConfigError(
+            f"path={os.fspath(path)!r} is not accepted: it has the format {version}, and this version of eager_offload "
+            f"reads {FORMAT}. Upgrade eager_offload, or write the trace again"
+        )
+    try:
+        events = content["traceEvents"]
+        slices = list[Slice]()
+        for event in (one for one in events if one["ph"] == "X"):
+            known = {name: event["args"][key] for name, key in _ARGUMENTS.items() if key in event["args"]}
+            times = event["ts"] / 1e6, event["dur"] / 1e6
+            slices.append(Slice(SliceKind(event["cat"]), event["name"], event["pid"], event["tid"], *times, **known))
+        memory = [MemorySample(event["ts"] / 1e6, **event["args"]) for event in events if event["ph"] == "C"]
+        plain = {name: own[name] for name in _PLAIN} | {"advice": tuple(own["advice"])}
+        saved = tuple(SavedGroup(**group) for group in own["saved"])
+        return Trace(**plain, saved=saved, slices=tuple(slices), memory=tuple(memory))
+    except (ValueError, KeyError, TypeError) as error:
+        raise OffloadError(f"the trace {os.fspath(path)!r} is damaged ({error!r}): write it again") from error
+
+
+# -- the file -------------------------------------------------------------------------------------------------------
+
+#: Fields of a slice that are left out if empty; and fields of a trace that JSON holds as they are.
+_ARGUMENTS = {"nbytes": "bytes", "module": "module", "operation": "operation", "tier": "tier"}
+_PLAIN = ("seconds", "versions", "config", "stats", "advice", "error", "dropped")
+
+
+def _events(trace: Trace) -> Iterator[dict[str, Any]]:
+    for sample in trace.memory:
+        nbytes = sample._asdict()
+        at = round(nbytes.pop("seconds") * 1e6, 3)
+        yield {"ph": "C", "pid": "saved tensors", "name": "bytes", "ts": at, "args": nbytes}
+    for one in trace.slices:
+        start, seconds = round(one.start * 1e6, 3), round(one.seconds * 1e6, 3)
+        place = {"pid": one.device, "tid": one.track, "ts": start, "dur": seconds}
+        known = {key: value for name, key in _ARGUMENTS.items() if (value := getattr(one, name))}
+        yield {"ph": "X", **place, "cat": one.kind.value, "name": one.name, "args": known}
+
+
+# -- recording --------------------------------------------------------------------------------------------------------
 
 
 class _Traced(Protocol):
@@ -93,12 +254,7 @@ class RecordedHandle:
 
 
 class TraceRecorder:
-    """The recorder of one trace; see the module.
-
-    Args:
-        offload: whose work is recorded.
-        before: its stats when the trace begins.
-    """
+    """The recorder of one trace, with the stats ``before`` it; see the module."""
 
     def __init__(self, offload: _Traced, before: OffloadStats) -> None:
         self._before, self._config, self._pack = before, offload.config, offload._hooks.pack
@@ -173,7 +329,6 @@ class TraceRecorder:
             self._sample()
 
     def _note(self, tensor: Tensor, handle: Packed) -> Saver:
-        """Records a saved tensor. Returns its saver."""
         saver = Saver(self._compute.at().module)
         if isinstance(handle, KeptTensor):
             self.timeline.keep(self._saves, _Save(saver, logical_bytes(tensor), handle.reason.value))
@@ -225,7 +380,6 @@ class TraceRecorder:
         self._sample()
 
     def _sample(self) -> None:
-        """Adds a sample of the bytes that are held now."""
         with self._accounts.lock:
             live, memory, tiers = self._accounts.counters.live, self._memory, self._offloaders.tiers()
             live.poll()
@@ -248,7 +402,6 @@ class Tracing:
         #: The path of the file.
         self.path = _writable(path)
         self._recorder: TraceRecorder | None = None
-        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         offload = self._offload
