@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
-    from eager_offload.planning.files import Point
+    from eager_offload.planning.figures import Point
     from eager_offload.planning.machine import Machine
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
@@ -68,7 +68,7 @@ _HOMES = {
     "planning.machine": ("Machine",),
     "tiers.malloc": ("release_freed_memory",),
     "marks": ("keep", "no_offload", "prefer_offload"),
-    "planning.files": ("Point",),
+    "planning.figures": ("Point",),
     "planning.plan": ("Plan",),
     "planning.planner": ("plan",),
     "stats": ("OffloadStats",),

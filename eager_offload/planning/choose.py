@@ -12,7 +12,7 @@ from functools import cache, cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.core.budget import share
-from eager_offload.planning.problem import Moves, Problem
+from eager_offload.planning.program import Moves, Problem
 from eager_offload.planning.replay import Outcome, Replay
 
 #: Bytes of the windows that a plan chooses among, beside the automatic one.

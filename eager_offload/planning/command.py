@@ -15,7 +15,7 @@ from eager_offload.planning import POLICIES
 from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
-    from eager_offload.planning.files import Point
+    from eager_offload.planning.figures import Point
     from eager_offload.planning.plan import Plan
 
 #: Points of the front that is shown.

@@ -15,10 +15,9 @@ from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffi
 from eager_offload.core.selection import logical_bytes, reason_to_stay
 from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
-from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
-from eager_offload.planning.calls import Calls, written_by
-from eager_offload.planning.guessed import guessed_name
+from eager_offload.planning.blocks import Block, Blocks, Calls, SavedBlock, Use, written_by
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
+from eager_offload.planning.target import guessed_name
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.autograd import autograd_sequence, current_autograd_node, node_sequence
 from eager_offload.torch_private.calls import (

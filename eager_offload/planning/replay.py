@@ -23,8 +23,7 @@ from operator import add
 from typing import NamedTuple
 
 from eager_offload.core.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
-from eager_offload.planning.problem import Moves, Problem
-from eager_offload.planning.program import ProgramAsk, ProgramSave, living
+from eager_offload.planning.program import Moves, Problem, ProgramAsk, ProgramSave, living
 
 
 class Outcome(NamedTuple):

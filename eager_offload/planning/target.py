@@ -12,6 +12,9 @@ torch turns ``torch.autocast("cuda")`` off, with a warning, where there is no su
 one, it is the CPU's autocast, of that type. This casts the same products and convolutions. ``TargetKernels`` casts what
 CUDA computes in ``float32`` besides. A model that asks for the CPU's autocast, as one does that looks where its tensors
 are, means that of the device too.
+
+A plan names the functions that a step calls and that may save other tensors on the device than a trace without it has
+written down: those of ``TargetKernels``, and those for which it has the kernels of a CPU.
 """
 
 from __future__ import annotations
@@ -29,10 +32,40 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from eager_offload.contexts import Patches
-from eager_offload.planning.guessed import name_of
 from eager_offload.torch_private import Patch
-from eager_offload.torch_private.calls import attention_in_parts, efficient_attention, flash_attention
+from eager_offload.torch_private.calls import attention_in_parts, efficient_attention, flash_attention, schema_of
 from eager_offload.torch_private.memory import tree_map
+
+_FUSED = "attention (written down as the kernel of CUDA that torch's rules choose)"
+_BATCH_NORM = "batch norm (cuDNN may save a reserve besides)"
+_RECURRENT = "recurrent layers (cuDNN saves one reserve, for oneDNN's workspace or each step's tensors)"
+#: What is said of a function, by its name in torch.
+_GUESSED = {
+    "_scaled_dot_product_flash_attention": _FUSED,
+    "_scaled_dot_product_efficient_attention": _FUSED,
+    "_scaled_dot_product_attention_math": "attention (written down in parts: no fused kernel of CUDA takes it)",
+    "native_dropout": "dropout (written down as CUDA's kernel, which saves a mask of one byte an element)",
+    "cudnn_batch_norm": "batch norm (written down as cuDNN's, which may save a reserve besides)",
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "instance_norm"), _BATCH_NORM),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RECURRENT),
+    **dict.fromkeys(
+        ("lstm_cell", "gru_cell"), "recurrent cells (one kernel saves a workspace, for each gate's tensors)"
+    ),
+    "ctc_loss": "CTC loss (cuDNN saves its gradient, for the probabilities of paths)",
+    "_weight_norm": "weight norm (one kernel, which saves the norms, for the tensors of several operators)",
+}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns the name of a function of torch, whichever of its forms that is."""
+    schema = schema_of(function)
+    return getattr(function, "__name__", "") if schema is None else schema.name.partition("::")[2]
+
+
+def guessed_name(function: Callable[..., Any]) -> str | None:
+    """What a plan says of ``function``; ``None`` where it saves the same on each device."""
+    return _GUESSED.get(name_of(function))
+
 
 #: The device that the process has, whatever it is.
 CPU = "cpu"

@@ -46,7 +46,7 @@ _FIRST = {
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
     "planning/choose": "planning/plan",
-    "planning/recompute": "planning/recompute",
+    "planning/planner": "planning/recompute",
     "planning/replay": "planning/replay",
     "planning/target": "planning/trace",
     "runtime/host": "=host",
