@@ -97,8 +97,6 @@ def _without_wrappers(name: str) -> str:
 
 
 class _Kind:
-    """Tells of the calls of one kind which ones are compared."""
-
     def __init__(self) -> None:
         #: How many steps have compared a call; a call that begins after one was compared is of the next step.
         self._steps = 0
@@ -122,8 +120,6 @@ class _Kind:
 
 
 class _Again:
-    """Has the calls of one module computed again in backward, and checks the first ones of each kind."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
         self._lock = threading.Lock()
@@ -155,7 +151,6 @@ class _Again:
         return _checkpoint(run_now, *_as_it_is(given))
 
     def _check(self, given: tuple[Any, ...]) -> Check | None:
-        """Returns what checks a call that is given this; ``None``: nothing does."""
         users, module = tuple(self.users), self._module()
         verify = {checks.verify for checks in users}
         if module is None or not (verify - {False} and torch.is_grad_enabled()):

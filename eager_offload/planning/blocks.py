@@ -246,8 +246,6 @@ STATISTICS = ("running_mean", "running_var")
 
 @dataclass
 class _Open:
-    """A call of a module in forward."""
-
     module: int
     begin: int
     first_save: int

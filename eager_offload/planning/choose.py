@@ -99,7 +99,6 @@ class Chooser:
         return Replay(self._parts[0][1]).run(moves)
 
     def _at(self, fraction: float, parts: _Parts) -> Chosen:
-        """Returns what moving that part of the bytes comes to."""
         outcome_of, problem = parts
         return Chosen(problem, outcome_of(fraction), fraction)
 
@@ -122,5 +121,4 @@ _Parts: TypeAlias = tuple[Callable[[float], Outcome], Problem]
 
 
 def _part(replay: Replay, fraction: float) -> Outcome:
-    """Returns what comes of moving that part of the bytes."""
     return replay.run(tuple(share(replay.problem.timeline, fraction)))

@@ -89,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """The plan that is asked for; raises ``OffloadError``, also for errors of the function and of the model."""
     from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
 
     try:
@@ -115,7 +114,6 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _optimizer(text: str) -> Any:
-    """The class of ``torch.optim`` that ``text`` names, or ``None``; raises ``ConfigError`` for another name."""
     import torch
 
     if text.lower() == "none":
@@ -131,7 +129,6 @@ def _optimizer(text: str) -> Any:
 
 
 def _mesh(text: str | None) -> tuple[int, ...] | None:
-    """The sizes that ``text`` has; raises ``ConfigError`` where these are no numbers."""
     try:
         return None if text is None else tuple(map(int, text.split(",")))
     except ValueError:
@@ -139,8 +136,6 @@ def _mesh(text: str | None) -> tuple[int, ...] | None:
 
 
 def _call(text: str) -> tuple[Any, ...]:
-    """What the function returns that ``text`` names; raises ``ConfigError`` where there is none, or for anything
-    else."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
@@ -158,7 +153,6 @@ def _call(text: str) -> tuple[Any, ...]:
 
 
 def _table(points: Sequence[Point]) -> Iterator[str]:
-    """An empty line, a title and a line for each of ``points``, where there are any."""
     from eager_offload.config import size_text
 
     if points:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
@@ -49,76 +49,7 @@ class Again(NamedTuple):
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class PlanFields:
-    """What a plan is made of, and its file holds."""
-
-    model: str
-    """The name of the model's class."""
-    machine: Machine
-    """The device."""
-    device_budget: int
-    """Bytes of the device that the step may take."""
-    policy: str
-    """``"least"``, ``"free"`` or ``"max"``."""
-    problem: Problem
-    """The step as numbers, in the windows that were chosen."""
-    outcome: Outcome
-    """What moves, and what comes of it."""
-    fraction: float
-    """The part of the bytes that may move that does."""
-    config: OffloadConfig
-    """The settings of the ``Offload`` that trains by it."""
-    least: Point
-    """The least peak that any decision has."""
-    windows: tuple[int, ...] = ()
-    """The windows that were chosen among; bytes, smallest first."""
-    again: tuple[str, ...] = ()
-    """The names of the modules that are computed again in backward: see ``Plan.apply``."""
-    whole: Problem | None = None
-    """The step in which nothing is computed again, where something is."""
-    whole_windows: tuple[int, ...] = ()
-    """The windows that were chosen among for that."""
-    may_again: Again | None = None
-    """What ``recompute=True`` would bring, where that is much."""
-    is_compiled: bool = False
-    """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
-    states: States | None = None
-    """Of the optimizer; ``None``: they are not counted."""
-    shards: int = 1
-    """Over how many devices FSDP2 shards the model."""
-
-
-_Plan = TypeVar("_Plan", bound=PlanFields)
-
-
-def write(plan: PlanFields, path: str | os.PathLike[str]) -> None:
-    """Writes ``plan`` to ``path``, as JSON."""
-    content = _text(plan)
-    Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{digest(content)}","plan":{content}}}', "utf-8")
-
-
-def read(kind: type[_Plan], path: str | os.PathLike[str]) -> _Plan:
-    """The plan that ``write`` has put there.
-
-    Raises:
-        ConfigError: that is no plan, or one of another version, or something has changed it.
-    """
-    try:
-        content = json.loads(Path(path).read_text("utf-8"))
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
-        if content["digest"] != digest(_text(content["plan"])):
-            raise ValueError("it is not as it was written")
-        found: _Plan = _read(kind, content["plan"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
-    return found
-
-
 def _text(plan: object) -> str:
-    """Named tuples become lists, dataclasses objects, and a configuration its own text."""
-
     def content(one: Any) -> object:
         if isinstance(one, OffloadConfig):
             return one.to_text()
@@ -131,7 +62,6 @@ _hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """The ``kind`` that ``_text`` has written as ``value``."""
     if get_origin(kind) in (tuple, Sequence):
         return tuple(_read(get_args(kind)[0], one) for one in value)
     if get_origin(kind) is UnionType:  # with None
@@ -176,8 +106,44 @@ class FixedWay(NamedTuple):
     step_seconds: float
 
 
-class PlanFigures(PlanFields):
-    """What follows from the fields of a plan. Sizes are bytes, times seconds."""
+@dataclass(frozen=True)
+class PlanFigures:
+    """What a plan is made of, which its file holds, and what follows from that. Sizes are bytes, times seconds."""
+
+    model: str
+    """The name of the model's class."""
+    machine: Machine
+    """The device."""
+    device_budget: int
+    """Bytes of the device that the step may take."""
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
+    problem: Problem
+    """The step as numbers, in the windows that were chosen."""
+    outcome: Outcome
+    """What moves, and what comes of it."""
+    fraction: float
+    """The part of the bytes that may move that does."""
+    config: OffloadConfig
+    """The settings of the ``Offload`` that trains by it."""
+    least: Point
+    """The least peak that any decision has."""
+    windows: tuple[int, ...] = ()
+    """The windows that were chosen among; bytes, smallest first."""
+    again: tuple[str, ...] = ()
+    """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    whole: Problem | None = None
+    """The step in which nothing is computed again, where something is."""
+    whole_windows: tuple[int, ...] = ()
+    """The windows that were chosen among for that."""
+    may_again: Again | None = None
+    """What ``recompute=True`` would bring, where that is much."""
+    is_compiled: bool = False
+    """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
+    states: States | None = None
+    """Of the optimizer; ``None``: they are not counted."""
+    shards: int = 1
+    """Over how many devices FSDP2 shards the model."""
 
     @property
     def is_small(self) -> bool:
@@ -304,11 +270,41 @@ class PlanFigures(PlanFields):
         return shown | made
 
     def __str__(self) -> str:
-        return _text_of(self)
+        shards = f", sharded over {self.shards} devices," if self.shards > 1 else ""
+        states = "without optimizer states"
+        if self.states is not None:
+            states = f"with {size_text(self.states.nbytes)} of {self.states.name} states"
+        table = _table(self.rows(), is_again=bool(self.again))
+        return "\n".join([f"{self.model}{shards} {states} on {self.machine}", *sentences(self), *table])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
+        content = _text(self)
+        Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{digest(content)}","plan":{content}}}', "utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Returns the plan that ``save`` wrote to ``path``.
+
+        Raises:
+            ConfigError: the file holds no such plan, or one of another version, or it was changed.
+            FileNotFoundError: there is no file.
+        """
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
+            if content["digest"] != digest(_text(content["plan"])):
+                raise ValueError("it is not as it was written")
+            found: Self = _read(cls, content["plan"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
+        return found
 
 
 def _by_kind(program: Program) -> dict[str, int]:
-    """Returns the bytes that may move, by the kind of the module that made them."""
     found: dict[str, int] = {}
     for one in program.storages:
         kind = kind_of(program.modules[one.module])
@@ -319,23 +315,43 @@ def _by_kind(program: Program) -> dict[str, int]:
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-def _text_of(plan: PlanFigures) -> str:
-    """What comes of it, and a row for each kind of module."""
-    table = _table(plan.rows(), is_again=bool(plan.again))
-    return "\n".join([f"{_subject(plan)} on {plan.machine}", *sentences(plan), *table])
-
-
-def _subject(plan: PlanFigures) -> str:
-    """Names the model, the devices that have a shard of it, and its optimizer."""
-    shards = f", sharded over {plan.shards} devices," if plan.shards > 1 else ""
-    if plan.states is None:
-        return f"{plan.model}{shards} without optimizer states"
-    return f"{plan.model}{shards} with {size_text(plan.states.nbytes)} of {plan.states.name} states"
-
-
 def sentences(plan: PlanFigures) -> list[str]:
     """What comes of it, a line each."""
-    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), *_what_again_brings(plan), _what_moves(plan)]
+    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
+    fits = "does not fit" if not plan.fits else "fits" if plan.moved_bytes or plan.again else "fits without offloading"
+    lines = [f"{fits}: a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"]
+    if not plan.fits and plan.device_budget >= plan.least_budget:
+        lines.append('less would be taken with policy="least", which keeps to its budget')
+    elif not plan.fits:
+        again = "" if plan.again else "recompute=True (--recompute), "
+        mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
+        lines.append(
+            f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
+        )
+    about, times = about_text(plan.machine), plan.step_seconds / (plan.compute_seconds or 1)
+    again = " and with nothing computed again" if plan.again else ""
+    lines.append(
+        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
+        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
+    )
+    if plan.may_again is not None:
+        names, peak_bytes, seconds = plan.may_again
+        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
+        lines.append(
+            f"recompute=True would make that at most {seconds_text(seconds)} ({seconds / (plan.step_seconds or 1):.2f} "
+            f"times), with a peak of {size_text(peak_bytes)}: {len(names)} of {kinds} computed again"
+        )
+    if plan.is_small and not plan.movable_bytes:
+        smallest = size_text(plan.config.size("min_bytes"))
+        lines.append(f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {smallest}")
+    else:
+        again = f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else ""
+        if plan.moved_bytes:
+            again += f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}"
+        lines.append(
+            f"of {size_text(plan.movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
+            f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay{again}"
+        )
     if plan.guessed:
         lines.append(f"guessed, since the device is not here: {'; '.join(plan.guessed)}")
     if plan.is_compiled:
@@ -347,64 +363,7 @@ def sentences(plan: PlanFigures) -> list[str]:
     return lines
 
 
-def _what_moves(plan: PlanFigures) -> str:
-    movable_bytes = plan.movable_bytes
-    if plan.is_small and not movable_bytes:
-        least = plan.config.size("min_bytes")
-        return f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(least)}"
-    return (
-        f"of {size_text(movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay"
-        + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
-        + (f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}" if plan.moved_bytes else "")
-    )
-
-
-def _what_again_brings(plan: PlanFigures) -> Iterator[str]:
-    """What computing modules again would change, a line where it was worked out."""
-    if plan.may_again is not None:
-        names, peak, seconds = plan.may_again
-        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
-        times = seconds / (plan.step_seconds or 1)
-        yield (
-            f"recompute=True would make that at most {seconds_text(seconds)} ({times:.2f} times), with a peak of "
-            f"{size_text(peak)}: {len(names)} of {kinds} computed again"
-        )
-
-
-def _fits(plan: PlanFigures) -> str:
-    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
-    said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
-    if plan.fits and not (plan.moved_bytes or plan.again):
-        return f"fits without offloading: {said}"
-    return f"fits: {said}" if plan.fits else f"does not fit: {said}"
-
-
-def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
-    """What a user can do about a plan that does not fit, a line."""
-    if plan.fits:
-        return
-    if plan.device_budget >= plan.least_budget:
-        yield 'less would be taken with policy="least", which keeps to its budget'
-        return
-    again = "" if plan.again else "recompute=True (--recompute), "
-    mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
-    yield f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
-
-
-def _step(plan: PlanFigures) -> str:
-    times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
-    about = about_text(plan.machine)
-    if plan.again:
-        without += " and with nothing computed again"
-    return (
-        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
-        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
-    )
-
-
 def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
-    """An empty line, a title and a line for each row; nothing where there is no row."""
     if not rows:
         return []
     shown, others = list(rows[:_MOST_ROWS]), rows[_MOST_ROWS:]

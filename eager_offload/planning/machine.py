@@ -293,8 +293,6 @@ _SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
 class _Work(NamedTuple):
-    """Something that a device does, and its operations or bytes."""
-
     run: Callable[[], object]
     amount: float
     repeats: int = 1
@@ -358,7 +356,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _rates_of(device: torch.device) -> Machine:
-    """Measures ``device``, and no link."""
     import torch
 
     if not _is_here(device):

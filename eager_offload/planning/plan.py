@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,10 +23,8 @@ from eager_offload.planning.figures import (
     PlanFigures,
     Point,
     about_text,
-    read,
     seconds_text,
     sentences,
-    write,
 )
 from eager_offload.planning.replay import Replay
 from eager_offload.planning.settings import PlanSettings
@@ -35,6 +32,10 @@ from eager_offload.stats import Relief
 
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
+#: Samples of a curve at most: more than a screen has pixels.
+_SAMPLES = 4096
+#: Of what plans are compared with.
+_SYMBOLS = ("square", "diamond", "triangle-up")
 
 
 class Plan(PlanFigures, PlanSettings):
@@ -148,36 +149,8 @@ class Plan(PlanFigures, PlanSettings):
             f"{size_text(self.peak_bytes)}, {about_text(self.machine)}{seconds_text(self.step_seconds)}>"
         )
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
-        write(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Returns the plan that ``save`` wrote to ``path``.
-
-        Raises:
-            ConfigError: the file holds no such plan, or one of another version, or it was changed.
-            FileNotFoundError: there is no file.
-        """
-        return read(cls, path)
-
-
-#: Samples of a curve at most: more than a screen has pixels.
-_SAMPLES = 4096
-#: Of what plans are compared with.
-_SYMBOLS = ("square", "diamond", "triangle-up")
-
 
 def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> Any:
-    """Returns the figure of ``plan``.
-
-    Args:
-        front: the best plans for other budgets.
-        ways: decisions that look at no budget, the first of which moves nothing.
-    """
     stack = Stack(f"{plan.model} on {plan.machine.name}", f"{plan.machine} · predicted: nothing was run")
     without, compute, budget = ways[0].peak_bytes, plan.compute_seconds, plan.device_budget
     fits = "of" if plan.fits else "it does not fit:"
@@ -206,7 +179,6 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
 
 
 def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
-    """What lives at each operator, with what was decided and where nothing moves."""
     problem, living = plan.problem, plan.living
     without = Replay(problem).run((False,) * len(problem.program.storages)).living
     every = -(-len(living) // _SAMPLES) or 1
@@ -222,8 +194,6 @@ def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
 
 
 def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:
-    """Draws the time of a step, in times one without transfers, over the budget: of the best plans, this one and fixed
-    ways."""
     compute = plan.compute_seconds or 1.0
     x, y = stack.axis(PLOT, 2 * GAP)
     drawn = [("best plans", [*front], "lines+markers", DEVICE, "circle")]

@@ -9,9 +9,8 @@ replayed, and the fastest one that fits is taken.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +21,7 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
-from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
+from eager_offload.planning.choose import WINDOWS, Chooser
 from eager_offload.planning.figures import Again, Point
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
@@ -154,7 +153,13 @@ def plan(
                 lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
             )
         states = _states(model, loss, optimizer, optimizer_bytes, mesh)
-        machine = _machine(device, settings)
+        machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
+        if device == _HERE:
+            machine = here(settings)
+        elif machine is None:
+            raise ConfigError(
+                f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
+            )
         if budget is None:
             budget = machine.memory_bytes
             if not budget:
@@ -162,8 +167,7 @@ def plan(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
         text = model_text(model) if are_several() else ""
-        held = sharding, accumulation > 1
-        return Asked(settings, machine, budget, states, text, *held)
+        return Asked(settings, machine, budget, states, text, sharding, accumulation > 1)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -183,10 +187,9 @@ def _make(
 
     def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
         least, patterns = settings.size("min_bytes"), settings.skip
-        seen = partial(trace, min_bytes=least, patterns=patterns, target=machine.kernels)
-        program = seen(model, inputs, loss, again=again)
-        seconds = tuple(program.seconds(machine))
-        return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
+        seen = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, target=machine.kernels)
+        seconds = tuple(seen.seconds(machine))
+        return on_one_device(seen, asked.sharding, accumulates=asked.accumulates), seconds
 
     whole = _chooser(*traced(), asked)
     least = whole.least
@@ -202,11 +205,11 @@ def _make(
     may_again: Again | None = None
     tried: Sequence[tuple[str, ...]] = ()
     if recompute:
-        tried = [*positions(whole.problem.program)]
+        tried = _positions(whole.problem.program)
     elif policy == "least" and (
         chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
     ):  # nothing fits, or compute waits: one is enough to say that to compute again is worth while
-        tried = [*positions(whole.problem.program)][1:2]
+        tried = _positions(whole.problem.program)[1:2]
     for again in tried:
         try:
             step = traced(again)
@@ -214,8 +217,9 @@ def _make(
             continue
         steps[again] = _chooser(*step, asked)
     if tried:
-        names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
-        best = steps[names].within(budget)
+        found = {again: step.within(budget) for again, step in steps.items()}
+        names = min(found, key=lambda again: (max(found[again].peak_bytes - budget, 0), found[again].step_seconds))
+        best = found[names]
         if recompute:
             chosen, least = best, min((one.least for one in steps.values()), key=attrgetter("peak_bytes"))
         elif names:
@@ -248,7 +252,6 @@ def _states(
     optimizer_bytes: int | str | None,
     mesh: tuple[int, ...] | None,
 ) -> States | None:
-    """What ``plan`` counts of an optimizer; ``None``: nothing."""
     if optimizer_bytes is not None:
         return States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
     if optimizer is None:
@@ -261,7 +264,6 @@ def _states(
 
 
 def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
-    """Returns what decides for a step that goes like ``program``, in the windows that the settings allow."""
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -282,12 +284,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
 
 
-def _cost(chosen: Chosen, budget: int) -> tuple[float, float]:
-    return max(chosen.peak_bytes - budget, 0), chosen.step_seconds
-
-
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
-    """Raises ``ConfigError`` where that cannot be planned, or not to that aim."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
     if loss is not None and not callable(loss):
@@ -308,19 +305,6 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
                     raise PlanError(f"{key!r} of {what} has a module of {OF_TORCHSCRIPT}")
 
 
-def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
-    """The device that a user names; raises ``ConfigError`` for another name."""
-    if isinstance(device, Machine):
-        return device
-    if device == _HERE:
-        return here(settings)
-    if (found := TABLE.get(str(device))) is not None:
-        return found
-    raise ConfigError(
-        f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
-    )
-
-
 def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
@@ -331,50 +315,28 @@ _EVERY = (1, 2, 4)
 _ATTENDS = ("attention", "softmax")
 
 
-def positions(program: Program) -> Iterator[tuple[str, ...]]:
-    """Yields names of modules that may be computed again together, the most bytes first."""
-    blocks = _blocks(program)
-    for every in _EVERY:
-        if every < len(blocks):
-            yield blocks[::every]
-    if inner := _inner(program, blocks):
-        yield inner
-
-
-def _blocks(program: Program) -> tuple[str, ...]:
-    """Returns the modules of the kind that repeats and saves most, of which none is inside of another of them."""
-    saved = _saved_bytes(program)
+def _positions(program: Program) -> list[tuple[str, ...]]:
+    """Returns names of modules that may be computed again together, the most bytes first: see
+    [Note: what is computed again]."""
+    saved: dict[str, int] = defaultdict(int)
+    for storage in program.storages:
+        for name in modules_around(program.modules[storage.module]):
+            saved[name] += storage.nbytes
+    repeatable = [program.modules[number] for number in program.repeatable]
     kinds: dict[str, list[str]] = defaultdict(list)
-    for number in program.repeatable:
-        name = program.modules[number]
+    for name in repeatable:
         if (kind := kind_of(name)) != name and saved[name]:
             kinds[kind].append(name)
     repeated = [names for names in kinds.values() if len(names) > 1]
-    if not repeated:
-        return ()
     # Of one that is all of another, the outer one, whose name is shorter.
-    most: list[str] = max(repeated, key=lambda names: (sum(saved[name] for name in names), -len(names[0])))
-    return tuple(most)
-
-
-def _inner(program: Program, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns in each of ``blocks`` the module right below that saves most of those that attend to nothing."""
-    saved, attend = _saved_bytes(program), set[str]()
+    blocks = max(repeated, key=lambda names: (sum(saved[name] for name in names), -len(names[0])), default=list[str]())
+    attend = set[str]()
     for op in program.ops:
         if any(part in op.name for part in _ATTENDS):
             attend.update(modules_around(program.modules[op.module]))
-    found = []
-    repeatable = [program.modules[number] for number in program.repeatable]
-    for block in blocks:
+    inner = []
+    for block in blocks:  # right below it what saves most of that which attends to nothing
         below = [one for one in repeatable if one.startswith(f"{block}.") and "." not in one[len(block) + 1 :]]
-        found += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
-    return tuple(found)
-
-
-def _saved_bytes(program: Program) -> dict[str, int]:
-    """Returns by module the bytes that may move and that it has made, inside of it too."""
-    found: dict[str, int] = defaultdict(int)
-    for storage in program.storages:
-        for name in modules_around(program.modules[storage.module]):
-            found[name] += storage.nbytes
-    return found
+        inner += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
+    found = [tuple(blocks[::every]) for every in _EVERY if every < len(blocks)]
+    return [*found, tuple(inner)] if inner else found

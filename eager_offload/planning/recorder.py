@@ -92,7 +92,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         return self._blocks.lacks(tensor)
 
     def _refuse(self, tensor: Tensor) -> None:
-        """Raises ``PlanError``: the step would change ``tensor``."""
         change = "a gradient of it" if tensor.requires_grad else "its numbers"
         raise PlanError(
             f"{self.where} takes a tensor of the shape {tuple(tensor.shape)} from outside of the model, and a step "
@@ -101,7 +100,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         )
 
     def _meet(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Sees to it that ``func`` changes nothing from outside."""
         strangers = [one for one in tensors_in((args, named)) if not is_fake(type(one)) and self.lacks(one)]
         if not strangers:
             return
@@ -228,7 +226,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._guessed[name] = None
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs an operator: on fakes, or on known numbers."""
         if schema_of(func).name == "aten::mkldnn_rnn_layer":
             workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
             block = self._blocks.add(workspace, len(self._ops), self._module())
@@ -365,7 +362,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors to which the backward of ``loss`` gives a gradient."""
     todo, seen = [loss.grad_fn], set[Any]()
     while todo:
         node = todo.pop()
@@ -378,7 +374,6 @@ def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:
-    """A save that may move by its kind; ``number`` is -1 where its storage does not."""
     if number >= 0 and use is not None and not use.is_asked:
         return save  # of a graph that was dropped, before the storage was saved for another one
     is_alive = number < 0 and block.asked is not None and None in block.moved
@@ -403,7 +398,6 @@ def _may_be_known(tensor: Tensor) -> bool:
 
 
 def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What ``func`` returns for tensors that may be fake."""
     if schema_of(func).name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
         left, right = (one.to(torch.bfloat16) for one in args[:2])
@@ -428,7 +422,6 @@ def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
 def _drawing_from(
     generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
 ) -> tuple[OpOverload[..., Any], dict[str, Any]]:
-    """``func`` and what it is given by name, so that it draws from ``generator``; as they are where it takes none."""
     names = [one.name for one in schema_of(func).arguments]
     for overload in (func, *(getattr(func.overloadpacket, one) for one in func.overloadpacket.overloads())):
         theirs = [one.name for one in schema_of(overload).arguments]
@@ -449,7 +442,6 @@ _QUESTIONS = {
 
 
 def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None:
-    """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
     name = schema_of(func).name.removeprefix("aten::")
     what = _QUESTIONS.get(type(error).__name__)
     if what is None and (isinstance(error, NotImplementedError) or is_of_fakes(error)):

@@ -92,8 +92,6 @@ class Replay:
 
 
 class _Stored:
-    """A storage as the look-ahead knows it."""
-
     __slots__ = ("is_gone", "number")
 
     def __init__(self, number: int) -> None:
@@ -150,19 +148,16 @@ class _Step:
     # -- clocks -------------------------------------------------------------------------------------------------------
 
     def _compute_until(self, op: int) -> None:
-        """Enqueues the operators before ``op``."""
         if op > self.at:
             begins, count = self.problem.begins, op - self.at
             self._run(begins[op] - begins[self.at], count)
             self.at = op
 
     def _run(self, seconds: float, calls: int = 1) -> None:
-        """Has compute run for so many seconds, of as many calls."""
         self.compute = max(self.compute, self.host + self.launch, self.clear_from) + seconds
         self.host = self.compute if self.host_waits else self.host + self.launch * calls
 
     def _reached(self) -> float:
-        """Returns when compute is done with what it was given so far."""
         return max(self.compute, self.clear_from, self.host)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -276,7 +271,6 @@ class _Step:
         self.rank += 1
 
     def _wait_for(self, number: int) -> None:
-        """Has compute wait for a storage that is on its way back."""
         self.host += self.launch
         if self.back[number] > self.host or self.problem.ordered:
             self.host += self.launch

@@ -106,11 +106,6 @@ def _what_stays(plan: PlanSettings) -> dict[str, Any]:
 
 
 def _check_variables(plan: PlanSettings, planned: Mapping[str, object]) -> None:
-    """Looks for variables of the environment that a plan was not made for; the rest of them it has heeded.
-
-    Raises:
-        ConfigError: there is one.
-    """
     known = {
         **planned,
         "device_budget": plan.device_budget,

@@ -188,16 +188,12 @@ def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: b
 
 
 class _Run(NamedTuple):
-    """Operators of one unit behind each other."""
-
     begin: int
     end: int
     unit: int
 
 
 class _Placed:
-    """When the units of ``sharding`` run in ``program``."""
-
     def __init__(self, program: Program, sharding: Sharding) -> None:
         self._program, self._sharding, self._ops = program, sharding, len(program.ops)
         self._forward = self._runs(0, program.forward_ops)
@@ -229,7 +225,6 @@ class _Placed:
         return sorted([*found, *running.values()])
 
     def _gathered(self, number: int, unit: Unit) -> list[tuple[int, int]]:
-        """Returns from where until where the parameters of a unit are gathered, and a copy of them."""
         turn = self._program.forward_ops
         nexts = [*(run.begin + 1 for run in self._forward), turn]
         if "" in unit.modules:
@@ -339,7 +334,6 @@ def model_text(model: nn.Module) -> str:
 
 
 def _compare(models: Sequence[str]) -> None:
-    """Raises ``PlanError``, on each rank the same, where not all plan the same."""
     others = {model: rank for rank, model in reversed([*enumerate(models)]) if model != models[0]}
     if others:
         named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())
@@ -360,7 +354,6 @@ def _try(work: Callable[[], _R]) -> tuple[_R | None, Exception | None]:
 
 
 def _report(error: Exception | None) -> OffloadError | None:
-    """What the other ranks raise."""
     if error is None:
         return None
     text = f"on rank {dist.get_rank()}: {error}"

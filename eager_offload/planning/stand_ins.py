@@ -227,7 +227,6 @@ class StandIns(TorchFunctionMode):
 
 
 def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
-    """Returns a copy of the model, or of what is called ``name``; raises ``PlanError`` where it cannot be made."""
     before = {**memo}
     try:
         return copy.deepcopy(one, memo)
@@ -257,8 +256,6 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
 
 
 def _cast(module: nn.Module, policy: Any) -> None:
-    """Has ``module`` cast its inputs and outputs to what ``policy``, of mixed precision, says."""
-
     def to(dtype: torch.dtype, values: Any) -> Any:
         def cast_one(one: Any) -> Any:
             return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
@@ -284,7 +281,6 @@ def are_on(device: torch.device, values: Iterable[object]) -> bool:
 
 
 def _has_numbers(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are there: see [Note: known numbers]."""
     return (
         not is_fake(type(tensor))
         and tensor.device.type != "meta"
@@ -351,7 +347,6 @@ class Rebound:
         return made
 
     def _bind(self, one: Any) -> None:
-        """Replaces what a copy holds."""
         if isinstance(one, partial):
             one.__setstate__((self.of(one.func), self.of(one.args), {**self.of(one.keywords)}, vars(one)))  # type: ignore[attr-defined]  # in no stub
         elif isinstance(one, list | deque):
@@ -372,7 +367,6 @@ class Rebound:
             _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
 
     def _is_owner(self, one: object) -> bool:
-        """Whether an attribute of an object is what was copied, or a list or the like with it."""
         return _is_users(type(one)) and any(map(self._has, [*_dict_of(one).values()]))
 
     def _has(self, one: Any, levels: int = 2) -> bool:
@@ -406,7 +400,6 @@ class Rebound:
         return made
 
     def _is_named(self, value: object, seen: set[int]) -> bool:
-        """Whether a global has a copy of its own."""
         is_copied = isinstance(value, FunctionType) and self._is_copied(value, seen)
         return is_copied or _draws(value) or self._has(value)
 
@@ -462,7 +455,6 @@ def _dict_of(one: object) -> dict[str, Any]:
 
 
 def _draws(one: object) -> bool:
-    """Whether it draws random numbers, Python's or numpy's, that can be drawn again."""
     numpy = sys.modules.get("numpy")
     return type(one) is random.Random or (
         numpy is not None and isinstance(one, numpy.random.Generator | numpy.random.RandomState)

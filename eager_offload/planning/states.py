@@ -108,7 +108,6 @@ def _fakes_of(parameters: Iterable[Tensor], shape_of: Callable[[Tensor], torch.S
 
 
 def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns an optimizer without states that has ``groups``, and else what ``optimizer`` has."""
     trial = object.__new__(type(optimizer))
     containers = (dict, list, set)
     own = {name: copy(one) if isinstance(one, containers) else one for name, one in vars(optimizer).items()}
@@ -120,7 +119,6 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def _step(trial: Optimizer) -> int:
-    """Returns the bytes of the states after a step of ``trial``."""
     for group in trial.param_groups:
         group.update((name, False) for name in _KERNELS if name in group)
         for parameter in group["params"]:
@@ -155,7 +153,6 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 @contextmanager
 def _trying(name: str) -> Iterator[None]:
-    """Where an optimizer runs on fakes; its errors become a ``ConfigError``."""
     with by_itself(), FakeTensorMode(allow_non_fake_inputs=True), _Answers():  # type: ignore[no-untyped-call]  # as above
         try:
             yield

@@ -245,7 +245,6 @@ def _cross_entropy(
 
 
 def _dense(given: Tensor) -> Tensor:
-    """Returns ``given`` without gaps, in the order of its dimensions or with channels last."""
     for order in (torch.channels_last, torch.channels_last_3d):
         if given.dim() == (4 if order is torch.channels_last else 5) and given.is_contiguous(memory_format=order):
             return given
@@ -294,7 +293,6 @@ def _as_cast(one: Tensor) -> Tensor:
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, dtypes: tuple[torch.dtype, ...], *, shares: bool) -> bool:
-    """Returns whether a fused kernel for ``dtypes`` takes these; ``shares``: for queries that share keys too."""
     given = query, key, value
     if any(one.dim() != 4 or one.dtype is not query.dtype or not one.numel() for one in given):
         return False
@@ -328,7 +326,6 @@ def _is_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Returns ``mask`` in rows that begin at multiples of 8 elements."""
     length = mask.shape[-1]
     if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]) and not mask.storage_offset() % 8:
         return mask
@@ -359,8 +356,6 @@ _local = _Local()
 
 
 class _State(NamedTuple):
-    """Whether autocast is on for a kind of device, and its type."""
-
     is_on: bool
     dtype: torch.dtype
 

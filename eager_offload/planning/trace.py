@@ -191,7 +191,6 @@ def run_step(
 
 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The loss, as a number; raises ``PlanError`` where there is none."""
     found = returned if loss is None else loss(returned)
     if loss is None and not isinstance(found, Tensor):
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
@@ -260,7 +259,6 @@ def _said(names: list[str]) -> str:
 
 
 def _holders(made: Made) -> list[str]:
-    """Names what holds tensors of the trace."""
     if not made.is_alive():
         return []
     is_frozen = gc.get_freeze_count() > 0
