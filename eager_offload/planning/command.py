@@ -97,7 +97,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             *made[:2],
             loss=made[2] if len(made) == 3 else None,
             device=options.device,
-            device_budget=options.budget,
+            device_budget=options.device_budget,
             host_budget=options.host_budget,
             optimizer=_optimizer(options.optimizer),
             optimizer_bytes=options.optimizer_bytes,
