@@ -4,8 +4,8 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
               blocks.py write it down; target.py has the device's kernels and autocast, and stand_ins.py what stands for
               the model's tensors and functions
 program.py    the step as numbers: Program; with a machine and windows: Problem
-choose.py     how much of it moves, in which windows: a rule of one number, bisected
-replay.py     what comes of that: the library's schedule, replayed on numbers
+replay.py     how much of it moves, in which windows: a rule of one number, bisected; and what comes of that: the
+              library's schedule, replayed on numbers
 apply.py      puts checkpoints around modules that are computed again; verify.py compares what they save with what
               forward saved
 states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
-from eager_offload.planning.choose import Chooser, Chosen
 from eager_offload.planning.machine import Machine
-from eager_offload.planning.program import Moves, Problem, Program, kind_of
-from eager_offload.planning.replay import Outcome
+from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of
+from eager_offload.planning.replay import Chooser, Chosen, Outcome
 from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
 from eager_offload.version import digest
@@ -44,7 +43,6 @@ class Again(NamedTuple):
     """What comes of it where modules are computed again."""
 
     names: tuple[str, ...]
-    """Of those modules."""
     peak_bytes: int
     step_seconds: float
 
@@ -82,9 +80,8 @@ _SHOWN = (
     *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
 )
 
-
-#: Rows of the table; what is left is one more.
-_MOST_ROWS = 12
+#: Rows of the table; what is left is one more. Times are rough where measurements spread by more than that.
+_MOST_ROWS, _ROUGH = 12, 1.5
 
 
 class Row(NamedTuple):
@@ -191,12 +188,7 @@ class PlanFigures:
     @property
     def host_bytes(self) -> int:
         """That rest in the tier at one time, at most, in whole pages."""
-        return self.problem.tier_bytes(self.moves)
-
-    @property
-    def moves(self) -> Moves:
-        """Of each storage that may move, whether it does."""
-        return self.outcome.moves
+        return self.problem.tier_bytes(self.outcome.moves)
 
     @property
     def window_bytes(self) -> int:
@@ -206,7 +198,9 @@ class PlanFigures:
     @property
     def floor_seconds(self) -> float:
         """Seconds of the longer of compute and transfers, in each half of the step: no order of these takes less."""
-        return self.problem.floor_seconds(self.moved_bytes)
+        one = self.problem
+        backward = one.compute_seconds - one.forward_seconds
+        return floor_seconds(one.forward_seconds, backward, self.moved_bytes, one.out, one.back)
 
     @property
     def moved_bytes(self) -> int:
@@ -382,7 +376,7 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
 
 def about_text(machine: Machine) -> str:
     """Returns the word before seconds that follow from the rates of ``machine``."""
-    return "about " if machine.is_rough else ""
+    return "about " if machine.spread > _ROUGH else ""
 
 
 def seconds_text(value: float) -> str:

@@ -17,7 +17,6 @@ from eager_offload.observe.advice import change_text
 from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack, needs_plotly
 from eager_offload.observe.report import Tile, time_text
 from eager_offload.planning.apply import Checks, Verify, checkpointed
-from eager_offload.planning.choose import Chooser
 from eager_offload.planning.figures import (
     FixedWay,
     PlanFigures,
@@ -26,7 +25,7 @@ from eager_offload.planning.figures import (
     seconds_text,
     sentences,
 )
-from eager_offload.planning.replay import Replay
+from eager_offload.planning.replay import Chooser, Replay
 from eager_offload.planning.settings import PlanSettings
 from eager_offload.stats import Relief
 
@@ -124,7 +123,7 @@ class Plan(PlanFigures, PlanSettings):
         chosen = {
             "nothing moves": chooser.nothing.outcome,
             "every second storage moves": chooser.of(every_second),
-            "all that may moves": chooser.everything.outcome,
+            "all that may moves": chooser.share(1.0).outcome,
         }
         return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
 
@@ -167,7 +166,17 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
         ]
     )
     stack.table(["What the plan says"], [[line] for line in sentences(plan)], [1.0])
-    _draw_memory(stack, plan, without)
+    problem, living = plan.problem, plan.living
+    unmoved = Replay(problem).run((False,) * len(problem.program.storages)).living
+    every = -(-len(living) // _SAMPLES) or 1
+    parts = [slice(first, first + every) for first in range(0, len(living), every)]
+    curves = [
+        Curve("without offload", without, WITHOUT, [max(unmoved[part]) for part in parts]),
+        Curve("with this plan", plan.peak_bytes, DEVICE, [max(living[part]) for part in parts]),
+    ]
+    if budget <= 1.25 * without:  # else it would leave the curves flat
+        curves.append(Curve("budget", budget, BUDGET, [budget] * len(parts)))
+    stack.memory([1e3 * problem.begins[part.start] for part in parts], curves, "bytes that live, without waits")
     _draw_outcomes(stack, plan, front, ways)
     titles, widths = ["Module", "storages", "stay", "move", *(["again"] if plan.again else [])], [4.0, 1, 1, 1, 1]
     rows = [
@@ -176,21 +185,6 @@ def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) 
     ]
     stack.table(titles, [row[: len(titles)] for row in rows], widths[: len(titles)])
     return stack.figure()
-
-
-def _draw_memory(stack: Stack, plan: PlanFigures, most: int) -> None:
-    problem, living = plan.problem, plan.living
-    without = Replay(problem).run((False,) * len(problem.program.storages)).living
-    every = -(-len(living) // _SAMPLES) or 1
-    parts = [slice(first, first + every) for first in range(0, len(living), every)]
-    times = [1e3 * problem.begins[part.start] for part in parts]
-    curves = [
-        Curve("without offload", most, WITHOUT, [max(without[part]) for part in parts]),
-        Curve("with this plan", plan.peak_bytes, DEVICE, [max(living[part]) for part in parts]),
-    ]
-    if plan.device_budget <= 1.25 * most:  # else it would leave the curves flat
-        curves.append(Curve("budget", plan.device_budget, BUDGET, [plan.device_budget] * len(parts)))
-    stack.memory(times, curves, "bytes that live, without waits")
 
 
 def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:

@@ -21,11 +21,11 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
-from eager_offload.planning.choose import WINDOWS, Chooser
 from eager_offload.planning.figures import Again, Point
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, kind_of, modules_around
+from eager_offload.planning.replay import WINDOWS, Chooser
 from eager_offload.planning.sharding import (
     Asked,
     agreed,
@@ -152,7 +152,15 @@ def plan(
             OffloadConfig(device_budget=written).check_unit_of_budget(
                 lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
             )
-        states = _states(model, loss, optimizer, optimizer_bytes, mesh)
+        states: States | None = None
+        if optimizer_bytes is not None:
+            states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+        elif optimizer is not None:
+            meshes: dict[Tensor, tuple[int, ...] | None] = {}
+            if isinstance(loss, nn.Module):
+                meshes.update((one, None) for one in loss.parameters())
+            meshes.update((one, mesh) for one in model.parameters())
+            states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
         machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
         if device == _HERE:
             machine = here(settings)
@@ -199,7 +207,7 @@ def _make(
         case "free":
             chosen = whole.hidden()
         case _:
-            chosen = whole.everything
+            chosen = whole.share(1.0)
     names: tuple[str, ...] = ()
     steps = {names: whole}
     may_again: Again | None = None
@@ -245,24 +253,6 @@ def _make(
     )
 
 
-def _states(
-    model: nn.Module,
-    loss: object,
-    optimizer: Optimizing | None,
-    optimizer_bytes: int | str | None,
-    mesh: tuple[int, ...] | None,
-) -> States | None:
-    if optimizer_bytes is not None:
-        return States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
-    if optimizer is None:
-        return None
-    meshes: dict[Tensor, tuple[int, ...] | None] = {}
-    if isinstance(loss, nn.Module):
-        meshes.update((one, None) for one in loss.parameters())
-    meshes.update((one, mesh) for one in model.parameters())
-    return states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
-
-
 def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
@@ -271,8 +261,9 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
         tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
     rests = settings.host_budget
+    states = 0 if asked.states is None else asked.states.nbytes
     problem = Problem(
-        program,
+        replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
         seconds,
         machine.out,
         machine.back,
@@ -281,7 +272,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
+    return Chooser(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
@@ -23,15 +23,11 @@ from eager_offload.tiers.memory import PAGE, round_up
 
 
 class Op(NamedTuple):
-    """One operator."""
-
     name: str
     module: int
     """The number of the module that it belongs to; of an operator of backward, the one whose gradient it computes."""
     flops: int
-    """Operations of products."""
     nbytes: int
-    """Read and written."""
     single: bool
     """Whether the numbers that it multiplies have 32 bits or more."""
 
@@ -46,7 +42,6 @@ class ProgramSave(NamedTuple):
     storage: int
     """The number of its storage among those that may move; -1 where it is none of them."""
     storage_nbytes: int = 0
-    """Bytes of its storage, of whichever kind."""
     op: int = 0
     """The operator that comes next."""
     node: int = 0
@@ -56,11 +51,8 @@ class ProgramSave(NamedTuple):
 
 
 class ProgramAsk(NamedTuple):
-    """One unpack."""
-
     save: int
     op: int
-    """The operator that comes next."""
 
 
 class Storage(NamedTuple):
@@ -69,11 +61,8 @@ class Storage(NamedTuple):
     nbytes: int
     """That autograd holds."""
     moved_bytes: int
-    """That travel."""
     module: int
-    """The number of the module that made it."""
     made: int
-    """The operator that made it."""
     freed: int
     """From this operator on forward does not hold it any more."""
     saved: int
@@ -94,7 +83,6 @@ class Weight(NamedTuple):
     gradient_bytes: int
     """0 where it has none, as of a frozen one."""
     gradient_made: int
-    """The operator that made its gradient."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,6 @@ class Program:
     """Names of modules, by number; the model's own is empty."""
     ops: tuple[Op, ...]
     forward_ops: int
-    """How many of them are forward's."""
     saves: tuple[ProgramSave, ...]
     asks: tuple[ProgramAsk, ...]
     storages: tuple[Storage, ...]
@@ -122,12 +109,10 @@ class Program:
     """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
 
     def seconds(self, machine: Machine) -> list[float]:
-        """How long each operator takes."""
         return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes of the storages that may move."""
         return sum(storage.nbytes for storage in self.storages)
 
 
@@ -169,10 +154,8 @@ class Problem:
 
     program: Program
     op_seconds: Sequence[float]
-    """How long each operator takes."""
     out: float
     back: float
-    """Bytes a second."""
     window: int
     """Bytes on their way out: ``max_inflight_bytes``."""
     ahead: int
@@ -219,7 +202,6 @@ class Problem:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step in which compute never waits."""
         return self.begins[-1]
 
     @property
@@ -227,21 +209,10 @@ class Problem:
         """Of its forward."""
         return self.begins[self.program.forward_ops]
 
-    def with_more(self, nbytes: int) -> Problem:
-        """Where so many other bytes more live at each operator."""
-        other = tuple(one + nbytes for one in self.program.other_bytes)
-        return replace(self, program=replace(self.program, other_bytes=other))
-
     @cached_property
     def by_ask(self) -> list[int]:
-        """The storages in the order in which they are asked for."""
         storages = self.program.storages
         return sorted(range(len(storages)), key=lambda number: storages[number].asked)
-
-    def floor_seconds(self, moved_bytes: int) -> float:
-        """Returns the seconds that a step takes at least in which so many bytes move."""
-        backward = self.compute_seconds - self.forward_seconds
-        return floor_seconds(self.forward_seconds, backward, moved_bytes, self.out, self.back)
 
     def within_room(self, moves: Moves) -> Moves:
         """Returns ``moves`` with those that move in any case, without the newest others that the tier has no room

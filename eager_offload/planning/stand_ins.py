@@ -68,17 +68,12 @@ from eager_offload.torch_private.memory import (
     tree_map,
 )
 
-
-class _Local(threading.local):
-    is_tracing = False
-
-
-_local = _Local()
+_local = threading.local()
 
 
 def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
     def swap_tensors(t1: Any, t2: Any) -> None:
-        if not (_local.is_tracing and is_fake(type(t1)) and is_fake(type(t2))):
+        if not (getattr(_local, "is_tracing", False) and is_fake(type(t1)) and is_fake(type(t2))):
             return replaced(t1, t2)
         t1.data = t2
         t1.fake_device = t2.fake_device
@@ -92,7 +87,7 @@ _conversions = Patches(lambda: [Patch(torch.utils, "swap_tensors", _in_place)])
 @contextmanager
 def modules_convertible() -> Iterator[None]:
     """The calling thread may convert modules whose parameters are fake: see [Note: modules that forward converts]."""
-    before = _local.is_tracing
+    before = getattr(_local, "is_tracing", False)
     with _conversions.used():
         _local.is_tracing = True
         try:
@@ -181,7 +176,7 @@ class StandIns(TorchFunctionMode):
             return func(*given[0], **given[1])
 
     def _is_outside(self, one: object) -> bool:
-        return type(one) in (Tensor, nn.Parameter) and self._recorder.lacks(cast(Tensor, one))
+        return type(one) in (Tensor, nn.Parameter) and self._recorder.blocks.lacks(cast(Tensor, one))
 
     def _of(self, tensor: Tensor, *, is_outside: bool = False) -> Tensor:
         if (known := self._found.get(id(tensor))) is not None:
@@ -192,13 +187,15 @@ class StandIns(TorchFunctionMode):
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
+        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
+        place = tensor.device if is_told else self._device
         if gathered is not None:
-            made = torch.empty(tensor.shape, dtype=gathered, device=self._place(tensor))
+            made = torch.empty(tensor.shape, dtype=gathered, device=place)
         elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
-                made = tensor.detach().to(self._place(tensor), copy=True)
+                made = tensor.detach().to(place, copy=True)
         else:
-            made = self._fake(tensor)
+            made = self._fake(tensor, place)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         elif tensor.requires_grad:
@@ -208,21 +205,15 @@ class StandIns(TorchFunctionMode):
         self._recorder.has(made)
         return made
 
-    def _place(self, tensor: Tensor) -> torch.device:
-        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
-        return tensor.device if is_told else self._device
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, self._place(tensor)
-        storage = tensor.untyped_storage()
-        whole = self._wholes.get(storage_key(storage))
+    def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
+        size, stride, dtype, storage = tensor.size(), tensor.stride(), tensor.dtype, tensor.untyped_storage()
+        key = storage_key(storage)
+        whole = self._wholes.get(key)
         if whole is None or whole.dtype != dtype:
             if tensor.nbytes == storage.nbytes():
-                made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                self._wholes[storage_key(storage)] = made
+                made = self._wholes[key] = torch.empty_strided(size, stride, dtype=dtype, device=device)
                 return made
-            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
-            self._wholes[storage_key(storage)] = whole
+            whole = self._wholes[key] = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
         return whole.as_strided(size, stride, tensor.storage_offset())
 
 
@@ -276,7 +267,6 @@ def values_in(model: nn.Module) -> Iterator[object]:
 
 
 def are_on(device: torch.device, values: Iterable[object]) -> bool:
-    """Returns whether any of ``values`` is a tensor on a device of the kind of ``device``."""
     return any(isinstance(one, Tensor) and one.device.type == device.type for one in values)
 
 
@@ -330,7 +320,11 @@ class Rebound:
             return one
         if isinstance(one, FunctionType):
             return self._function(one) if self._is_copied(one, set()) else one
-        if kind is partial or (kind in _CONTAINERS and len(one) <= _MOST) or self._is_owner(one):
+        if (
+            kind is partial
+            or (kind in _CONTAINERS and len(one) <= _MOST)
+            or (_is_users(kind) and any(map(self._has, [*_dict_of(one).values()])))
+        ):
             made: Any = one
             with suppress(Exception):  # an object that cannot be copied stays the user's
                 made = one.copy() if kind is WeakSet else copy.copy(one)  # which has a weak set share what is in it
@@ -366,9 +360,6 @@ class Rebound:
         elif isinstance(one, nn.Module) or _is_users(type(one)):
             _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
 
-    def _is_owner(self, one: object) -> bool:
-        return _is_users(type(one)) and any(map(self._has, [*_dict_of(one).values()]))
-
     def _has(self, one: Any, levels: int = 2) -> bool:
         """Whether it has a copy, or is a list or the like with what has, so many levels down."""
         if id(one) in self._memo or (type(one) is int and one in self._ids):
@@ -380,7 +371,7 @@ class Rebound:
 
     def _function(self, one: FunctionType) -> FunctionType:
         cells, space = one.__closure__ or (), one.__globals__
-        names = [name for name, value in _named(one) if self._is_named(value, set())]
+        names = [name for name, value in _named(one) if self._is_copied(value, set())]
         if names:
             _, space = self._spaces.setdefault(id(space), (space, {**space}))
         known = [self._cells.setdefault(id(cell), (cell, CellType())) for cell in cells]
@@ -399,19 +390,18 @@ class Rebound:
         vars(made).update(vars(one))
         return made
 
-    def _is_named(self, value: object, seen: set[int]) -> bool:
-        is_copied = isinstance(value, FunctionType) and self._is_copied(value, seen)
-        return is_copied or _draws(value) or self._has(value)
-
-    def _is_copied(self, one: FunctionType, seen: set[int]) -> bool:
-        """Whether a function is: one of the user's with cells, or one that has or names what was copied."""
-        if id(one) in seen:
+    def _is_copied(self, one: object, seen: set[int]) -> bool:
+        """Whether it has a copy of its own; a function: one of the user's with cells, or one that has or names what
+        was copied."""
+        if _draws(one) or self._has(one):
+            return True
+        if id(one) in seen or not isinstance(one, FunctionType):
             return False
         seen.add(id(one))
         inside = [*_contents(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
         if one.__closure__ and not is_library(one.__module__):
             return True
-        return any(self._is_named(value, seen) for value in (*inside, *(value for _, value in _named(one))))
+        return any(self._is_copied(value, seen) for value in (*inside, *(value for _, value in _named(one))))
 
 
 def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
@@ -437,16 +427,12 @@ def _replace(container: Any, items: Any, of: Any) -> None:
 
 def _named(one: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yields the globals that a function names; those of libraries are of no user's."""
-    if not is_library(one.__module__):
-        space = one.__globals__
-        yield from ((name, space[name]) for name in {*_names_in(one.__code__)} & {*space})
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names_in(one)
+    names, codes = set[str](), [] if is_library(one.__module__) else [one.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    yield from ((name, one.__globals__[name]) for name in names & {*one.__globals__})
 
 
 def _dict_of(one: object) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,7 +57,6 @@ _GUESSED = {
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of a function of torch, whichever of its forms that is."""
     schema = schema_of(function)
     return getattr(function, "__name__", "") if schema is None else schema.name.partition("::")[2]
 
@@ -99,7 +98,6 @@ Kernel: TypeAlias = Callable[..., Any]
 
 
 def device_of(target: str) -> torch.device:
-    """Returns the device of the fake tensors that a step for ``target`` is traced on."""
     accelerator = None if target == CPU else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device(CPU)
@@ -153,22 +151,13 @@ class TargetKernels(TorchFunctionMode):
         It begins with a question for modes and subclasses, which would lead back here. So its copy never asks.
         """
         if func not in self._bodies:
-            asks = isinstance(func, FunctionType) and "handle_torch_function" in func.__code__.co_names
-            self._bodies[func] = _unasking(func) if asks and isinstance(func, FunctionType) else None
+            self._bodies[func] = None
+            if isinstance(func, FunctionType) and "handle_torch_function" in func.__code__.co_names:
+                never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+                space, inside = {**func.__globals__, **never}, (func.__defaults__, func.__closure__)
+                self._bodies[func] = copied = FunctionType(func.__code__, space, func.__name__, *inside)
+                copied.__kwdefaults__ = func.__kwdefaults__
         return self._bodies[func]
-
-
-def _unasking(func: FunctionType) -> Kernel:
-    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
-    copied = FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
-    copied.__kwdefaults__ = func.__kwdefaults__
-    return copied
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def _is_cast() -> bool:
@@ -355,19 +344,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class _State(NamedTuple):
-    is_on: bool
-    dtype: torch.dtype
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    @classmethod
-    def of(cls, kind: str) -> _State:
-        """Returns the state of the calling thread."""
-        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def restore(self, kind: str) -> None:
-        """Makes it the state of the calling thread."""
-        torch.set_autocast_enabled(kind, self.is_on)
-        torch.set_autocast_dtype(kind, self.dtype)
+def _restore(kind: str, is_on: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, is_on)
+    torch.set_autocast_dtype(kind, dtype)
 
 
 def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
@@ -395,10 +378,10 @@ def _told(replaced: Callable[..., Any]) -> Callable[..., Any]:
     def enter(autocast: Any) -> Any:
         target = _local.target
         if target is not None:
-            autocast.of_target = _State.of(target)
+            autocast.of_target = _autocast_of(target)
         entered = replaced(autocast)
         if target is not None:
-            _State.of(CPU).restore(target)
+            _restore(target, *_autocast_of(CPU))
         return entered
 
     return enter
@@ -408,7 +391,7 @@ def _untold(replaced: Callable[..., Any]) -> Callable[..., Any]:
     def leave(autocast: Any, *error: object) -> Any:
         left = replaced(autocast, *error)
         if _local.target is not None and (before := vars(autocast).pop("of_target", None)) is not None:
-            before.restore(_local.target)
+            _restore(_local.target, *before)
         return left
 
     return leave
@@ -426,11 +409,11 @@ _autocast = Patches(
 def autocast_of(target: str) -> Iterator[None]:
     """Has ``torch.autocast(target)`` be the CPU's on the calling thread, and the one that the caller is in: see
     [Note: autocast of the target]."""
-    before, made, around = _local.target, _local.made, _State.of(target)
+    before, made, (is_on, dtype) = _local.target, _local.made, _autocast_of(target)
     with _autocast.used():
         _local.target, _local.made = target, []
         try:
-            with torch.autocast(target, around.dtype) if around.is_on else nullcontext():
+            with torch.autocast(target, dtype) if is_on else nullcontext():
                 yield
         finally:
             kept = [autocast for one in _local.made if (autocast := one()) is not None]

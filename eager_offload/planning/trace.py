@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload.core.modules import MatchedModules
-from eager_offload.eager.checkpointing import saving_with
+from eager_offload.eager.checkpointing import Saver, saving_with
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
@@ -76,67 +76,54 @@ def trace(
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that no trace has.
     """
-    made = Made()
-    with nothing_held(made):
-        # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, target, made)
+    made = _Made()
 
+    def traced_step() -> Program:
+        device = device_of(target)
+        is_guess = device.type == CPU != target
+        # Where the program makes tensors if it does not say: the caller's choice if the program is on the device
+        # already, and otherwise the device, to which all of the program's tensors go.
+        default = torch.get_default_device()
+        is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
+        with (
+            by_itself(default if is_there else device),
+            torch.autograd.set_multithreading_enabled(False),
+            caches_apart(model, loss),
+            numbers_of_its_own() as generator,
+            _logging_no_traceback(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            autocast_of(target) if is_guess else nullcontext(),
+        ):
+            recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
+            stand_ins = StandIns(recorder, device)
+            traced, given, made_loss = stand_ins.copy_of(model, inputs, loss)
+            for part in (traced, made_loss):
+                if isinstance(part, nn.Module):
+                    made.modules += map(ref, part.modules())
+            if patterns:
+                matched.add(traced, patterns)
+            try:
+                with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
+                    _run_step(recorder, traced, given, made_loss, again)
+            except PlanError:
+                raise
+            except Exception as error:
+                if (said := _lacks(error)) is not None:
+                    raise PlanError(f"{recorder.where} {said}") from error
+                if "TorchScript interpreter" in str(error):
+                    raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
+                if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
+                    raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+                error.add_note(
+                    f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the "
+                    "model"
+                )
+                raise  # the model's own
+            program = recorder.program()
+            return program if is_guess else replace(program, guessed=())
 
-def _trace(
-    model: nn.Module,
-    inputs: object,
-    loss: Callable[[Any], Tensor] | None,
-    min_bytes: int,
-    patterns: Sequence[str],
-    again: Sequence[str],
-    target: str,
-    made: Made,
-) -> Program:
-    device = device_of(target)
-    is_guess = device.type == CPU != target
-    with (
-        by_itself(_default_of(device, model, inputs)),
-        torch.autograd.set_multithreading_enabled(False),
-        caches_apart(model, loss),
-        numbers_of_its_own() as generator,
-        _logging_no_traceback(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        autocast_of(target) if is_guess else nullcontext(),
-    ):
-        recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
-        stand_ins = StandIns(recorder, device)
-        traced, inputs, made_loss = stand_ins.copy_of(model, inputs, loss)
-        for part in (traced, made_loss):
-            if isinstance(part, nn.Module):
-                made.modules += map(ref, part.modules())
-        if patterns:
-            matched.add(traced, patterns)
-        try:
-            with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
-                run_step(recorder, traced, inputs, made_loss, again)
-        except PlanError:
-            raise
-        except Exception as error:
-            if (said := _lacks(error)) is not None:
-                raise PlanError(f"{recorder.where} {said}") from error
-            if "TorchScript interpreter" in str(error):
-                raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
-            if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
-                raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
-            error.add_note(
-                f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the model"
-            )
-            raise  # the model's own
-        program = recorder.program()
-        return program if is_guess else replace(program, guessed=())
-
-
-def _default_of(device: torch.device, model: nn.Module, inputs: object) -> torch.device:
-    """Returns where the program makes tensors if it does not say: the caller's choice if the program is on ``device``
-    already, and otherwise ``device``, to which all of the program's tensors go."""
-    default = torch.get_default_device()
-    is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
-    return default if is_there else device
+    with _nothing_held(made):
+        return copy_context().run(traced_step)  # what is set of a context variable goes with the context
 
 
 def _lacks(error: Exception) -> str | None:
@@ -170,7 +157,7 @@ def _logging_no_traceback() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def run_step(
+def _run_step(
     recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
 ) -> None:
     """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
@@ -181,7 +168,7 @@ def run_step(
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-            saving_with(recorder.saver),
+            saving_with(Saver(recorder.pack, recorder.unpack, recorder.min_bytes)),
             checkpointed(model, again),
         ):
             total = _loss_of(call(), loss)
@@ -213,11 +200,15 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 #: Holders whose own holders are looked for, so many levels.
 _FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
+_HELD = (
+    "a tensor of the plan's trace is held by {}, where it has no numbers: plan in a process of its own, by python -m "
+    "eager_offload plan, or have the model keep it in an attribute, which its copy has"
+)
 #: A dictionary of which nobody tells whose it is.
 _A_DICT = "a dict"
 
 
-class Made:
+class _Made:
     """What a trace was given and has made, held weakly: storages of tensors, and copies of modules."""
 
     def __init__(self) -> None:
@@ -228,7 +219,7 @@ class Made:
 
 
 @contextmanager
-def nothing_held(made: Made) -> Iterator[None]:
+def _nothing_held(made: _Made) -> Iterator[None]:
     """Looks afterwards for what holds any of what the ``with`` has ``made``, which nothing of the caller's may hold.
 
     Raises:
@@ -244,21 +235,14 @@ def nothing_held(made: Made) -> Iterator[None]:
             traceback.clear_frames(found.__traceback__)
             found = found.__cause__ or found.__context__
         if names := _holders(made):
-            error.add_note(f"eager_offload: {_said(names)}")
+            error.add_note(f"eager_offload: {_HELD.format(', '.join(names))}")
         raise
     names = _holders(made)
     if made.is_alive():
-        raise PlanError(_said(names or ["something that Python cannot see"]))
+        raise PlanError(_HELD.format(", ".join(names or ["something that Python cannot see"])))
 
 
-def _said(names: list[str]) -> str:
-    return (
-        f"a tensor of the plan's trace is held by {', '.join(names)}, where it has no numbers: plan in a process of "
-        "its own, by python -m eager_offload plan, or have the model keep it in an attribute, which its copy has"
-    )
-
-
-def _holders(made: Made) -> list[str]:
+def _holders(made: _Made) -> list[str]:
     if not made.is_alive():
         return []
     is_frozen = gc.get_freeze_count() > 0
@@ -272,7 +256,7 @@ def _holders(made: Made) -> list[str]:
             gc.freeze()
 
 
-def _found(made: Made) -> list[str]:
+def _found(made: _Made) -> list[str]:
     targets: list[Any] = [one for weak in made.modules if (one := weak()) is not None]
     own = {id(part) for one in targets for part in (one, vars(one), *vars(one).values())}
     targets += [one for one in gc.get_objects() if issubclass(type(one), Tensor) and made.blocks.has(one)]

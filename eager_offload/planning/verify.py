@@ -74,7 +74,6 @@ class Check:
         self._first = _Saves()
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Returns what ``call`` returns, and notes what it saves."""
         with self._first.noted():
             return call()
 
@@ -226,7 +225,6 @@ class _Operator:
     """Values that require no grad: their parts, and the stream that it runs on."""
     has_scratch: bool = False
     channels: set[int | None] = field(default_factory=set)
-    """Sizes of the second dimensions of values."""
 
     def saves(self, tensor: Tensor, save: _Save, sequence: int) -> None:
         """Notes a value that is saved at that sequence number."""
