@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
-    from eager_offload.planning.files import Point
+    from eager_offload.planning.figures import Point
     from eager_offload.planning.machine import Machine
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
@@ -59,7 +59,7 @@ __version__ = VERSION
 
 #: The modules of the public names. `offload` comes first, because it defines the operators of compiled code.
 _HOMES = (
-    *("offload", "config", "errors", "planning.machine", "tiers.malloc", "marks", "planning.files", "planning.plan"),
+    *("offload", "config", "errors", "planning.machine", "tiers.malloc", "marks", "planning.figures", "planning.plan"),
     *("planning.planner", "stats", "core.step_table"),
 )
 

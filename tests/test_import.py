@@ -116,7 +116,7 @@ assert "torch" not in sys.modules
 plan = eo.plan
 assert plan.__module__ == "eager_offload.planning.planner"
 assert hasattr(sys.modules["torch"].ops.eager_offload, "offload")
-import eager_offload.planning.files
+import eager_offload.planning.figures
 from eager_offload import *
 from eager_offload import plan as again
 assert eo.plan is again is plan

@@ -29,7 +29,7 @@ _OTHERS = (
         "tiers/memory.py",
     ),
     *(f"torch_private/{name}.py" for name in ("__init__", "autograd", "calls", "inductor", "memory")),
-    *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),
+    *(f"planning/{name}.py" for name in ("program", "replay")),
 )
 
 

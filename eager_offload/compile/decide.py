@@ -25,11 +25,9 @@ from eager_offload.compile.cost import bandwidth_of, flops_of, free_bytes, is_si
 from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
-from eager_offload.planning.choose import Chooser
 from eager_offload.planning.machine import Machine, machine_of
-from eager_offload.planning.problem import Problem
-from eager_offload.planning.program import Op, Program, Storage, living
-from eager_offload.planning.replay import Outcome
+from eager_offload.planning.program import Op, Problem, Program, Storage, living
+from eager_offload.planning.replay import Chooser, Outcome
 from eager_offload.runtime.base import Direction
 from eager_offload.torch_private.memory import hint
 

@@ -1,18 +1,18 @@
 """Before the first step: what fits, what is to move, and how long a step will take.
 
-trace.py      a model and its inputs -> Program: one step as numbers (program.py); recorder.py, blocks.py
-              and calls.py write it down; target.py has the device's kernels
-              and autocast, and guessed.py the functions whose saves may be others there
-problem.py    Program, a machine, windows -> Problem
-choose.py     how much of it moves, in which windows: a rule of one number, bisected
-replay.py     what comes of that: the library's schedule, replayed on numbers
-recompute.py  which modules are worth computing again; apply.py puts checkpoints around them, and verify.py compares
-              what they save with what forward saved
-states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one device
+trace.py      a model and its inputs -> Program: one step as numbers (program.py); recorder.py and
+              blocks.py write it down; target.py has the device's kernels and autocast, and stand_ins.py what stands for
+              the model's tensors and functions
+program.py    the step as numbers: Program; with a machine and windows: Problem
+replay.py     how much of it moves, in which windows: a rule of one number, bisected; and what comes of that: the
+              library's schedule, replayed on numbers
+apply.py      puts checkpoints around modules that are computed again; verify.py compares what they save with what
+              forward saved
+states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one
+              device, and how several ranks agree
 numbers.py    what planning leaves alone: modes, hooks, caches and random numbers
-held.py       what holds a tensor of a trace afterwards; rebound.py has functions reach the copies
-planner.py    plan(): all of that; plan.py is what it returns, with figures.py and files.py; command.py the command
-              line, drawing.py the figure; ranks.py has several ranks agree
+planner.py    plan(): all of that, and which modules are worth computing again; plan.py is what it returns, and its
+              figure, with figures.py: its fields, text and file; command.py the command line
 """
 
 from __future__ import annotations

@@ -34,10 +34,7 @@ _lock = threading.Lock()
 
 @dataclass
 class Checks:
-    """What the checks of an applied plan have found so far."""
-
     verify: Verify
-    """Which calls are checked."""
     calls: int = 0
     """Calls of modules that were computed again and compared."""
     inexact: int = 0
@@ -57,7 +54,7 @@ def checkpointed(model: nn.Module, names: Sequence[str], verify: Verify = False)
     if not (isinstance(verify, bool) or verify == "auto"):
         raise ConfigError(f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"')
     used: list[tuple[ModuleCall, _Again]] = []
-    modules, checks = modules_named(model, names), Checks(verify)
+    modules, checks = [*_modules_named(model, names)], Checks(verify)
     try:
         with _lock:
             for name, module in zip(names, modules, strict=True):
@@ -74,35 +71,32 @@ def checkpointed(model: nn.Module, names: Sequence[str], verify: Verify = False)
     tell()
 
 
-def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of these names, in ``model`` or in what it is wrapped in; raises ``ConfigError`` where one is
-    missing."""
+def _modules_named(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+    """Yields the modules of these names, in ``model`` or in what it is wrapped in."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
+
     # Names are those in the model that was planned, which may have been wrapped in another way, by whatever class.
+    def bare(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
+
     named = dict(model.named_modules(remove_duplicate=False))
-    known = {_without_wrappers(name): module for name, module in named.items()} | modules_by_name(model) | named
-    found = [name if name in known else _without_wrappers(name) for name in names]
-    for name in found:
-        if name not in known:
+    known = {bare(name): module for name, module in named.items()} | modules_by_name(model) | named
+    for name in names:
+        found = name if name in known else bare(name)
+        if found not in known:
             raise ConfigError(
-                f"model={type(model).__name__} is not accepted: the plan is for a model with a module {name!r}, which "
+                f"model={type(model).__name__} is not accepted: the plan is for a model with a module {found!r}, which "
                 "this one does not have"
             )
-    return [known[name] for name in found]
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in INNER_MODULES)
+        yield known[found]
 
 
 class _Kind:
-    """Tells of the calls of one kind which ones are compared."""
-
     def __init__(self) -> None:
         #: How many steps have compared a call; a call that begins after one was compared is of the next step.
         self._steps = 0
-        self._is_compared = False
+        self.is_compared = False
         #: The backward in which the last call began, as the calls in a module do that is computed again.
         self._backward = -1
         #: Those of calls that may still be computed again.
@@ -112,18 +106,12 @@ class _Kind:
         """Notes that a call begins, and returns whether the first steps still go on."""
         backward, last = current_backward(), self._backward
         self._backward = backward
-        if self._is_compared and (backward < 0 or backward != last):
-            self._steps, self._is_compared = self._steps + 1, False
+        if self.is_compared and (backward < 0 or backward != last):
+            self._steps, self.is_compared = self._steps + 1, False
         return self._steps < _STEPS and len(self.checks) < _AT_A_TIME
-
-    def compared(self) -> None:
-        """Notes that a call was."""
-        self._is_compared = True
 
 
 class _Again:
-    """Has the calls of one module computed again in backward, and checks the first ones of each kind."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
         self._lock = threading.Lock()
@@ -155,7 +143,6 @@ class _Again:
         return _checkpoint(run_now, *_as_it_is(given))
 
     def _check(self, given: tuple[Any, ...]) -> Check | None:
-        """Returns what checks a call that is given this; ``None``: nothing does."""
         users, module = tuple(self.users), self._module()
         verify = {checks.verify for checks in users}
         if module is None or not (verify - {False} and torch.is_grad_enabled()):
@@ -177,7 +164,7 @@ class _Again:
     def _passed(self, users: tuple[Checks, ...], kind: _Kind, inexact: int) -> None:
         """A call was compared, of which so many values have other bits, and nearly the same sums."""
         with self._lock:
-            kind.compared()
+            kind.is_compared = True
             is_first = inexact and not any(checks.inexact for checks in users)
             for checks in users:
                 checks.calls += 1
@@ -195,8 +182,7 @@ class _Again:
 _modules: WeakKeyDictionary[nn.Module, _Again] = WeakKeyDictionary()
 
 
-def _checkpoint(run: Callable[..., Any], *given: Any) -> Any:
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=True)
+_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
 
 
 def _kind(value: Any) -> object:

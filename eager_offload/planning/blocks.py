@@ -1,4 +1,5 @@
-"""Which storages live while a step is traced, from which operator until which, and what autograd saves of them.
+"""Which storages live while a step is traced, from which operator until which, what autograd saves of them, and which
+calls of modules may be computed again.
 
 [Note: what would live without autograd]
 The trace's pack hook keeps no tensor that may move, and its unpack hook makes a new one. So a storage dies in the
@@ -9,21 +10,22 @@ dropped. Both are seen by weak references, whose callbacks only append to a queu
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eager_offload.compile.cost import OperatorCall
 from eager_offload.core.selection import footprint
 from eager_offload.marks import Mark
+from eager_offload.planning.numbers import state_of_others
 from eager_offload.planning.program import Storage, living
-from eager_offload.torch_private.calls import without_dispatch_modes
-from eager_offload.torch_private.memory import is_fake, storage_key, storage_of
+from eager_offload.torch_private.calls import schema_of, without_dispatch_modes
+from eager_offload.torch_private.memory import is_fake, storage_key, storage_of, tensors_in, tree_iter
 
 
 @dataclass(eq=False, slots=True)
@@ -48,13 +50,6 @@ class Block:
     #: Bytes that travel for each view of it that was saved.
     moved: dict[object, int] = field(default_factory=dict)
     weak_saved: weakref.ref[SavedBlock] | None = None
-
-    @property
-    def moves(self) -> bool:
-        """Whether it may: backward asks for it, and by then only autograd holds it."""
-        if self.mark is Mark.KEEP or self.asked is None or self.freed is None:
-            return False
-        return self.freed <= self.asked
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +91,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self._by_key: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
-        #: All of them, in the order in which they were made, and those that were saved, in the order of that.
+        #: All of them, and those that were saved, in the order of that.
         self.all: list[Block] = []
         self.saved: list[Block] = []
         self._events: deque[tuple[Callable[[int], None], object]] = deque()
@@ -114,11 +109,9 @@ class Blocks:
         return any(weak() is not None for block, weak in [*self._by_key.values()] if not block.is_outside)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the step was given the storage of ``tensor``, or has made it."""
         return (block := self.of(tensor)) is not None and not block.is_outside
 
     def of(self, tensor: Tensor) -> Block | None:
-        """The block of ``tensor``, if it is known."""
         storage = storage_of(tensor)  # how large it is is not asked: of tensors of other traces that may not be known
         if storage is None:
             return None
@@ -145,20 +138,11 @@ class Blocks:
                 del self._by_key[key]
 
         self._by_key[key] = block, weakref.ref(storage, died)
-        if self.all and op < self.all[-1].made:  # met late, and there before
-            insort(self.all, block, key=attrgetter("made"))
-        else:
-            self.all.append(block)
+        self.all.append(block)
         return block
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has bytes that the step was not given and has not made."""
         return _storage_of(tensor) is not None and not self.has(tensor)
-
-    def made_between(self, begin: int, end: int) -> list[Block]:
-        """Those that the operators from ``begin`` until ``end`` have made."""
-        first = bisect_left(self.all, begin, key=attrgetter("made"))
-        return self.all[first : bisect_left(self.all, end, lo=first, key=attrgetter("made"))]
 
     def save(self, block: Block, tensor: Tensor, op: int) -> SavedBlock:
         """A graph saves ``tensor``, of ``block``, which may move."""
@@ -202,33 +186,115 @@ class Blocks:
     def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[int, ...]]:
         """Once all is over: the number of each storage that may move, those storages, and all other bytes at each of
         ``ops`` operators."""
-        moving = [block for block in self.saved if block.moves]
-        numbers = {block: number for number, block in enumerate(moving)}
-        storages = tuple(_storage(block, ops) for block in moving)
-        others = [block for block in self.all if block not in numbers]
-        spans = [
-            (one.nbytes, one.made, max(_end(one.freed, ops), 0 if one.saved is None else _end(one.dropped, ops)))
-            for one in others
-        ]
-        return numbers, storages, tuple(living(ops, spans))
-
-
-def _end(op: int | None, ops: int) -> int:
-    return ops if op is None else op
-
-
-def _storage(block: Block, ops: int) -> Storage:
-    assert block.saved is not None
-    assert block.asked is not None
-    assert block.freed is not None
-    moved = block.nbytes if None in block.moved else min(sum(block.moved.values()), block.nbytes)
-    dropped = max(_end(block.dropped, ops), block.asked + 1)
-    is_forced = block.mark is Mark.PREFER
-    return Storage(
-        block.nbytes, moved, block.module, block.made, block.freed, block.saved, block.asked, dropped, is_forced
-    )
+        storages, spans, numbers = list[Storage](), list[tuple[int, int, int]](), dict[Block, int]()
+        for one in self.saved:
+            # It may move where backward asks for it, and by then only autograd holds it.
+            saved, asked, freed = one.saved, one.asked, one.freed
+            if one.mark is Mark.KEEP or saved is None or asked is None or freed is None or freed > asked:
+                continue
+            numbers[one] = len(storages)
+            moved = one.nbytes if None in one.moved else min(sum(one.moved.values()), one.nbytes)
+            dropped, is_forced = max(ops if one.dropped is None else one.dropped, asked + 1), one.mark is Mark.PREFER
+            storages.append(Storage(one.nbytes, moved, one.module, one.made, freed, saved, asked, dropped, is_forced))
+        for one in self.all:
+            if one not in numbers:
+                ends = (one.freed, 0 if one.saved is None else one.dropped)
+                spans.append((one.nbytes, one.made, max(ops if end is None else end for end in ends)))
+        return numbers, tuple(storages), tuple(living(ops, spans))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     storage = storage_of(tensor)
     return storage if storage is not None and storage.nbytes() else None
+
+
+# -- which calls may be repeated --------------------------------------------------------------------------------------
+
+#: They change what these arguments hold, and their schemas do not say so.
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass
+class _Open:
+    module: int
+    begin: int
+    first_save: int
+    #: Where Python's random numbers were before.
+    numbers: tuple[object, ...]
+    inputs: set[Block]
+    end: int = -1
+    last_save: int = -1
+    #: Whether random numbers that no checkpoint puts back were drawn.
+    has_changed: bool = False
+
+
+class Calls:
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._all: list[_Open] = []
+        self._open: list[_Open] = []
+        self._times: Counter[int] = Counter()
+        #: What was written to, and by which operator; saves of which the user has said whether they are to move.
+        self._writes: list[tuple[int, Block]] = []
+        self._decided: list[int] = []
+
+    def enter(self, module: int, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+        """``module`` is called; in backward where the model itself computes it again."""
+        self._times[module] += 1
+        if is_backward:
+            return
+        given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
+        call = _Open(module, op, save, state_of_others(), {block for block in given if block is not None})
+        self._all.append(call)
+        self._open.append(call)
+
+    def leave(self, op: int, save: int) -> None:
+        call = self._open[-1]
+        if call.numbers != state_of_others():
+            self.changed()
+        self._open.pop()
+        call.end, call.last_save = op, save
+
+    def changed(self) -> None:
+        """Random numbers that no checkpoint puts back were drawn in the calls that have begun."""
+        for call in self._open:
+            call.has_changed = True
+
+    def write(self, op: int, tensor: Tensor) -> None:
+        if (block := self._blocks.of(tensor)) is not None:
+            self._writes.append((op, block))
+
+    def decided(self, save: int) -> None:
+        """A mark or a region of the user's says of that save whether it is to move."""
+        self._decided.append(save)
+
+    def repeatable(self) -> Iterator[int]:
+        """Yields the modules that may be computed again, once all is over, in the order in which they begin.
+
+        Each would do the same once more, and what it saves is the planner's to decide about. What it was given has to
+        be there as it was, so no operator may write to that, before backward at least.
+        """
+        for call in self._all:
+            if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
+                continue
+            if call.has_changed or any(call.first_save <= save < call.last_save for save in self._decided):
+                continue
+            if not any(
+                op >= call.begin and block.made < call.begin and (op < call.end or block in call.inputs)
+                for op, block in self._writes
+            ):
+                yield call.module
+
+
+def written_by(call: OperatorCall) -> Iterator[Tensor]:
+    for place, name in _written(call.target):
+        yield from tensors_in(call.arguments[place] if place < len(call.arguments) else call.named.get(name))
+
+
+@cache
+def _written(target: Any) -> list[tuple[int, str]]:
+    return [
+        (place, one.name)
+        for place, one in enumerate(schema_of(target).arguments)
+        if (one.alias_info is not None and one.alias_info.is_write) or one.name in STATISTICS
+    ]

@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from eager_offload.errors import ConfigError, OffloadError
@@ -15,7 +15,6 @@ from eager_offload.planning import POLICIES
 from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
-    from eager_offload.planning.files import Point
     from eager_offload.planning.plan import Plan
 
 #: Points of the front that is shown.
@@ -49,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         front = {} if points is None else {"front": [point._asdict() for point in points]}
         print(json.dumps(found.to_dict() | front, indent=2))
     else:
-        print("\n".join([str(found), *_table(points or ())]))
+        print(found)
+        if points:
+            print(f"\n{'budget':>11}  {'peak':>11}  {'step':>10}")
+        for one in points or ():
+            print(f"{size_text(one.budget):>11}  {size_text(one.peak_bytes):>11}  {one.step_seconds:>8.3f} s")
         if options.html:
             print(f"\n{options.html}: {size_text(os.stat(options.html).st_size)}, to open in a browser")
     return 0 if found.fits else 1
@@ -89,20 +92,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """The plan that is asked for; raises ``OffloadError``, also for errors of the function and of the model."""
     from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
 
     try:
         made = _call(options.function)
+        mesh = options.mesh
+        try:
+            mesh = None if mesh is None else tuple(map(int, mesh.split(",")))
+        except ValueError:
+            raise ConfigError(f"--mesh {mesh!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
         return plan(
             *made[:2],
             loss=made[2] if len(made) == 3 else None,
             device=options.device,
-            device_budget=options.budget,
+            device_budget=options.device_budget,
             host_budget=options.host_budget,
             optimizer=_optimizer(options.optimizer),
             optimizer_bytes=options.optimizer_bytes,
-            mesh=_mesh(options.mesh),
+            mesh=mesh,
             accumulation=options.accumulation,
             policy=options.policy,
             recompute=options.recompute,
@@ -115,7 +122,6 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _optimizer(text: str) -> Any:
-    """The class of ``torch.optim`` that ``text`` names, or ``None``; raises ``ConfigError`` for another name."""
     import torch
 
     if text.lower() == "none":
@@ -130,17 +136,7 @@ def _optimizer(text: str) -> Any:
     return kind
 
 
-def _mesh(text: str | None) -> tuple[int, ...] | None:
-    """The sizes that ``text`` has; raises ``ConfigError`` where these are no numbers."""
-    try:
-        return None if text is None else tuple(map(int, text.split(",")))
-    except ValueError:
-        raise ConfigError(f"--mesh {text!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
-
-
 def _call(text: str) -> tuple[Any, ...]:
-    """What the function returns that ``text`` names; raises ``ConfigError`` where there is none, or for anything
-    else."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
@@ -155,13 +151,3 @@ def _call(text: str) -> tuple[Any, ...]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"{text!r} is not accepted: it returns no (model, inputs) and no (model, inputs, loss)")
     return made
-
-
-def _table(points: Sequence[Point]) -> Iterator[str]:
-    """An empty line, a title and a line for each of ``points``, where there are any."""
-    from eager_offload.config import size_text
-
-    if points:
-        yield from ("", f"{'budget':>11}  {'peak':>11}  {'step':>10}")
-    for point in points:
-        yield f"{size_text(point.budget):>11}  {size_text(point.peak_bytes):>11}  {point.step_seconds:>8.3f} s"

@@ -1,19 +1,77 @@
-"""What a plan comes to, in numbers and as the text that is printed."""
+"""What a plan is made of and comes to: its fields, its numbers, the text that is printed, and its file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from functools import cached_property
-from typing import Any, NamedTuple
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
-from eager_offload.config import size_text
-from eager_offload.planning.choose import Chooser
-from eager_offload.planning.files import PlanFields
+from eager_offload.config import OffloadConfig, size_text
+from eager_offload.errors import ConfigError
 from eager_offload.planning.machine import Machine
-from eager_offload.planning.problem import Moves, Problem
-from eager_offload.planning.program import Program, kind_of
+from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of
+from eager_offload.planning.replay import Chooser, Chosen, Outcome
+from eager_offload.planning.states import States
 from eager_offload.stats import KeepReason
+from eager_offload.version import digest
+
+#: The form of the file.
+_FORMAT = 5
+
+
+class Point(NamedTuple):
+    """What a budget buys."""
+
+    budget: int
+    """Bytes of the device."""
+    peak_bytes: int
+    """That the step takes at most."""
+    step_seconds: float
+
+    @classmethod
+    def least_of(cls, chosen: Chosen) -> Self:
+        """For the least budget that buys this."""
+        return cls(chosen.peak_bytes, chosen.peak_bytes, chosen.step_seconds)
+
+
+class Again(NamedTuple):
+    """What comes of it where modules are computed again."""
+
+    names: tuple[str, ...]
+    peak_bytes: int
+    step_seconds: float
+
+
+def _text(plan: object) -> str:
+    def content(one: Any) -> object:
+        if isinstance(one, OffloadConfig):
+            return one.to_text()
+        return {field.name: getattr(one, field.name) for field in fields(one)}
+
+    return json.dumps(plan, separators=(",", ":"), default=content)
+
+
+_hints = cache(get_type_hints)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    if get_origin(kind) in (tuple, Sequence):
+        return tuple(_read(get_args(kind)[0], one) for one in value)
+    if get_origin(kind) is UnionType:  # with None
+        return None if value is None else _read(get_args(kind)[0], value)
+    if kind is OffloadConfig:
+        return OffloadConfig.from_text(value)
+    if isinstance(value, list):
+        return kind(*[_read(hint, one) for hint, one in zip(_hints(kind).values(), value, strict=True)])
+    if isinstance(value, dict):
+        return kind(**{name: _read(_hints(kind)[name], one) for name, one in value.items()})
+    return kind(value)
+
 
 #: What ``to_dict`` has, in this order, and ``modules`` behind it.
 _SHOWN = (
@@ -22,9 +80,8 @@ _SHOWN = (
     *("fraction", "window_bytes", "recomputed_bytes", "again", "least_budget", "guessed", "is_compiled", "shards"),
 )
 
-
-#: Rows of the table; what is left is one more.
-_MOST_ROWS = 12
+#: Rows of the table; what is left is one more. Times are rough where measurements spread by more than that.
+_MOST_ROWS, _ROUGH = 12, 1.5
 
 
 class Row(NamedTuple):
@@ -46,8 +103,44 @@ class FixedWay(NamedTuple):
     step_seconds: float
 
 
-class PlanFigures(PlanFields):
-    """What follows from the fields of a plan. Sizes are bytes, times seconds."""
+@dataclass(frozen=True)
+class PlanFigures:
+    """What a plan is made of, which its file holds, and what follows from that. Sizes are bytes, times seconds."""
+
+    model: str
+    """The name of the model's class."""
+    machine: Machine
+    """The device."""
+    device_budget: int
+    """Bytes of the device that the step may take."""
+    policy: str
+    """``"least"``, ``"free"`` or ``"max"``."""
+    problem: Problem
+    """The step as numbers, in the windows that were chosen."""
+    outcome: Outcome
+    """What moves, and what comes of it."""
+    fraction: float
+    """The part of the bytes that may move that does."""
+    config: OffloadConfig
+    """The settings of the ``Offload`` that trains by it."""
+    least: Point
+    """The least peak that any decision has."""
+    windows: tuple[int, ...] = ()
+    """The windows that were chosen among; bytes, smallest first."""
+    again: tuple[str, ...] = ()
+    """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    whole: Problem | None = None
+    """The step in which nothing is computed again, where something is."""
+    whole_windows: tuple[int, ...] = ()
+    """The windows that were chosen among for that."""
+    may_again: Again | None = None
+    """What ``recompute=True`` would bring, where that is much."""
+    is_compiled: bool = False
+    """Whether the model, a module of it or the loss is compiled: the step is of the eager code."""
+    states: States | None = None
+    """Of the optimizer; ``None``: they are not counted."""
+    shards: int = 1
+    """Over how many devices FSDP2 shards the model."""
 
     @property
     def is_small(self) -> bool:
@@ -95,12 +188,7 @@ class PlanFigures(PlanFields):
     @property
     def host_bytes(self) -> int:
         """That rest in the tier at one time, at most, in whole pages."""
-        return self.problem.tier_bytes(self.moves)
-
-    @property
-    def moves(self) -> Moves:
-        """Of each storage that may move, whether it does."""
-        return self.outcome.moves
+        return self.problem.tier_bytes(self.outcome.moves)
 
     @property
     def window_bytes(self) -> int:
@@ -110,7 +198,9 @@ class PlanFigures(PlanFields):
     @property
     def floor_seconds(self) -> float:
         """Seconds of the longer of compute and transfers, in each half of the step: no order of these takes less."""
-        return self.problem.floor_seconds(self.moved_bytes)
+        one = self.problem
+        backward = one.compute_seconds - one.forward_seconds
+        return floor_seconds(one.forward_seconds, backward, self.moved_bytes, one.out, one.back)
 
     @property
     def moved_bytes(self) -> int:
@@ -174,11 +264,41 @@ class PlanFigures(PlanFields):
         return shown | made
 
     def __str__(self) -> str:
-        return _text_of(self)
+        shards = f", sharded over {self.shards} devices," if self.shards > 1 else ""
+        states = "without optimizer states"
+        if self.states is not None:
+            states = f"with {size_text(self.states.nbytes)} of {self.states.name} states"
+        table = _table(self.rows(), is_again=bool(self.again))
+        return "\n".join([f"{self.model}{shards} {states} on {self.machine}", *sentences(self), *table])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
+        content = _text(self)
+        Path(path).write_text(f'{{"format":{_FORMAT},"digest":"{digest(content)}","plan":{content}}}', "utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Returns the plan that ``save`` wrote to ``path``.
+
+        Raises:
+            ConfigError: the file holds no such plan, or one of another version, or it was changed.
+            FileNotFoundError: there is no file.
+        """
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']!r} instead of {_FORMAT}")
+            if content["digest"] != digest(_text(content["plan"])):
+                raise ValueError("it is not as it was written")
+            found: Self = _read(cls, content["plan"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{os.fspath(path)!r} holds no plan that this version can read: {error}") from error
+        return found
 
 
 def _by_kind(program: Program) -> dict[str, int]:
-    """Returns the bytes that may move, by the kind of the module that made them."""
     found: dict[str, int] = {}
     for one in program.storages:
         kind = kind_of(program.modules[one.module])
@@ -189,23 +309,43 @@ def _by_kind(program: Program) -> dict[str, int]:
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-def _text_of(plan: PlanFigures) -> str:
-    """What comes of it, and a row for each kind of module."""
-    table = _table(plan.rows(), is_again=bool(plan.again))
-    return "\n".join([f"{_subject(plan)} on {plan.machine}", *sentences(plan), *table])
-
-
-def _subject(plan: PlanFigures) -> str:
-    """Names the model, the devices that have a shard of it, and its optimizer."""
-    shards = f", sharded over {plan.shards} devices," if plan.shards > 1 else ""
-    if plan.states is None:
-        return f"{plan.model}{shards} without optimizer states"
-    return f"{plan.model}{shards} with {size_text(plan.states.nbytes)} of {plan.states.name} states"
-
-
 def sentences(plan: PlanFigures) -> list[str]:
     """What comes of it, a line each."""
-    lines = [_fits(plan), *_what_needs_less(plan), _step(plan), *_what_again_brings(plan), _what_moves(plan)]
+    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
+    fits = "does not fit" if not plan.fits else "fits" if plan.moved_bytes or plan.again else "fits without offloading"
+    lines = [f"{fits}: a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"]
+    if not plan.fits and plan.device_budget >= plan.least_budget:
+        lines.append('less would be taken with policy="least", which keeps to its budget')
+    elif not plan.fits:
+        again = "" if plan.again else "recompute=True (--recompute), "
+        mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
+        lines.append(
+            f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
+        )
+    about, times = about_text(plan.machine), plan.step_seconds / (plan.compute_seconds or 1)
+    again = " and with nothing computed again" if plan.again else ""
+    lines.append(
+        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
+        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
+    )
+    if plan.may_again is not None:
+        names, peak_bytes, seconds = plan.may_again
+        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
+        lines.append(
+            f"recompute=True would make that at most {seconds_text(seconds)} ({seconds / (plan.step_seconds or 1):.2f} "
+            f"times), with a peak of {size_text(peak_bytes)}: {len(names)} of {kinds} computed again"
+        )
+    if plan.is_small and not plan.movable_bytes:
+        smallest = size_text(plan.config.size("min_bytes"))
+        lines.append(f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {smallest}")
+    else:
+        again = f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else ""
+        if plan.moved_bytes:
+            again += f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}"
+        lines.append(
+            f"of {size_text(plan.movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
+            f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay{again}"
+        )
     if plan.guessed:
         lines.append(f"guessed, since the device is not here: {'; '.join(plan.guessed)}")
     if plan.is_compiled:
@@ -217,64 +357,7 @@ def sentences(plan: PlanFigures) -> list[str]:
     return lines
 
 
-def _what_moves(plan: PlanFigures) -> str:
-    movable_bytes = plan.movable_bytes
-    if plan.is_small and not movable_bytes:
-        least = plan.config.size("min_bytes")
-        return f"nothing moves: beside parameters nothing that is saved is as large as min_bytes, {size_text(least)}"
-    return (
-        f"of {size_text(movable_bytes)} that may move, {size_text(plan.moved_bytes)} "
-        f"{'move' if plan.moved_bytes else 'do'} and {size_text(plan.kept_bytes)} stay"
-        + (f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.again else "")
-        + (f"; windows of {size_text(plan.window_bytes)}, fraction {plan.fraction:.2f}" if plan.moved_bytes else "")
-    )
-
-
-def _what_again_brings(plan: PlanFigures) -> Iterator[str]:
-    """What computing modules again would change, a line where it was worked out."""
-    if plan.may_again is not None:
-        names, peak, seconds = plan.may_again
-        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
-        times = seconds / (plan.step_seconds or 1)
-        yield (
-            f"recompute=True would make that at most {seconds_text(seconds)} ({times:.2f} times), with a peak of "
-            f"{size_text(peak)}: {len(names)} of {kinds} computed again"
-        )
-
-
-def _fits(plan: PlanFigures) -> str:
-    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
-    said = f"a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"
-    if plan.fits and not (plan.moved_bytes or plan.again):
-        return f"fits without offloading: {said}"
-    return f"fits: {said}" if plan.fits else f"does not fit: {said}"
-
-
-def _what_needs_less(plan: PlanFigures) -> Iterator[str]:
-    """What a user can do about a plan that does not fit, a line."""
-    if plan.fits:
-        return
-    if plan.device_budget >= plan.least_budget:
-        yield 'less would be taken with policy="least", which keeps to its budget'
-        return
-    again = "" if plan.again else "recompute=True (--recompute), "
-    mesh = "" if plan.shards > 1 else "mesh=... (--mesh) where FSDP2 shards the model, "
-    yield f"less is taken with {again}a smaller batch, {mesh}or smaller max_inflight_bytes and prefetch_bytes"
-
-
-def _step(plan: PlanFigures) -> str:
-    times, without = plan.step_seconds / (plan.compute_seconds or 1), "transfers"
-    about = about_text(plan.machine)
-    if plan.again:
-        without += " and with nothing computed again"
-    return (
-        f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without {without}; "
-        f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
-    )
-
-
 def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
-    """An empty line, a title and a line for each row; nothing where there is no row."""
     if not rows:
         return []
     shown, others = list(rows[:_MOST_ROWS]), rows[_MOST_ROWS:]
@@ -293,7 +376,7 @@ def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:
 
 def about_text(machine: Machine) -> str:
     """Returns the word before seconds that follow from the rates of ``machine``."""
-    return "about " if machine.is_rough else ""
+    return "about " if machine.spread > _ROUGH else ""
 
 
 def seconds_text(value: float) -> str:

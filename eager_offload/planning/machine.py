@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 #: Bytes a second of a link that was not measured: a slow one, so that what comes over it is asked for early.
 UNKNOWN_BANDWIDTH = 1e9
 
-
 #: The least values of fields, where that is not any number above 0.
 _LEAST = {"memory_bytes": 0, "launch_seconds": 0, "spread": 1}
-#: Times are rough where measurements spread by more.
-_ROUGH = 1.5
 
 
 @checks_names
@@ -114,13 +111,7 @@ class Machine:
             f"link {self.out / 1e9:,.3g} GB/s out, {self.back / 1e9:,.3g} GB/s back{spread}"
         )
 
-    @property
-    def is_rough(self) -> bool:
-        """Whether the measurements differ by so much that times that follow from them are rough."""
-        return self.spread > _ROUGH
 
-
-GIB = 1 << 30
 #: Of a data sheet's figure, what training reaches: of the operations of products, and of the bytes of memory.
 _PRODUCTS, _MEMORY = 0.6, 0.8
 #: Seconds of the host for one operator of eager code.
@@ -133,7 +124,7 @@ _PCIE_5, _PCIE_4 = 52e9, 26e9
 def _device(name: str, flops: float, single: float, memory: float, link: float, gib: float) -> Machine:
     """By the figures of a data sheet: dense products, and what torch says is the capacity of its memory."""
     return Machine(
-        name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, int(gib * GIB), LAUNCH_SECONDS
+        name, _PRODUCTS * flops, _PRODUCTS * single, _MEMORY * memory, link, link, int(gib * (1 << 30)), LAUNCH_SECONDS
     )
 
 
@@ -144,7 +135,7 @@ TABLE = {
         # NVIDIA H200 Tensor Core GPU, data sheet (SXM): 1,979 TFLOP/s in bf16 with sparsity, half of that dense; 67 in
         # fp32; 4.8 TB/s. Of the operations what benchmarks/README.md takes: 11,500 in the time of a byte.
         Machine(
-            "h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 * GIB, LAUNCH_SECONDS
+            "h200", 11_500 * _PCIE_5, _PRODUCTS * 67e12, _MEMORY * 4.8e12, _PCIE_5, _PCIE_5, 139 << 30, LAUNCH_SECONDS
         ),
         # NVIDIA H100 Tensor Core GPU, data sheet (SXM): the same cores; 3.35 TB/s, 80 GB.
         _device("h100", 989.5e12, 67e12, 3.35e12, _PCIE_5, 79.0),
@@ -176,11 +167,15 @@ def machine_of(device: torch.device) -> Machine:
     Raises:
         ConfigError: ``device`` is not in the table, and not on this machine.
     """
+    import torch
+
     known = TABLE.get(_NAMES_IN_TORCH.get(name_of(device), ""))
     if known is None:
         with _measure_lock.lock:
             return _measured(device)
-    return replace(known, single_flops=known.flops / 2 if _takes_tf32() else known.single_flops, launch_seconds=0.0)
+    # TF32 has half of the rate of 16 bits. Of the two ways in which it is set, this one may be asked after either.
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return replace(known, single_flops=known.flops / 2 if is_tf32 else known.single_flops, launch_seconds=0.0)
 
 
 def name_of(device: torch.device) -> str:
@@ -292,8 +287,6 @@ _SCALES, _LARGE_ENOUGH, _RISING, _LONGEST = (1, 2, 3, 4, 6, 8), 0.02, 1.5, 0.1
 
 
 class _Work(NamedTuple):
-    """Something that a device does, and its operations or bytes."""
-
     run: Callable[[], object]
     amount: float
     repeats: int = 1
@@ -357,7 +350,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _rates_of(device: torch.device) -> Machine:
-    """Measures ``device``, and no link."""
     import torch
 
     if not _is_here(device):
@@ -366,17 +358,19 @@ def _rates_of(device: torch.device) -> Machine:
             f"are {', '.join(TABLE)}; an eager_offload.Machine describes any other"
         )
     with _undisturbed():
-        sized = partial(_sized, device)
-        works = [sized(partial(_product, device, torch.float32)), sized(partial(_copy, device))]
+        works = [_sized(device, partial(_product, device, torch.float32)), _sized(device, partial(_copy, device))]
         try:
-            works.append(sized(partial(_product, device, torch.bfloat16)))
+            works.append(_sized(device, partial(_product, device, torch.bfloat16)))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # not every device has products of such numbers
             works.append(works[0])
-        single, memory, half = _rates(device, works)
-    spread = max(one.spread for one in (half, single, memory))
-    return Machine(name_of(device), half.median, single.median, memory.median, spread=spread)
+        # In turn, so that a moment in which something else runs is in one of each.
+        seconds = [[work.seconds(device) for work in works] for _ in range(TIMES)]
+        columns = zip(*seconds, strict=True)
+        rates = [Rate.of(work.amount * work.repeats, each) for work, each in zip(works, columns, strict=True)]
+    single, memory, half = (one.median for one in rates)
+    return Machine(name_of(device), half, single, memory, spread=max(one.spread for one in rates))
 
 
 _measured = cache(_rates_of)
@@ -422,13 +416,6 @@ def _sized(device: torch.device, work_of: Callable[[int], _Work]) -> _Work:
     return work._replace(repeats=max(round(_SECONDS / once), 1))
 
 
-def _rates(device: torch.device, works: Sequence[_Work]) -> list[Rate]:
-    """Measures the rates of ``works`` in turn, so that a moment in which something else runs is in one of each."""
-    seconds = [[work.seconds(device) for work in works] for _ in range(TIMES)]
-    columns = zip(*seconds, strict=True)
-    return [Rate.of(work.amount * work.repeats, each) for work, each in zip(works, columns, strict=True)]
-
-
 def _is_here(device: torch.device) -> bool:
     import torch
 
@@ -436,11 +423,3 @@ def _is_here(device: torch.device) -> bool:
         return True
     here = torch.accelerator.current_accelerator(check_available=True)
     return here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count()
-
-
-def _takes_tf32() -> bool:
-    """Whether products of numbers of 32 bits are made in TF32, at half of the rate of 16 bits."""
-    import torch
-
-    # Of the two ways in which this is set, this one may be asked after either.
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

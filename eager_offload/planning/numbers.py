@@ -27,7 +27,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,15 +51,10 @@ _caches_lock = threading.RLock()
 def by_itself(device: torch.device = _CPU) -> Iterator[None]:
     """Autograd is on, compiled functions run as they were written, tensors are made on ``device`` unless the program
     says otherwise, and the caller's modes and hooks count for nothing."""
-    with ExitStack() as stack:
-        stack.enter_context(_uncompiled())
-        stack.enter_context(contexts.outside())
-        stack.enter_context(without_dispatch_modes())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if function_modes() or torch.get_default_device() != device:  # whatever default the caller has
-            stack.enter_context(device)
-        yield
+    with _uncompiled(), contexts.outside(), without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
+        is_other = function_modes() or torch.get_default_device() != device  # whatever default the caller has
+        with device if is_other else nullcontext():
+            yield
 
 
 @contextmanager
@@ -104,7 +99,6 @@ def apart(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_library(name: object) -> bool:
-    """Whether functions of the Python module of this name are none of the user's."""
     return str(name).partition(".")[0] in _LIBRARIES
 
 
@@ -121,21 +115,20 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class _GeneratorOfThread:
-    """What ``torch.random`` has in place of the default generator while any thread traces."""
-
+class _OfThread:
     def __init__(self, shared: Any) -> None:
         self._shared = shared
+
+
+class _GeneratorOfThread(_OfThread):
+    """What ``torch.random`` has in place of the default generator while any thread traces."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_local.generator or self._shared, name)
 
 
-class _GeneratorsOfThread(Sequence[Any]):
+class _GeneratorsOfThread(_OfThread, Sequence[Any]):
     """What ``torch.cuda`` has in place of the default generators of its devices while any thread traces."""
-
-    def __init__(self, shared: Sequence[Any]) -> None:
-        self._shared = shared
 
     def __len__(self) -> int:
         return len(self._shared)
@@ -149,11 +142,8 @@ class _GeneratorsOfThread(Sequence[Any]):
         return _local.on_devices[number]
 
 
-class _StanceOfThread:
+class _StanceOfThread(_OfThread):
     """What Dynamo has in place of its stance while any thread plans."""
-
-    def __init__(self, shared: Any) -> None:
-        self._shared = shared
 
     def __getattr__(self, name: str) -> Any:
         return "force_eager" if name == "stance" and _local.is_uncompiled else getattr(self._shared, name)

@@ -1,9 +1,10 @@
-"""``Plan``: what is known of a step before it runs."""
+"""``Plan``: what is known of a step before it runs, and the figure of it."""
 
 from __future__ import annotations
 
-import os
+import itertools
 from bisect import bisect_left
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
@@ -12,15 +13,28 @@ from torch import nn
 
 from eager_offload.config import size_text
 from eager_offload.errors import ConfigError
+from eager_offload.observe.advice import change_text
+from eager_offload.observe.figure import BUDGET, DEVICE, GAP, MUTED, PLOT, WITHOUT, Curve, Stack, needs_plotly
+from eager_offload.observe.report import Tile, time_text
 from eager_offload.planning.apply import Checks, Verify, checkpointed
-from eager_offload.planning.choose import Chooser
-from eager_offload.planning.figures import FixedWay, PlanFigures, about_text, seconds_text
-from eager_offload.planning.files import Point, read, write
+from eager_offload.planning.figures import (
+    FixedWay,
+    PlanFigures,
+    Point,
+    about_text,
+    seconds_text,
+    sentences,
+)
+from eager_offload.planning.replay import Chooser, Replay
 from eager_offload.planning.settings import PlanSettings
 from eager_offload.stats import Relief
 
 #: A part of a step that compute may wait without being worth a word, and to how many bits a budget for that is found.
 _LITTLE, _BITS = 0.05, 6
+#: Samples of a curve at most: more than a screen has pixels.
+_SAMPLES = 4096
+#: Of what plans are compared with.
+_SYMBOLS = ("square", "diamond", "triangle-up")
 
 
 class Plan(PlanFigures, PlanSettings):
@@ -109,7 +123,7 @@ class Plan(PlanFigures, PlanSettings):
         chosen = {
             "nothing moves": chooser.nothing.outcome,
             "every second storage moves": chooser.of(every_second),
-            "all that may moves": chooser.everything.outcome,
+            "all that may moves": chooser.share(1.0).outcome,
         }
         return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
 
@@ -125,11 +139,8 @@ class Plan(PlanFigures, PlanSettings):
         Raises:
             OffloadError: plotly is not installed: ``pip install 'eager_offload[report]'``.
         """
-        from eager_offload.observe.figure import needs_plotly  # plotly is not needed for a plan
-        from eager_offload.planning.drawing import drawn
-
         needs_plotly()
-        return drawn(self, self.front(), self.fixed_ways())
+        return _drawn(self, self.front(), self.fixed_ways())
 
     def __repr__(self) -> str:
         return (
@@ -137,18 +148,69 @@ class Plan(PlanFigures, PlanSettings):
             f"{size_text(self.peak_bytes)}, {about_text(self.machine)}{seconds_text(self.step_seconds)}>"
         )
 
-    # -- files --------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to ``path``, as JSON; a file that is there is replaced."""
-        write(self, path)
+def _drawn(plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> Any:
+    stack = Stack(f"{plan.model} on {plan.machine.name}", f"{plan.machine} · predicted: nothing was run")
+    without, compute, budget = ways[0].peak_bytes, plan.compute_seconds, plan.device_budget
+    fits = "of" if plan.fits else "it does not fit:"
+    times = f"{plan.step_seconds / (compute or 1):.3f} times {time_text(compute)}, a step without transfers"
+    again = f"; {size_text(plan.recomputed_bytes)} are computed again" if plan.recomputed_bytes else ""
+    change = change_text(without, plan.peak_bytes)
+    stack.tiles(
+        [
+            Tile("Peak on the device", size_text(plan.peak_bytes), f"{fits} {size_text(budget)} that may be taken"),
+            Tile("Without offload", size_text(without), f"{change} with this plan"),
+            Tile("Step", about_text(plan.machine) + time_text(plan.step_seconds), times),
+            Tile("Moves", size_text(plan.moved_bytes), f"and {size_text(plan.kept_bytes)} that could, stay{again}"),
+            Tile("Least budget", size_text(plan.least_budget), "that a plan fits"),
+        ]
+    )
+    stack.table(["What the plan says"], [[line] for line in sentences(plan)], [1.0])
+    problem, living = plan.problem, plan.living
+    unmoved = Replay(problem).run((False,) * len(problem.program.storages)).living
+    every = -(-len(living) // _SAMPLES) or 1
+    parts = [slice(first, first + every) for first in range(0, len(living), every)]
+    curves = [
+        Curve("without offload", without, WITHOUT, [max(unmoved[part]) for part in parts]),
+        Curve("with this plan", plan.peak_bytes, DEVICE, [max(living[part]) for part in parts]),
+    ]
+    if budget <= 1.25 * without:  # else it would leave the curves flat
+        curves.append(Curve("budget", budget, BUDGET, [budget] * len(parts)))
+    stack.memory([1e3 * problem.begins[part.start] for part in parts], curves, "bytes that live, without waits")
+    _draw_outcomes(stack, plan, front, ways)
+    titles, widths = ["Module", "storages", "stay", "move", *(["again"] if plan.again else [])], [4.0, 1, 1, 1, 1]
+    rows = [
+        [row.kind, f"{row.storages:,}", *map(size_text, (row.kept_bytes, row.moved_bytes, row.recomputed_bytes))]
+        for row in plan.rows()
+    ]
+    stack.table(titles, [row[: len(titles)] for row in rows], widths[: len(titles)])
+    return stack.figure()
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Returns the plan that ``save`` wrote to ``path``.
 
-        Raises:
-            ConfigError: the file holds no such plan, or one of another version, or it was changed.
-            FileNotFoundError: there is no file.
-        """
-        return read(cls, path)
+def _draw_outcomes(stack: Stack, plan: PlanFigures, front: Sequence[Point], ways: Sequence[FixedWay]) -> None:
+    compute = plan.compute_seconds or 1.0
+    x, y = stack.axis(PLOT, 2 * GAP)
+    drawn = [("best plans", [*front], "lines+markers", DEVICE, "circle")]
+    for one, symbol in zip(ways, itertools.cycle(_SYMBOLS), strict=False):
+        drawn.append((one.name, [Point(one.peak_bytes, *one[1:])], "markers", MUTED, symbol))
+    this = Point(plan.peak_bytes, plan.peak_bytes, plan.step_seconds)
+    drawn.append(("this plan", [this], "markers", BUDGET, "star"))
+    for name, points, mode, colour, symbol in drawn:
+        stack.drawing.add_scatter(
+            xaxis=x,
+            yaxis=y,
+            mode=mode,
+            name=name,
+            legend="legend2",
+            line={"shape": "hv"},  # a budget between two buys what the smaller one does
+            x=[one.budget for one in points],
+            y=[one.step_seconds / compute for one in points],
+            marker={"color": colour, "symbol": symbol, "size": 14 if symbol == "star" else 8},
+            customdata=[f"{size_text(one.peak_bytes)}, {time_text(one.step_seconds)}" for one in points],
+            hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
+        )
+    reached = [one.budget for _, points, *_ in drawn for one in points]
+    stack.bytes_at(x, max(reached), int(0.9 * min(reached)))
+    stack.legends["legend2"] = y
+    stack.layout(y, title={"text": "times a step without transfers", "font": {"size": 11}})
+    stack.layout(x, title={"text": "budget of the device", "standoff": 4}, anchor=y)

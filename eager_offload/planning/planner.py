@@ -1,10 +1,16 @@
-"""``plan``: from a model and its inputs to what a step of it will take."""
+"""``plan``: from a model and its inputs to what a step of it will take.
+
+[Note: what is computed again]
+A model is mostly blocks that repeat. Computing every, every second or every fourth of them again, or in each block all
+that attends to nothing, comes within a few percent of what a search among all modules finds; so these are traced and
+replayed, and the fastest one that fits is taken.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,15 +21,21 @@ from eager_offload.config import OffloadConfig, parse_size
 from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
-from eager_offload.planning.choose import WINDOWS, Chooser, Chosen
-from eager_offload.planning.files import Again, Point
+from eager_offload.planning.figures import Again, Point
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
-from eager_offload.planning.problem import Problem
-from eager_offload.planning.program import Program
-from eager_offload.planning.ranks import Asked, agreed, are_several, model_text
-from eager_offload.planning.recompute import positions
-from eager_offload.planning.sharding import check_mesh, on_one_device, shape_on, sharding_of
+from eager_offload.planning.program import Problem, Program, kind_of, modules_around
+from eager_offload.planning.replay import WINDOWS, Chooser
+from eager_offload.planning.sharding import (
+    Asked,
+    agreed,
+    are_several,
+    check_mesh,
+    model_text,
+    on_one_device,
+    shape_on,
+    sharding_of,
+)
 from eager_offload.planning.states import Optimizing, States, states_of
 from eager_offload.torch_private.inductor import is_compiled
 from eager_offload.torch_private.memory import tree_iter
@@ -140,8 +152,22 @@ def plan(
             OffloadConfig(device_budget=written).check_unit_of_budget(
                 lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
             )
-        states = _states(model, loss, optimizer, optimizer_bytes, mesh)
-        machine = _machine(device, settings)
+        states: States | None = None
+        if optimizer_bytes is not None:
+            states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+        elif optimizer is not None:
+            meshes: dict[Tensor, tuple[int, ...] | None] = {}
+            if isinstance(loss, nn.Module):
+                meshes.update((one, None) for one in loss.parameters())
+            meshes.update((one, mesh) for one in model.parameters())
+            states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
+        machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
+        if device == _HERE:
+            machine = here(settings)
+        elif machine is None:
+            raise ConfigError(
+                f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
+            )
         if budget is None:
             budget = machine.memory_bytes
             if not budget:
@@ -149,8 +175,7 @@ def plan(
                     f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
                 )
         text = model_text(model) if are_several() else ""
-        held = sharding, accumulation > 1
-        return Asked(settings, machine, budget, states, text, *held)
+        return Asked(settings, machine, budget, states, text, sharding, accumulation > 1)
 
     return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
 
@@ -170,10 +195,9 @@ def _make(
 
     def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
         least, patterns = settings.size("min_bytes"), settings.skip
-        seen = partial(trace, min_bytes=least, patterns=patterns, target=machine.kernels)
-        program = seen(model, inputs, loss, again=again)
-        seconds = tuple(program.seconds(machine))
-        return on_one_device(program, asked.sharding, accumulates=asked.accumulates), seconds
+        seen = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, target=machine.kernels)
+        seconds = tuple(seen.seconds(machine))
+        return on_one_device(seen, asked.sharding, accumulates=asked.accumulates), seconds
 
     whole = _chooser(*traced(), asked)
     least = whole.least
@@ -183,17 +207,17 @@ def _make(
         case "free":
             chosen = whole.hidden()
         case _:
-            chosen = whole.everything
+            chosen = whole.share(1.0)
     names: tuple[str, ...] = ()
     steps = {names: whole}
     may_again: Again | None = None
     tried: Sequence[tuple[str, ...]] = ()
     if recompute:
-        tried = [*positions(whole.problem.program)]
+        tried = _positions(whole.problem.program)
     elif policy == "least" and (
         chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
     ):  # nothing fits, or compute waits: one is enough to say that to compute again is worth while
-        tried = [*positions(whole.problem.program)][1:2]
+        tried = _positions(whole.problem.program)[1:2]
     for again in tried:
         try:
             step = traced(again)
@@ -201,8 +225,9 @@ def _make(
             continue
         steps[again] = _chooser(*step, asked)
     if tried:
-        names = min(steps, key=lambda again: _cost(steps[again].within(budget), budget))
-        best = steps[names].within(budget)
+        found = {again: step.within(budget) for again, step in steps.items()}
+        names = min(found, key=lambda again: (max(found[again].peak_bytes - budget, 0), found[again].step_seconds))
+        best = found[names]
         if recompute:
             chosen, least = best, min((one.least for one in steps.values()), key=attrgetter("peak_bytes"))
         elif names:
@@ -228,27 +253,7 @@ def _make(
     )
 
 
-def _states(
-    model: nn.Module,
-    loss: object,
-    optimizer: Optimizing | None,
-    optimizer_bytes: int | str | None,
-    mesh: tuple[int, ...] | None,
-) -> States | None:
-    """What ``plan`` counts of an optimizer; ``None``: nothing."""
-    if optimizer_bytes is not None:
-        return States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
-    if optimizer is None:
-        return None
-    meshes: dict[Tensor, tuple[int, ...] | None] = {}
-    if isinstance(loss, nn.Module):
-        meshes.update((one, None) for one in loss.parameters())
-    meshes.update((one, mesh) for one in model.parameters())
-    return states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
-
-
 def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
-    """Returns what decides for a step that goes like ``program``, in the windows that the settings allow."""
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -256,8 +261,9 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
     if settings.max_inflight_bytes == settings.prefetch_bytes == "auto":
         tried = {windows.inflight, *(bounded_window(one, movable, device_bytes) for one in WINDOWS)}
     rests = settings.host_budget
+    states = 0 if asked.states is None else asked.states.nbytes
     problem = Problem(
-        program,
+        replace(program, other_bytes=tuple(one + states for one in program.other_bytes)),
         seconds,
         machine.out,
         machine.back,
@@ -266,15 +272,10 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem.with_more(0 if asked.states is None else asked.states.nbytes), sorted(tried))
-
-
-def _cost(chosen: Chosen, budget: int) -> tuple[float, float]:
-    return max(chosen.peak_bytes - budget, 0), chosen.step_seconds
+    return Chooser(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
-    """Raises ``ConfigError`` where that cannot be planned, or not to that aim."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: model takes a torch.nn.Module")
     if loss is not None and not callable(loss):
@@ -295,18 +296,38 @@ def _check_what(model: object, loss: object, policy: str, *, recompute: object) 
                     raise PlanError(f"{key!r} of {what} has a module of {OF_TORCHSCRIPT}")
 
 
-def _machine(device: str | Machine, settings: OffloadConfig) -> Machine:
-    """The device that a user names; raises ``ConfigError`` for another name."""
-    if isinstance(device, Machine):
-        return device
-    if device == _HERE:
-        return here(settings)
-    if (found := TABLE.get(str(device))) is not None:
-        return found
-    raise ConfigError(
-        f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
-    )
-
-
 def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
+
+
+#: Of so many blocks one is computed again.
+_EVERY = (1, 2, 4)
+#: Parts of the names of operators that attend: a product of products, and what is between them.
+_ATTENDS = ("attention", "softmax")
+
+
+def _positions(program: Program) -> list[tuple[str, ...]]:
+    """Returns names of modules that may be computed again together, the most bytes first: see
+    [Note: what is computed again]."""
+    saved: dict[str, int] = defaultdict(int)
+    for storage in program.storages:
+        for name in modules_around(program.modules[storage.module]):
+            saved[name] += storage.nbytes
+    repeatable = [program.modules[number] for number in program.repeatable]
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in repeatable:
+        if (kind := kind_of(name)) != name and saved[name]:
+            kinds[kind].append(name)
+    repeated = [names for names in kinds.values() if len(names) > 1]
+    # Of one that is all of another, the outer one, whose name is shorter.
+    blocks = max(repeated, key=lambda names: (sum(saved[name] for name in names), -len(names[0])), default=list[str]())
+    attend = set[str]()
+    for op in program.ops:
+        if any(part in op.name for part in _ATTENDS):
+            attend.update(modules_around(program.modules[op.module]))
+    inner = []
+    for block in blocks:  # right below it what saves most of that which attends to nothing
+        below = [one for one in repeatable if one.startswith(f"{block}.") and "." not in one[len(block) + 1 :]]
+        inner += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
+    found = [tuple(blocks[::every]) for every in _EVERY if every < len(blocks)]
+    return [*found, tuple(inner)] if inner else found

@@ -1,4 +1,6 @@
-"""A training step as numbers: what it computes, what it saves, and which bytes live meanwhile. No tensors, no devices.
+"""A training step as numbers: what it computes, what it saves, and which bytes live meanwhile; no tensors.
+
+``Problem`` is a step, the device that it runs on, and how much may be on its way.
 
 Operators are counted from 0 through forward and backward. "At operator i" is while it runs, "from operator i on"
 includes it. Sizes are bytes.
@@ -7,25 +9,25 @@ includes it. Sizes are bytes.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from eager_offload.core.budget import Timeline
 from eager_offload.planning.machine import Machine
 from eager_offload.stats import KeepReason
+from eager_offload.tiers.memory import PAGE, round_up
 
 
 class Op(NamedTuple):
-    """One operator."""
-
     name: str
     module: int
     """The number of the module that it belongs to; of an operator of backward, the one whose gradient it computes."""
     flops: int
-    """Operations of products."""
     nbytes: int
-    """Read and written."""
     single: bool
     """Whether the numbers that it multiplies have 32 bits or more."""
 
@@ -40,7 +42,6 @@ class ProgramSave(NamedTuple):
     storage: int
     """The number of its storage among those that may move; -1 where it is none of them."""
     storage_nbytes: int = 0
-    """Bytes of its storage, of whichever kind."""
     op: int = 0
     """The operator that comes next."""
     node: int = 0
@@ -50,11 +51,8 @@ class ProgramSave(NamedTuple):
 
 
 class ProgramAsk(NamedTuple):
-    """One unpack."""
-
     save: int
     op: int
-    """The operator that comes next."""
 
 
 class Storage(NamedTuple):
@@ -63,11 +61,8 @@ class Storage(NamedTuple):
     nbytes: int
     """That autograd holds."""
     moved_bytes: int
-    """That travel."""
     module: int
-    """The number of the module that made it."""
     made: int
-    """The operator that made it."""
     freed: int
     """From this operator on forward does not hold it any more."""
     saved: int
@@ -88,7 +83,6 @@ class Weight(NamedTuple):
     gradient_bytes: int
     """0 where it has none, as of a frozen one."""
     gradient_made: int
-    """The operator that made its gradient."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,6 @@ class Program:
     """Names of modules, by number; the model's own is empty."""
     ops: tuple[Op, ...]
     forward_ops: int
-    """How many of them are forward's."""
     saves: tuple[ProgramSave, ...]
     asks: tuple[ProgramAsk, ...]
     storages: tuple[Storage, ...]
@@ -116,12 +109,10 @@ class Program:
     """Parameters of the model; they and their gradients are parts of ``other_bytes``."""
 
     def seconds(self, machine: Machine) -> list[float]:
-        """How long each operator takes."""
         return [machine.seconds(op.flops, op.nbytes, single=op.single) for op in self.ops]
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes of the storages that may move."""
         return sum(storage.nbytes for storage in self.storages)
 
 
@@ -146,3 +137,98 @@ def living(count: int, spans: Sequence[tuple[int, int, int]]) -> list[int]:
             change[min(start, count)] += nbytes
             change[min(end, count)] -= nbytes
     return list(accumulate(change[:count]))
+
+
+#: For each storage that may move, whether it does.
+Moves: TypeAlias = tuple[bool, ...]
+
+
+def floor_seconds(forward: float, backward: float, nbytes: float, out: float, back: float) -> float:
+    """Each half of a step takes as long as its compute or as its transfers, whichever is longer."""
+    return max(forward, nbytes / out) + max(backward, nbytes / back)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step on a device behind a link."""
+
+    program: Program
+    op_seconds: Sequence[float]
+    out: float
+    back: float
+    window: int
+    """Bytes on their way out: ``max_inflight_bytes``."""
+    ahead: int
+    """Bytes brought back early: ``prefetch_bytes``."""
+    launch_seconds: float = 0.0
+    """What each call costs the host; 0 where the host is the device, and waits for each operator."""
+    room: int | None = None
+    """Bytes that may rest in the tier at one time; ``None``: any number."""
+    ordered: bool = False
+    """Whether the order of transfers and waits is that of a compiled graph."""
+
+    @cached_property
+    def begins(self) -> list[float]:
+        """When each operator begins where compute never waits, and at last when the step ends."""
+        return list(accumulate(self.op_seconds, initial=0.0))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step as the rule by pace sees it."""
+        program, storages, begins = self.program, self.program.storages, self.begins
+        final, asks = [begins[one.saved] for one in storages], self.by_ask
+        if not self.ordered:  # a graph has what it computes at once; autograd, when a later node brings another one in
+            saves = [save for save in program.saves if save.storage >= 0]
+            brought = dict[int, ProgramSave]()
+            for save in saves:
+                brought.setdefault(save.storage, save)
+            first = list(brought.values())
+            for save in saves:
+                later = bisect_right(first, save.node, key=lambda one: one.node)
+                final[save.storage] = begins[first[later].op] if later < len(first) else self.forward_seconds
+            asks = [one for one in dict.fromkeys(program.saves[ask.save].storage for ask in program.asks) if one >= 0]
+        return Timeline(
+            [one.moved_bytes for one in storages],
+            final,
+            [begins[one.asked] for one in storages],
+            asks,
+            self.forward_seconds,
+            self.compute_seconds,
+            self.out,
+            self.back,
+            self.window,
+            self.ahead,
+        )
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.begins[-1]
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of its forward."""
+        return self.begins[self.program.forward_ops]
+
+    @cached_property
+    def by_ask(self) -> list[int]:
+        storages = self.program.storages
+        return sorted(range(len(storages)), key=lambda number: storages[number].asked)
+
+    def within_room(self, moves: Moves) -> Moves:
+        """Returns ``moves`` with those that move in any case, without the newest others that the tier has no room
+        for."""
+        found = [moves[number] or one.is_forced for number, one in enumerate(self.program.storages)]
+        over = 0 if self.room is None else self.tier_bytes(tuple(found)) - self.room
+        for number in reversed(range(len(found))):
+            if over > 0 and found[number] and not self.program.storages[number].is_forced:
+                found[number] = False
+                over -= self._pages[number]
+        return tuple(found)
+
+    def tier_bytes(self, moves: Moves) -> int:
+        """Bytes that rest in the tier where those move, in whole pages: between forward and backward all of them."""
+        return sum(nbytes for number, nbytes in enumerate(self._pages) if moves[number])
+
+    @cached_property
+    def _pages(self) -> list[int]:
+        return [round_up(storage.moved_bytes, PAGE) for storage in self.program.storages]

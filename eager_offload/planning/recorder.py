@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from eager_offload import marks
 from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.core.selection import logical_bytes, reason_to_stay
-from eager_offload.eager.checkpointing import Saver
 from eager_offload.errors import PlanError
-from eager_offload.planning.blocks import Block, Blocks, SavedBlock, Use
-from eager_offload.planning.calls import Calls, written_by
-from eager_offload.planning.guessed import guessed_name
+from eager_offload.planning.blocks import Block, Blocks, Calls, SavedBlock, Use, written_by
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
+from eager_offload.planning.target import guessed_name
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.autograd import autograd_sequence, current_autograd_node, node_sequence
 from eager_offload.torch_private.calls import (
@@ -45,19 +43,13 @@ class _Handle(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Writes down operators, storages, saves and asks.
-
-    Args:
-        min_bytes: a smaller saved tensor stays.
-        generator: of the random numbers that are known.
-        blocks: notes which storages live.
-    """
+    """Writes down operators, storages, saves and asks; known random numbers are those of ``generator``."""
 
     def __init__(self, min_bytes: int, *, generator: torch.Generator, blocks: Blocks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
-        self._min_bytes, self._generator = min_bytes, generator
-        self._generators: dict[torch.device, torch.Generator] = {}
-        self._blocks = blocks
+        self.min_bytes, self.blocks = min_bytes, blocks
+        #: By device, which no other thread draws from.
+        self._generators = {generator.device: generator}
         #: Names of functions whose saves depend on the device.
         self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
@@ -68,13 +60,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         self._inside = [0]
         #: Those that a function of backward is calling, as a reentrant checkpoint does.
         self._again: list[int] = []
-        self._calls = Calls(self._blocks)
+        self._calls = Calls(self.blocks)
         #: The modules whose operators made the autograd nodes with these numbers.
         self._of_nodes: dict[int, int] = {}
         #: Those that have saved something, by autograd's number, in order.
         self._nodes: dict[int, int] = {}
         self._is_backward = False
-        self._weights: tuple[Weight, ...] = ()
+        self._weights: list[Weight] = []
         #: Operators that other operators are made of, and those of the recorder itself, are not counted.
         self._depth = 0
         #: Known numbers that something unknown was written over; another storage may have the key of one that has died.
@@ -84,32 +76,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
     # -- what there is before -----------------------------------------------------------------------------------------
 
     def has(self, tensor: Tensor) -> None:
-        """``tensor`` is there from the beginning to the end."""
         self._held.append(tensor)
-        self._blocks.add(tensor, 0, 0)
+        self.blocks.add(tensor, 0, 0)
 
-    def lacks(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has bytes, was not there and was made by no operator."""
-        return self._blocks.lacks(tensor)
-
-    def _refuse(self, tensor: Tensor) -> None:
-        """Raises ``PlanError``: the step would change ``tensor``."""
-        change = "a gradient of it" if tensor.requires_grad else "its numbers"
-        raise PlanError(
-            f"{self.where} takes a tensor of the shape {tuple(tensor.shape)} from outside of the model, and a step "
-            f"changes {change}. A plan changes nothing of the program's: make it a parameter or a buffer of the model, "
-            "or of a torch.nn.Module that is given as loss=..., which are copied"
-        )
-
-    def _meet(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Sees to it that ``func`` changes nothing from outside."""
-        strangers = [one for one in tensors_in((args, named)) if not is_fake(type(one)) and self.lacks(one)]
-        if not strangers:
-            return
-        written = {id(one) for one in written_by(OperatorCall(func, args, named, None))}
-        for one in strangers:
-            if one.requires_grad or id(one) in written:
-                self._refuse(one)
+    def _meet(self, tensors: Iterable[Tensor], written: Collection[int] = ()) -> None:
+        """Refuses those from outside of which a step makes a gradient, or writes to them, by their identities."""
+        for one in tensors:
+            if is_fake(type(one)) or not (one.requires_grad or id(one) in written) or not self.blocks.lacks(one):
+                continue
+            change = "a gradient of it" if one.requires_grad else "its numbers"
+            raise PlanError(
+                f"{self.where} takes a tensor of the shape {tuple(one.shape)} from outside of the model, and a step "
+                f"changes {change}. A plan changes nothing of the program's: make it a parameter or a buffer of the "
+                "model, or of a torch.nn.Module that is given as loss=..., which are copied"
+            )
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -122,28 +102,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
                 hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(self._leaving))
             yield
-            self._weights = tuple(self._weights_of(model))
-
-    def _weights_of(self, model: nn.Module) -> Iterator[Weight]:
         known = set[Block]()
         for name, parameter in model.named_parameters():
-            block = self._blocks.of(parameter)
+            block = self.blocks.of(parameter)
             if block is None or block in known:  # it has no bytes, or shares those of another one
                 continue
-            made = None if parameter.grad is None else self._blocks.of(parameter.grad)
+            made = None if parameter.grad is None else self.blocks.of(parameter.grad)
             known.add(block)
-            if made is None or made in known:
-                yield Weight(name, block.nbytes, 0, 0)
-            else:
+            gradient = (0, 0) if made is None or made in known else (made.nbytes, made.made)
+            self._weights.append(Weight(name, block.nbytes, *gradient))
+            if made is not None:
                 known.add(made)
-                yield Weight(name, block.nbytes, made.nbytes, made.made)
 
     def _entering(self, number: int, module: nn.Module, *given: object) -> None:
         self._inside.append(number)
         if self._is_backward:
             self._again.append(number)
         op = len(self._ops)
-        self._blocks.note_deaths(op)
+        self.blocks.note_deaths(op)
         self._calls.enter(number, op, len(self._saves), given, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
@@ -155,9 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():
-            for leaf in _leaves_of(loss):
-                if not is_fake(type(leaf)) and self.lacks(leaf):
-                    self._refuse(leaf)
+            self._meet(_leaves_of(loss))
         self._is_backward, self._forward_ops = True, len(self._ops)
 
     def _module(self) -> int:
@@ -177,12 +151,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     @property
     def where(self) -> str:
-        """What runs."""
         name = self._modules[self._inside[-1]]
         return ("backward of " if self._is_backward else "") + (f"module {name!r}" if name else "the model itself")
 
     def error(self, what: str) -> PlanError:
-        """What is raised where tracing meets a number that it does not have."""
         return PlanError(
             f"{self.where} {what}. A plan is made without computing anything: what a step does may depend on shapes, "
             "and on integers and booleans among the inputs, but on no other numbers. Train without a plan, with "
@@ -201,13 +173,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         named = dict(kwargs or {})
         if self._depth:
             return func(*args, **named)
-        self._blocks.note_deaths(len(self._ops))
+        self.blocks.note_deaths(len(self._ops))
         with self.unseen():
-            self._meet(func, args, named)
+            written = [*written_by(OperatorCall(func, args, named, None))]
+            self._meet(tensors_in((args, named)), [*map(id, written)])
             result = self._run(func, args, named)
             if any(isinstance(one, torch.Generator) for one in (*args, *named.values())):
                 self._calls.changed()  # whose state a checkpoint does not put back
-            self._write_down(OperatorCall(func, args, named, result))
+            call, op, module = OperatorCall(func, args, named, result), len(self._ops), self._module()
+            for one in written:
+                self._calls.write(op, one)
+            for one in tensors_in(result):
+                self.blocks.add(one, op, module)
+            if nbytes := traffic_of(call):
+                name = schema_of(func).name.removeprefix("aten::")
+                self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
         return result
 
     @contextmanager
@@ -229,10 +209,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._guessed[name] = None
 
     def _run(self, func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs an operator: on fakes, or on known numbers."""
         if schema_of(func).name == "aten::mkldnn_rnn_layer":
             workspace = torch.empty(_workspace_bytes(func, args), dtype=torch.uint8)
-            block = self._blocks.add(workspace, len(self._ops), self._module())
+            block = self.blocks.add(workspace, len(self._ops), self._module())
             assert block is not None, "it has bytes"
             block.is_guess = True
             return (*func(*args, **named)[:-1], workspace)
@@ -249,23 +228,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         made = tensors_in(result)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if known and is_random:
-            func, named = _drawing_from(self._generator_of(made[0].device), func, named)
+            device = made[0].device
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device)
+            func, named = _drawing_from(self._generators[device], func, named)
             known = "generator" in named
         is_copy = schema_of(func).name == "aten::_to_copy" and all(one.nbytes <= MOST_READ for one in made)
-        if known and all((is_copy or _may_be_known(one)) and (one.numel() <= 1 or not is_random) for one in made):
+        for one in made:  # numbers that steer are computed, and no activations
+            is_number = one.dtype.is_floating_point or one.dtype.is_complex or one.nbytes > MOST_KNOWN
+            known &= one.numel() <= 1 or not (is_random or (is_number and not is_copy))
+        if known:
             return _computed(func, args, named)
         if schema_of(func).is_mutable:
             storages = (storage_of(one) for one in tensors if not is_fake(type(one)))
             self._stale.update((storage_key(one), weak_storage(one)) for one in storages if one is not None)
         return result
-
-    def _generator_of(self, device: torch.device) -> torch.Generator:
-        """The one for the random numbers of ``device``, which no other thread draws from."""
-        if device.type == self._generator.device.type:
-            return self._generator
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device]
 
     def _has_numbers(self, tensor: Tensor) -> bool:
         if is_fake(type(tensor)):
@@ -273,17 +250,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         storage = storage_of(tensor)
         stale = None if storage is None else self._stale.get(storage_key(storage))
         return stale is None or stale() is None
-
-    def _write_down(self, call: OperatorCall) -> None:
-        op, module = len(self._ops), self._module()
-        for one in written_by(call):
-            self._calls.write(op, one)
-        for one in tensors_in(call.result):
-            self._blocks.add(one, op, module)
-        nbytes = traffic_of(call)
-        if nbytes:
-            name = schema_of(call.target).name.removeprefix("aten::")
-            self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
 
     # -- autograd -----------------------------------------------------------------------------------------------------
 
@@ -294,22 +260,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     def _pack(self, tensor: Tensor) -> _Handle:
         op = len(self._ops)
-        self._blocks.note_deaths(op)
+        self.blocks.note_deaths(op)
         storage = storage_of(tensor)
         mark = None if storage is None else marks.mark_of(storage)
-        reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is marks.Mark.PREFER)
+        reason = reason_to_stay(tensor, self.min_bytes, preferred=mark is marks.Mark.PREFER)
         if reason is None and (mark is marks.Mark.KEEP or marks.inside.keeps):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
         if mark is not None or marks.inside.keeps:
             self._calls.decided(len(self._saves))
-        if mark is not None and (marked := self._blocks.of(tensor)) is not None:
+        if mark is not None and (marked := self.blocks.of(tensor)) is not None:
             marked.mark = mark  # of what was saved of it before too: no copy of that has started
         block = None
-        if (of := self._blocks.of(tensor)) is not None and of.is_guess:
+        if (of := self.blocks.of(tensor)) is not None and of.is_guess:
             reason = KeepReason.LAYOUT  # each step knows its size
         if reason is None or reason is KeepReason.SMALL:
-            is_outside = self.lacks(tensor)
-            block = self._blocks.add(tensor, op, self._inside[-1])
+            is_outside = self.blocks.lacks(tensor)
+            block = self.blocks.add(tensor, op, self._inside[-1])
             if block is not None and is_outside:
                 block.is_outside = True
         if reason is None and (block is None or block.nbytes % tensor.itemsize or tensor.is_conj() or tensor.is_neg()):
@@ -326,47 +292,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             with _as_it_is(tensor):
                 kept = tensor if tensor.is_leaf else tensor.detach()
             return _Handle(number, lambda: kept)
-        saved = self._blocks.save(block, tensor, op)
+        saved = self.blocks.save(block, tensor, op)
         self._saves.append((save, block, saved.use))
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _Handle(number, partial(self._like, saved, tensor.dtype, place))
 
     def unpack(self, handle: _Handle) -> Tensor:
-        """The saved tensor, or one like it."""
         op = len(self._ops)
-        self._blocks.note_deaths(op)
+        self.blocks.note_deaths(op)
         self._asks.append(ProgramAsk(handle.save, op))
         return handle.get()
 
-    @property
-    def saver(self) -> Saver:
-        """Takes what selective checkpointing saves, as autograd's own saves are taken."""
-        return Saver(self.pack, self.unpack, self._min_bytes)
-
     def _like(self, saved: SavedBlock, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
         with self.unseen():
-            whole = self._blocks.ask(saved, dtype, len(self._ops))
+            whole = self.blocks.ask(saved, dtype, len(self._ops))
             with _as_it_is(whole):
                 return whole.as_strided(*place)
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
     def program(self) -> Program:
-        self._blocks.note_deaths(len(self._ops))
-        numbers, storages, other_bytes = self._blocks.result(len(self._ops))
-        saves = tuple(
-            save if save.reason is not None or block is None else _of_block(save, block, numbers.get(block, -1), use)
-            for save, block, use in self._saves
-        )
-        modules = tuple(self._modules)
+        self.blocks.note_deaths(len(self._ops))
+        numbers, storages, other_bytes = self.blocks.result(len(self._ops))
+        saves = [save for save, _, _ in self._saves]
+        for at, (save, block, use) in enumerate(self._saves):
+            number = -1 if block is None else numbers.get(block, -1)
+            is_dropped = number >= 0 and use is not None and not use.is_asked  # before it was saved for another graph
+            if save.reason is None and block is not None and not is_dropped:
+                is_alive = number < 0 and block.asked is not None and None in block.moved
+                saves[at] = save._replace(storage=number, is_alive=is_alive)
         ops, asks = tuple(self._ops), tuple(self._asks)
-        guessed = tuple(sorted(self._guessed))
-        noted = self._calls.repeatable(), guessed, self._weights
-        return Program(modules, ops, self._forward_ops, saves, asks, storages, other_bytes, *noted)
+        noted = tuple(self._calls.repeatable()), tuple(sorted(self._guessed)), tuple(self._weights)
+        made = tuple(saves), asks, storages, other_bytes
+        return Program(tuple(self._modules), ops, self._forward_ops, *made, *noted)
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors to which the backward of ``loss`` gives a gradient."""
     todo, seen = [loss.grad_fn], set[Any]()
     while todo:
         node = todo.pop()
@@ -376,14 +337,6 @@ def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
         todo += [after for after, _ in node.next_functions]
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield leaf
-
-
-def _of_block(save: ProgramSave, block: Block, number: int, use: Use | None) -> ProgramSave:
-    """A save that may move by its kind; ``number`` is -1 where its storage does not."""
-    if number >= 0 and use is not None and not use.is_asked:
-        return save  # of a graph that was dropped, before the storage was saved for another one
-    is_alive = number < 0 and block.asked is not None and None in block.moved
-    return save._replace(storage=number, is_alive=is_alive)
 
 
 def _as_it_is(tensor: Tensor) -> AbstractContextManager[object]:
@@ -396,15 +349,7 @@ def _computed(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str
         return func(*args, **named)
 
 
-def _may_be_known(tensor: Tensor) -> bool:
-    """Whether a result is computed where all that it follows from is known: numbers that steer, not activations."""
-    if tensor.nbytes > MOST_KNOWN:
-        return False
-    return tensor.numel() <= 1 or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-
-
 def _result_of(func: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What ``func`` returns for tensors that may be fake."""
     if schema_of(func).name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
         # torch's rule for tensors without bytes takes bfloat16 alone, its kernels others too.
         left, right = (one.to(torch.bfloat16) for one in args[:2])
@@ -429,7 +374,6 @@ def _workspace_bytes(func: OpOverload[..., Any], args: tuple[Any, ...]) -> int:
 def _drawing_from(
     generator: torch.Generator, func: OpOverload[..., Any], named: dict[str, Any]
 ) -> tuple[OpOverload[..., Any], dict[str, Any]]:
-    """``func`` and what it is given by name, so that it draws from ``generator``; as they are where it takes none."""
     names = [one.name for one in schema_of(func).arguments]
     for overload in (func, *(getattr(func.overloadpacket, one) for one in func.overloadpacket.overloads())):
         theirs = [one.name for one in schema_of(overload).arguments]
@@ -450,7 +394,6 @@ _QUESTIONS = {
 
 
 def _lacking_numbers(func: OpOverload[..., Any], error: Exception) -> str | None:
-    """What an operator does for which tensors without numbers do not do; ``None`` for an error with any tensors."""
     name = schema_of(func).name.removeprefix("aten::")
     what = _QUESTIONS.get(type(error).__name__)
     if what is None and (isinstance(error, NotImplementedError) or is_of_fakes(error)):

@@ -13,18 +13,25 @@ over, which it asks at each save and each unpack. Without ``launch_seconds`` the
 In a compiled graph every transfer and wait has its place before it runs (``Problem.ordered``). The host is no part of
 it: compute waits where the window is full, and where forward ends for all that is on its way, and then sources go. So
 its peak depends on no time.
+
+What moves is a part of the bytes, by the rule by pace (``budget.share``), which is bisected, with the windows that
+serve best. The windows matter more than which storages make the part up: a link is busy for as long as a window holds
+work for it, and a window takes memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
+from eager_offload.core.budget import share
 from eager_offload.core.schedule import AWAITED_WINDOWS, PrefetchOrder, ResidentQueue, StepUses
-from eager_offload.planning.problem import Moves, Problem
-from eager_offload.planning.program import ProgramAsk, ProgramSave, living
+from eager_offload.planning.program import Moves, Problem, ProgramAsk, ProgramSave, living
 
 
 class Outcome(NamedTuple):
@@ -33,7 +40,6 @@ class Outcome(NamedTuple):
     moves: Moves
     step_seconds: float
     living: tuple[int, ...]
-    """Bytes that live while each operator runs."""
     returned: tuple[int, ...]
     """The storages that have left and come back, in order."""
     moved_bytes: int
@@ -91,10 +97,11 @@ class Replay:
         """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""
         return _Step(self, self.problem.within_room(moves)).run()
 
+    def part(self, fraction: float) -> Chosen:
+        return Chosen(self.problem, self.run(tuple(share(self.problem.timeline, fraction))), fraction)
+
 
 class _Stored:
-    """A storage as the look-ahead knows it."""
-
     __slots__ = ("is_gone", "number")
 
     def __init__(self, number: int) -> None:
@@ -133,11 +140,18 @@ class _Step:
     def run(self) -> Outcome:
         of, program = self.of, self.problem.program
         for op in of.ops:
-            self._compute_until(op)
+            if op > self.at:  # the operators before it are enqueued
+                seconds, calls = self.problem.begins[op] - self.problem.begins[self.at], op - self.at
+                self.compute = max(self.compute, self.host + self.launch, self.clear_from) + seconds
+                self.host = self.compute if self.host_waits else self.host + self.launch * calls
+                self.at = op
             for save in of.saves_at.get(op, ()):
                 self._save(save)
             if op == program.forward_ops:
-                self._end_forward()
+                self._poll()
+                self._start_due(None)
+                while self.problem.ordered and self.leaving:
+                    self._wait_for_the_oldest()
             for save in of.asks_at.get(op, ()):
                 self._ask(save)
         end = len(self.change) - 1
@@ -148,22 +162,7 @@ class _Step:
         returned = tuple(sorted(self.returned))
         return Outcome(self.moves, self.compute, tuple(living), returned, self.moved_bytes)
 
-    # -- clocks -------------------------------------------------------------------------------------------------------
-
-    def _compute_until(self, op: int) -> None:
-        """Enqueues the operators before ``op``."""
-        if op > self.at:
-            begins, count = self.problem.begins, op - self.at
-            self._run(begins[op] - begins[self.at], count)
-            self.at = op
-
-    def _run(self, seconds: float, calls: int = 1) -> None:
-        """Has compute run for so many seconds, of as many calls."""
-        self.compute = max(self.compute, self.host + self.launch, self.clear_from) + seconds
-        self.host = self.compute if self.host_waits else self.host + self.launch * calls
-
     def _reached(self) -> float:
-        """Returns when compute is done with what it was given so far."""
         return max(self.compute, self.clear_from, self.host)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -186,12 +185,6 @@ class _Step:
             awaited = last if last > first and is_awaited else None
             self.queue.push(first, storage.moved_bytes, final_after, urgent=True, last_save=awaited)
         self._start_due(one.node)
-
-    def _end_forward(self) -> None:
-        self._poll()
-        self._start_due(None)
-        while self.problem.ordered and self.leaving:
-            self._wait_for_the_oldest()
 
     def _start_due(self, node: int | None) -> None:
         while (first := self.queue.due(node)) is not None:
@@ -272,18 +265,14 @@ class _Step:
         for one in looked.bring:
             if one.number not in self.here:
                 self._bring(one.number)
-        if number in self.back:
-            self._wait_for(number)
-        self.rank += 1
-
-    def _wait_for(self, number: int) -> None:
-        """Has compute wait for a storage that is on its way back."""
-        self.host += self.launch
-        if self.back[number] > self.host or self.problem.ordered:
+        if number in self.back:  # compute waits for it
             self.host += self.launch
-            self.clear_from = max(self.clear_from, self.back[number])
-            if self.host_waits:
-                self.host = max(self.host, self.back[number])
+            if self.back[number] > self.host or self.problem.ordered:
+                self.host += self.launch
+                self.clear_from = max(self.clear_from, self.back[number])
+                if self.host_waits:
+                    self.host = max(self.host, self.back[number])
+        self.rank += 1
 
     def _end_node(self) -> None:
         """Has the handles of a node go with it, and what the node was given unless that is asked for soon."""
@@ -310,3 +299,95 @@ class _Step:
         self.returned.add(number)
         self.moved_bytes += storage.moved_bytes
         self.change[self.at] += storage.nbytes
+
+
+# -- what moves -------------------------------------------------------------------------------------------------------
+
+#: Bytes of the windows that a plan chooses among, beside the automatic one.
+WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
+#: How often the part that moves is halved.
+_HALVINGS = 8
+#: The parts that are tried for the least peak.
+_EIGHTHS = tuple(eighth / 8 for eighth in range(9))
+#: Of a step without waits: a wait that counts as none.
+_HIDDEN = 0.005
+
+
+class Chosen(NamedTuple):
+    """A decision, the step with the windows that it was made for, and what comes of it."""
+
+    problem: Problem
+    outcome: Outcome
+    fraction: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that live at one time, at most."""
+        return self.outcome.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.outcome.step_seconds
+
+
+class Chooser:
+    """Decides for one step in several windows; what was replayed once is known.
+
+    Args:
+        problem: with the windows to take, where there are no others.
+        windows: to choose among, for both directions.
+    """
+
+    def __init__(self, problem: Problem, windows: Sequence[int] = ()) -> None:
+        self.problem, self.windows = problem, tuple(windows)
+        problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
+        self._replay = Replay(problems[0])
+        #: Say what comes of moving a part of the bytes, with each of the windows.
+        self._parts = [cache(replay.part) for replay in (self._replay, *map(Replay, problems[1:]))]
+
+    def within(self, budget: int) -> Chosen:
+        """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
+
+        Where there is none, that of the least peak.
+        """
+        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget)]
+        fitting = [one for one in (self.least, *found) if one.peak_bytes <= budget]
+        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes), default=self.least)
+
+    def hidden(self) -> Chosen:
+        """Returns the decision that moves most of those that the link hides."""
+        most = (1 + _HIDDEN) * self.nothing.step_seconds
+        found = [one for part in self._parts for one in _tried(part, lambda one: one.step_seconds <= most)]
+        hidden = (one for one in (self.nothing, *found) if one.step_seconds <= most)
+        return max(hidden, key=lambda one: (one.outcome.moved_bytes, -one.step_seconds))
+
+    @property
+    def nothing(self) -> Chosen:
+        return self.share(0.0)
+
+    @cached_property
+    def least(self) -> Chosen:
+        """That of the least peak."""
+        found = [part(eighth) for part in self._parts for eighth in _EIGHTHS]
+        return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))
+
+    def share(self, fraction: float) -> Chosen:
+        """Returns what comes of moving that part of the bytes, in the first windows."""
+        return self._parts[0](fraction)
+
+    def of(self, moves: Moves) -> Outcome:
+        return self._replay.run(moves)
+
+
+def _tried(part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool]) -> Iterator[Chosen]:
+    """Yields what comes of the parts that a bisection tries; ``is_more``: whether a larger one is looked for."""
+    low, high = part(0.0), part(1.0)
+    yield low
+    yield high
+    if not is_more(low) or is_more(high):
+        return
+    begin, end = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (begin + end) / 2
+        yield (found := part(middle))
+        begin, end = (middle, end) if is_more(found) else (begin, middle)

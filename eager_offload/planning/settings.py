@@ -22,13 +22,9 @@ class PlanSettings(PlanPredictions):
     """A plan as settings of an ``Offload``, which go with its predictions; sizes in bytes, times in seconds."""
 
     config: OffloadConfig
-    """The settings that it was made for."""
     device_budget: int
-    """Bytes of the device that a step may take."""
     machine: Machine
-    """The device."""
     fraction: float
-    """The part of the bytes that may move that does."""
 
     @property
     def is_small(self) -> bool:
@@ -37,12 +33,6 @@ class PlanSettings(PlanPredictions):
 
     @property
     def moved_bytes(self) -> int:
-        """That leave the device in a step."""
-        raise NotImplementedError
-
-    @property
-    def kept_bytes(self) -> int:
-        """That could leave the device, and stay."""
         raise NotImplementedError
 
 
@@ -56,7 +46,14 @@ def settings_of(
     """
     planned = {name: getattr(plan.config, name) for name in _PLANNED}
     if not isinstance(config, OffloadConfig):  # beside which no variable is asked
-        _check_variables(plan, planned)
+        known = {**planned, "device_budget": plan.device_budget, "policy": plan.policy}
+        variables = OffloadConfig.from_env()  # of which a plan has heeded the others
+        for name, given in variables.changed().items():
+            if name in known and given not in ("auto", known[name]):
+                raise ConfigError(
+                    f"{variable_of(name)}={variables.shown(name)} in the environment does not go with plan=..., which "
+                    f"was made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
+                )
     if config is None:
         config = plan.config
     elif isinstance(config, Mapping):
@@ -103,23 +100,3 @@ def _what_stays(plan: PlanSettings) -> dict[str, Any]:
     if fraction_of(plan) is not None:
         return {"keep_last_bytes": 0 if plan.moved_bytes else sys.maxsize}
     return {"device_budget": plan.device_budget}
-
-
-def _check_variables(plan: PlanSettings, planned: Mapping[str, object]) -> None:
-    """Looks for variables of the environment that a plan was not made for; the rest of them it has heeded.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    known = {
-        **planned,
-        "device_budget": plan.device_budget,
-        "policy": plan.policy,
-    }
-    config = OffloadConfig.from_env()
-    for name, given in config.changed().items():
-        if name in known and given not in ("auto", known[name]):
-            raise ConfigError(
-                f"{variable_of(name)}={config.shown(name)} in the environment does not go with plan=..., which was "
-                f"made for {name}={shown(known[name])!r}: unset the variable, or plan anew"
-            )

@@ -1,5 +1,7 @@
 """A step of which FSDP2 gives this device a shard: what lives of parameters and gradients, and when.
 
+Several ranks have one plan: rank 0 decides, within the limits of all.
+
 [Note: gathered at their time]
 The step is traced with whole parameters on one device. What that has of parameters and gradients from their beginning
 to the end is then taken out of ``other_bytes``, and what FSDP2 holds is put in their place:
@@ -19,18 +21,23 @@ The ranks' collectives take no time in the plan. Shards are padded to the rows o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from operator import add, attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from eager_offload.errors import ConfigError, PlanError
+from eager_offload.config import OffloadConfig, size_text
+from eager_offload.errors import ConfigError, OffloadError, PlanError
+from eager_offload.planning.machine import Machine
 from eager_offload.planning.program import Program, living, modules_around
+from eager_offload.planning.states import States
 from eager_offload.torch_private.fsdp import is_distributed, sharded_groups
+from eager_offload.version import digest
 
 #: Bytes, from which operator and until which.
 _Span = tuple[int, int, int]
@@ -42,14 +49,12 @@ class Unit(NamedTuple):
     modules: tuple[str, ...]
     """Names of the modules that it runs in; the root's is empty."""
     frees: bool
-    """Whether they are freed between forward and backward."""
 
 
 class Piece(NamedTuple):
     """A parameter on one device."""
 
     unit: int
-    """The number of its unit."""
     nbytes: int
     """Of its shard; that of its gradient has as many."""
     reduced_bytes: int
@@ -60,14 +65,12 @@ class Sharding(NamedTuple):
     """How FSDP2 shards a model."""
 
     shards: int
-    """Over how many devices."""
     units: tuple[Unit, ...]
     pieces: Mapping[str, Piece]
     """By the names of the parameters that are sharded."""
 
 
 def check_mesh(mesh: object) -> None:
-    """Raises ``ConfigError`` where these are no sizes of a mesh of FSDP2."""
     sizes = mesh if isinstance(mesh, tuple | list) else ()
     if mesh is not None and not (0 < len(sizes) <= 2 and all(type(one) is int and one > 0 for one in sizes)):
         raise ConfigError(
@@ -105,7 +108,7 @@ def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None
         return _of_groups(model, parameters) if is_sharded else None
     if is_sharded:
         raise ConfigError(f"mesh={mesh!r} is not accepted, since the model is sharded already: leave mesh out")
-    units = [Unit(("",), frees=False), *(Unit((name,), frees=True) for name in repeated_blocks(model))]
+    units = [Unit(("",), frees=False), *(Unit((name,), frees=True) for name in _repeated_blocks(model))]
     numbers = {name: number for number, unit in enumerate(units) for name in unit.modules}
     pieces = {}
     for name, one in parameters.items():
@@ -114,22 +117,17 @@ def sharding_of(model: nn.Module, mesh: Sequence[int] | None) -> Sharding | None
     return Sharding(mesh[-1], tuple(units), pieces)
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
-    """Returns the names of the outermost modules that are one of several of a class in a list or a mapping of modules,
+def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yields the names of the outermost modules that are one of several of a class in a list or a mapping of modules,
     or in a sequence of that class alone."""
-
-    def look_into(module: nn.Module, prefix: str) -> Iterator[str]:
-        kinds = Counter(map(type, module.children()))
-        repeats = isinstance(module, nn.ModuleList | nn.ModuleDict) or (
-            isinstance(module, nn.Sequential) and len(kinds) == 1
-        )
-        for name, child in module.named_children():
-            if not repeats or kinds[type(child)] == 1:
-                yield from look_into(child, f"{prefix}{name}.")
-            elif next(child.parameters(), None) is not None:
-                yield f"{prefix}{name}"
-
-    return [*look_into(model, "")]
+    kinds = Counter(map(type, module.children()))
+    is_sequence = isinstance(module, nn.Sequential) and len(kinds) == 1
+    repeats = is_sequence or isinstance(module, nn.ModuleList | nn.ModuleDict)
+    for name, child in module.named_children():
+        if not repeats or kinds[type(child)] == 1:
+            yield from _repeated_blocks(child, f"{prefix}{name}.")
+        elif next(child.parameters(), None) is not None:
+            yield f"{prefix}{name}"
 
 
 def _of_groups(model: nn.Module, parameters: Mapping[str, Tensor]) -> Sharding:
@@ -171,7 +169,7 @@ def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: b
     """
     ops = len(program.ops)
     if sharding is not None:
-        spans = [*_Placed(program, sharding).spans(accumulates=accumulates)]
+        spans = [*_spans(program, sharding, accumulates=accumulates)]
     elif accumulates:  # a new gradient lives until it is added
         spans = [(one.gradient_bytes, 0, one.gradient_made + 1) for one in program.weights]
     else:
@@ -181,83 +179,152 @@ def on_one_device(program: Program, sharding: Sharding | None, *, accumulates: b
 
 
 class _Run(NamedTuple):
-    """Operators of one unit behind each other."""
-
     begin: int
     end: int
     unit: int
 
 
-class _Placed:
-    """When the units of ``sharding`` run in ``program``."""
+def _spans(program: Program, sharding: Sharding, *, accumulates: bool) -> Iterator[_Span]:
+    """Yields what there is more, and with negative bytes what there is less, than in the step of ``program``."""
+    ops, turn = len(program.ops), program.forward_ops
+    forward, backward = _runs(program, sharding, 0, turn), _runs(program, sharding, turn, ops)
+    of_root = [(0, ops), (0, forward[0].begin + 1 if forward else turn)]
+    gathered = [
+        of_root if "" in unit.modules else _gathered(number, unit, forward, backward, turn)
+        for number, unit in enumerate(sharding.units)
+    ]
+    ended = sorted(backward, key=attrgetter("end"))
+    # From where on the gradients of each unit are reduced, and until where.
+    reduced = {run.unit: (run.end, ops if after is None else after.end) for run, after in zip_longest(ended, ended[1:])}
+    for weight in program.weights:
+        piece = sharding.pieces.get(weight.name)
+        if piece is None:
+            if accumulates:
+                yield weight.gradient_bytes, 0, weight.gradient_made + 1
+            continue
+        yield piece.nbytes - weight.nbytes, 0, ops
+        yield from ((weight.nbytes, *span) for span in gathered[piece.unit])
+        if weight.gradient_bytes:
+            begins, ends = reduced.get(piece.unit, (ops, ops))
+            begins = max(begins, weight.gradient_made + 1)
+            yield -weight.gradient_bytes, begins, ops
+            yield piece.reduced_bytes, begins, ends
+            yield piece.nbytes, 0 if accumulates else begins, ops
 
-    def __init__(self, program: Program, sharding: Sharding) -> None:
-        self._program, self._sharding, self._ops = program, sharding, len(program.ops)
-        self._forward = self._runs(0, program.forward_ops)
-        self._backward = self._runs(program.forward_ops, self._ops)
-        ended = sorted(self._backward, key=attrgetter("end"))
-        #: From where on the gradients of each unit are reduced, and until where.
-        self._reduced = {
-            run.unit: (run.end, self._ops if after is None else after.end)
-            for run, after in zip_longest(ended, ended[1:])
-        }
 
-    def _runs(self, begin: int, end: int) -> list[_Run]:
-        """Returns the runs of all units but the root in the order in which they begin; operators of no unit do not
-        interrupt one."""
-        units = {name: number for number, unit in enumerate(self._sharding.units) for name in unit.modules if name}
-        around = [
-            {number for name in modules_around(module) if (number := units.get(name)) is not None}
-            for module in self._program.modules
-        ]
-        found: list[_Run] = []
-        running: dict[int, _Run] = {}
-        for op in range(begin, end):
-            inside = around[self._program.ops[op].module]
-            if not inside:
-                continue
-            found += [running.pop(unit) for unit in [*running] if unit not in inside]
-            for unit in inside:
-                running[unit] = running.get(unit, _Run(op, op, unit))._replace(end=op + 1)
-        return sorted([*found, *running.values()])
+def _runs(program: Program, sharding: Sharding, begin: int, end: int) -> list[_Run]:
+    """Returns the runs of all units but the root in the order in which they begin; operators of no unit do not
+    interrupt one."""
+    units = {name: number for number, unit in enumerate(sharding.units) for name in unit.modules if name}
+    around = [
+        {number for name in modules_around(module) if (number := units.get(name)) is not None}
+        for module in program.modules
+    ]
+    found: list[_Run] = []
+    running: dict[int, _Run] = {}
+    for op in range(begin, end):
+        inside = around[program.ops[op].module]
+        if not inside:
+            continue
+        found += [running.pop(unit) for unit in [*running] if unit not in inside]
+        for unit in inside:
+            running[unit] = running.get(unit, _Run(op, op, unit))._replace(end=op + 1)
+    return sorted([*found, *running.values()])
 
-    def _gathered(self, number: int, unit: Unit) -> list[tuple[int, int]]:
-        """Returns from where until where the parameters of a unit are gathered, and a copy of them."""
-        turn = self._program.forward_ops
-        nexts = [*(run.begin + 1 for run in self._forward), turn]
-        if "" in unit.modules:
-            return [(0, self._ops), (0, nexts[0])]
-        forward = [(run, nexts[at + 1]) for at, run in enumerate(self._forward) if run.unit == number]
-        backward = [
-            (self._backward[at - 1].begin if at else turn, run.end)
-            for at, run in enumerate(self._backward)
-            if run.unit == number
-        ]
-        if unit.frees or not forward:
-            return [
-                *((run.begin, run.end) for run, _ in forward),
-                *((run.begin, end) for run, end in forward),
-                *backward,
-            ]
-        (first, copied), last = forward[0], max(end for _, end in [*backward, (0, forward[-1][0].end)])
-        return [(first.begin, last), (first.begin, copied)]
 
-    def spans(self, *, accumulates: bool) -> Iterator[_Span]:
-        """Yields what there is more, and with negative bytes what there is less, than in the step of the program."""
-        end = self._ops
-        gathered = [self._gathered(*one) for one in enumerate(self._sharding.units)]
-        for weight in self._program.weights:
-            piece = self._sharding.pieces.get(weight.name)
-            if piece is None:
-                if accumulates:
-                    yield weight.gradient_bytes, 0, weight.gradient_made + 1
-                continue
-            yield -weight.nbytes, 0, end
-            yield piece.nbytes, 0, end
-            yield from ((weight.nbytes, *span) for span in gathered[piece.unit])
-            if weight.gradient_bytes:
-                begins, ends = self._reduced.get(piece.unit, (end, end))
-                begins = max(begins, weight.gradient_made + 1)
-                yield -weight.gradient_bytes, begins, end
-                yield piece.reduced_bytes, begins, ends
-                yield piece.nbytes, 0 if accumulates else begins, end
+def _gathered(
+    number: int, unit: Unit, forward: Sequence[_Run], backward: Sequence[_Run], turn: int
+) -> list[tuple[int, int]]:
+    """Returns from where until where the parameters of a unit but the root are gathered, and a copy of them."""
+    nexts = [*(run.begin + 1 for run in forward), turn]
+    forwards = [(run, nexts[at + 1]) for at, run in enumerate(forward) if run.unit == number]
+    backwards = [
+        (backward[at - 1].begin if at else turn, run.end) for at, run in enumerate(backward) if run.unit == number
+    ]
+    if unit.frees or not forwards:
+        copies = [(run.begin, end) for run, end in forwards]
+        return [*((run.begin, run.end) for run, _ in forwards), *copies, *backwards]
+    (first, copied), last = forwards[0], max(end for _, end in [*backwards, (0, forwards[-1][0].end)])
+    return [(first.begin, last), (first.begin, copied)]
+
+
+class Asked(NamedTuple):
+    """What a user asks for on one rank; bytes."""
+
+    settings: OffloadConfig
+    machine: Machine
+    budget: int
+    states: States | None
+    model: str
+    """What is planned, where there are several ranks: see ``model_text``."""
+    sharding: Sharding | None = None
+    accumulates: bool = False
+
+    def within(self, each: Sequence[Asked]) -> Asked:
+        """The same, but what keeps to the limits of all."""
+        hosts = [one.settings.host_budget for one in each if isinstance(one.settings.host_budget, int)]
+        settings = replace(self.settings, host_budget=min(hosts)) if hosts else self.settings
+        states = [one.states for one in each if one.states is not None]
+        most = self.states and max(states, key=attrgetter("nbytes"))
+        return self._replace(settings=settings, budget=min(one.budget for one in each), states=most)
+
+
+_P = TypeVar("_P")
+
+
+def are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agreed(ask: Callable[[], Asked], make: Callable[[Asked], _P]) -> _P:
+    """What ``make`` returns for what ``ask`` returns; on several ranks what it returns on rank 0, in the limits of all.
+
+    Modules that only one rank computes again would gather their parameters alone under FSDP2, and wait forever. All
+    ranks get an error that one of them meets, so that none waits for it.
+    """
+    if not are_several():
+        return make(ask())
+    asked, own, said = _try(ask)
+    answers: list[tuple[Asked | None, OffloadError | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (asked, said))
+    _raise_any(own, *(error for _, error in answers))
+    assert asked is not None
+    each = [one for one, _ in answers if one is not None]
+    others = {one.model: rank for rank, one in reversed([*enumerate(each)]) if one.model != each[0].model}
+    if others:
+        named = ", ".join(f"on rank {rank} {model}" for model, rank in others.items())
+        raise PlanError(
+            f"ranks plan different models: on rank 0 {each[0].model}, {named}. All get the plan that rank 0 makes, so "
+            "give the same model on each; stages of a pipeline cannot be planned"
+        )
+    made, own, said = _try(lambda: make(asked.within(each))) if dist.get_rank() == 0 else (None, None, None)
+    answer = [(made, said)]
+    dist.broadcast_object_list(answer, src=0)
+    _raise_any(own, answer[0][1])
+    found = answer[0][0] if made is None else made
+    assert found is not None
+    return found
+
+
+def model_text(model: nn.Module) -> str:
+    """The class of a model, the bytes of its parameters, and a digest of its modules, parameters and buffers."""
+    parts = [f"{name} {type(module).__qualname__} {module.training}" for name, module in model.named_modules()]
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        parts.append(f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
+    nbytes = sum(one.numel() * one.itemsize for one in model.parameters())
+    return f"{type(model).__name__} of {size_text(nbytes)} in {len(parts)} parts, {digest(*parts)[:12]}"
+
+
+def _try(work: Callable[[], _P]) -> tuple[_P | None, Exception | None, OffloadError | None]:
+    """Returns what it does, or its error and what the other ranks raise, which wait for an answer."""
+    try:
+        return work(), None, None
+    except Exception as error:
+        text = f"on rank {dist.get_rank()}: {error if isinstance(error, OffloadError) else repr(error)}"
+        return None, error, ConfigError(text) if isinstance(error, ConfigError) else PlanError(text)
+
+
+def _raise_any(*errors: Exception | None) -> None:
+    for error in errors:
+        if error is not None:
+            raise error

@@ -21,16 +21,30 @@ which they are gathered, and none of the hooks that gather them. Its inputs and 
 ``module.to(...)`` sets the ``data`` of a real parameter. That of a fake one torch exchanges with another tensor, which
 it refuses where anything else has the parameter: a graph of this step, or a weak reference. A thread that traces sets
 the ``data`` of both kinds.
+
+[Note: functions]
+``copy.deepcopy`` copies no function. A hook that closes over its model, or over a list or an object that has it, would
+fill the features of the user's model from the copy, where nobody looks for them. So each function that a copy has, and
+the loss, is copied with cells of its own, which two functions share where their originals do. What was copied has its
+copy there; containers are copied too, so that what a hook notes, the loss finds and the user does not. The same holds
+for the globals of a function, but only where they name what was copied. Keys of dictionaries are bound as values are,
+and the ``id`` of a module or a parameter is its copy's, since hooks look up by both which module has called them.
 """
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import threading
 import traceback
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +53,7 @@ from torch.overrides import TorchFunctionMode
 from eager_offload.contexts import Patches
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
-from eager_offload.planning.rebound import Rebound
+from eager_offload.planning.numbers import CACHE, apart, is_library
 from eager_offload.planning.recorder import MOST_KNOWN, MOST_READ, Recorder
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.calls import without_dispatch_modes
@@ -54,17 +68,12 @@ from eager_offload.torch_private.memory import (
     tree_map,
 )
 
-
-class _Local(threading.local):
-    is_tracing = False
-
-
-_local = _Local()
+_local = threading.local()
 
 
 def _in_place(replaced: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
     def swap_tensors(t1: Any, t2: Any) -> None:
-        if not (_local.is_tracing and is_fake(type(t1)) and is_fake(type(t2))):
+        if not (getattr(_local, "is_tracing", False) and is_fake(type(t1)) and is_fake(type(t2))):
             return replaced(t1, t2)
         t1.data = t2
         t1.fake_device = t2.fake_device
@@ -78,7 +87,7 @@ _conversions = Patches(lambda: [Patch(torch.utils, "swap_tensors", _in_place)])
 @contextmanager
 def modules_convertible() -> Iterator[None]:
     """The calling thread may convert modules whose parameters are fake: see [Note: modules that forward converts]."""
-    before = _local.is_tracing
+    before = getattr(_local, "is_tracing", False)
     with _conversions.used():
         _local.is_tracing = True
         try:
@@ -167,7 +176,7 @@ class StandIns(TorchFunctionMode):
             return func(*given[0], **given[1])
 
     def _is_outside(self, one: object) -> bool:
-        return type(one) in (Tensor, nn.Parameter) and self._recorder.lacks(cast(Tensor, one))
+        return type(one) in (Tensor, nn.Parameter) and self._recorder.blocks.lacks(cast(Tensor, one))
 
     def _of(self, tensor: Tensor, *, is_outside: bool = False) -> Tensor:
         if (known := self._found.get(id(tensor))) is not None:
@@ -178,13 +187,15 @@ class StandIns(TorchFunctionMode):
             raise PlanError(f"a {type(tensor).__name__} is none of the tensors that a plan can be made for")
         if tensor.layout is not torch.strided:
             raise PlanError(f"a tensor of the layout {tensor.layout} is none that a plan can be made for")
+        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
+        place = tensor.device if is_told else self._device
         if gathered is not None:
-            made = torch.empty(tensor.shape, dtype=gathered, device=self._place(tensor))
+            made = torch.empty(tensor.shape, dtype=gathered, device=place)
         elif _has_numbers(tensor) or (is_outside and tensor.nbytes <= MOST_READ and not tensor.requires_grad):
             with without_dispatch_modes(), torch.no_grad():
-                made = tensor.detach().to(self._place(tensor), copy=True)
+                made = tensor.detach().to(place, copy=True)
         else:
-            made = self._fake(tensor)
+            made = self._fake(tensor, place)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         elif tensor.requires_grad:
@@ -194,26 +205,19 @@ class StandIns(TorchFunctionMode):
         self._recorder.has(made)
         return made
 
-    def _place(self, tensor: Tensor) -> torch.device:
-        is_told = tensor.device.type == self._device.type or (self._are_there and tensor.device.type == "cpu")
-        return tensor.device if is_told else self._device
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride, dtype, device = tensor.size(), tensor.stride(), tensor.dtype, self._place(tensor)
-        storage = tensor.untyped_storage()
-        whole = self._wholes.get(storage_key(storage))
+    def _fake(self, tensor: Tensor, device: torch.device) -> Tensor:
+        size, stride, dtype, storage = tensor.size(), tensor.stride(), tensor.dtype, tensor.untyped_storage()
+        key = storage_key(storage)
+        whole = self._wholes.get(key)
         if whole is None or whole.dtype != dtype:
             if tensor.nbytes == storage.nbytes():
-                made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                self._wholes[storage_key(storage)] = made
+                made = self._wholes[key] = torch.empty_strided(size, stride, dtype=dtype, device=device)
                 return made
-            whole = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
-            self._wholes[storage_key(storage)] = whole
+            whole = self._wholes[key] = torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype, device=device)
         return whole.as_strided(size, stride, tensor.storage_offset())
 
 
 def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
-    """Returns a copy of the model, or of what is called ``name``; raises ``PlanError`` where it cannot be made."""
     before = {**memo}
     try:
         return copy.deepcopy(one, memo)
@@ -243,8 +247,6 @@ def _copied(one: Any, memo: dict[int, Any], name: str = "") -> Any:
 
 
 def _cast(module: nn.Module, policy: Any) -> None:
-    """Has ``module`` cast its inputs and outputs to what ``policy``, of mixed precision, says."""
-
     def to(dtype: torch.dtype, values: Any) -> Any:
         def cast_one(one: Any) -> Any:
             return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
@@ -265,16 +267,181 @@ def values_in(model: nn.Module) -> Iterator[object]:
 
 
 def are_on(device: torch.device, values: Iterable[object]) -> bool:
-    """Returns whether any of ``values`` is a tensor on a device of the kind of ``device``."""
     return any(isinstance(one, Tensor) and one.device.type == device.type for one in values)
 
 
 def _has_numbers(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are there: see [Note: known numbers]."""
     return (
         not is_fake(type(tensor))
         and tensor.device.type != "meta"
         and not tensor.dtype.is_floating_point
         and not tensor.dtype.is_complex
         and tensor.nbytes <= MOST_KNOWN
+    )
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+_WEAK = (WeakKeyDictionary, WeakValueDictionary)
+_CONTAINERS = (list, deque, set, WeakSet, dict, OrderedDict, defaultdict, Counter, *_WEAK)
+#: Elements of a container that is copied.
+_MOST = 100_000
+
+
+class Rebound:
+    """Binds what ``copy.deepcopy`` has made, as ``memo`` tells by the identity of the original."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._ids = {key: id(one) for key, one in memo.items() if isinstance(one, nn.Module | nn.Parameter)}
+        self._copies = {id(one): one for key, one in memo.items() if key not in (id(memo), id(one))}
+        #: Cells and globals, each with its copy.
+        self._cells: dict[int, tuple[CellType, CellType]] = {}
+        self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._originals: list[object] = []  # no identity is used twice
+        for one in [*self._copies.values()]:
+            self._bind(one)
+
+    def of(self, one: Any) -> Any:
+        """Returns ``one`` with copies in the place of what was copied; itself where there is nothing to replace."""
+        if id(one) in self._memo:
+            return self._memo[id(one)]
+        kind = type(one)
+        if kind in (int, str):
+            return self._ids.get(one, one)
+        if isinstance(one, tuple | frozenset):
+            parts = [self.of(part) for part in one]
+            if all(part is other for part, other in zip(parts, one, strict=True)):
+                return one
+            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+        if isinstance(one, MethodType):
+            return MethodType(self.of(one.__func__), self.of(one.__self__))
+        if id(one) in self._copies:
+            return one
+        if isinstance(one, FunctionType):
+            return self._function(one) if self._is_copied(one, set()) else one
+        if (
+            kind is partial
+            or (kind in _CONTAINERS and len(one) <= _MOST)
+            or (_is_users(kind) and any(map(self._has, [*_dict_of(one).values()])))
+        ):
+            made: Any = one
+            with suppress(Exception):  # an object that cannot be copied stays the user's
+                made = one.copy() if kind is WeakSet else copy.copy(one)  # which has a weak set share what is in it
+                self._know(one, made)
+                self._bind(made)
+            return made
+        if isinstance(one, CACHE):
+            return self._know(one, apart(one, self.of(one.__wrapped__)))
+        return self._know(one, copy.deepcopy(one)) if _draws(one) else one
+
+    def _know(self, one: object, made: Any) -> Any:
+        self._memo[id(one)] = self._copies[id(made)] = made
+        self._originals.append(one)
+        return made
+
+    def _bind(self, one: Any) -> None:
+        if isinstance(one, partial):
+            one.__setstate__((self.of(one.func), self.of(one.args), {**self.of(one.keywords)}, vars(one)))  # type: ignore[attr-defined]  # in no stub
+        elif isinstance(one, list | deque):
+            _replace(one, enumerate([*one]), self.of)
+        elif isinstance(one, set | WeakSet) and any(self.of(part) is not part for part in one):
+            parts = [self.of(part) for part in one]
+            one.clear()
+            one.update(parts)
+        if isinstance(one, dict | WeakKeyDictionary | WeakValueDictionary):
+            items = _items(one)
+            if any(self.of(key) is not key for key, _ in items):
+                items = [(self.of(key), value) for key, value in items]  # all again, in their order
+                one.clear()
+                for key, value in items:
+                    one[key] = value
+            _replace(one, items, self.of)
+        elif isinstance(one, nn.Module) or _is_users(type(one)):
+            _replace(_dict_of(one), [*_dict_of(one).items()], self.of)
+
+    def _has(self, one: Any, levels: int = 2) -> bool:
+        """Whether it has a copy, or is a list or the like with what has, so many levels down."""
+        if id(one) in self._memo or (type(one) is int and one in self._ids):
+            return True
+        if not levels or not isinstance(one, (*_CONTAINERS, tuple, frozenset)) or len(one) > _MOST:
+            return False
+        parts = [part for item in _items(one) for part in item] if isinstance(one, (dict, *_WEAK)) else [*one]
+        return any(self._has(part, levels - 1) for part in parts)
+
+    def _function(self, one: FunctionType) -> FunctionType:
+        cells, space = one.__closure__ or (), one.__globals__
+        names = [name for name, value in _named(one) if self._is_copied(value, set())]
+        if names:
+            _, space = self._spaces.setdefault(id(space), (space, {**space}))
+        known = [self._cells.setdefault(id(cell), (cell, CellType())) for cell in cells]
+        made = FunctionType(one.__code__, space, one.__name__, None, tuple([cell for _, cell in known]))
+        self._know(one, made)
+        for name in names:
+            if space[name] is one.__globals__[name]:
+                space[name] = self.of(space[name])
+        for cell, own in known:
+            if not [*_contents([own])]:  # or another function has filled it
+                for content in _contents([cell]):
+                    own.cell_contents = content  # while this is bound, it may be asked for
+                    own.cell_contents = self.of(content)
+        made.__defaults__, made.__kwdefaults__ = self.of(one.__defaults__), self.of(one.__kwdefaults__)
+        made.__qualname__, made.__module__ = one.__qualname__, one.__module__
+        vars(made).update(vars(one))
+        return made
+
+    def _is_copied(self, one: object, seen: set[int]) -> bool:
+        """Whether it has a copy of its own; a function: one of the user's with cells, or one that has or names what
+        was copied."""
+        if _draws(one) or self._has(one):
+            return True
+        if id(one) in seen or not isinstance(one, FunctionType):
+            return False
+        seen.add(id(one))
+        inside = [*_contents(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+        if one.__closure__ and not is_library(one.__module__):
+            return True
+        return any(self._is_copied(value, seen) for value in (*inside, *(value for _, value in _named(one))))
+
+
+def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
+    for cell in cells:
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+
+
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class have what a user has put there."""
+    return kind is SimpleNamespace or not is_library(kind.__module__)
+
+
+def _items(one: Any) -> list[tuple[Any, Any]]:
+    return [*(dict.items(one) if isinstance(one, dict) else one.items())]
+
+
+def _replace(container: Any, items: Any, of: Any) -> None:
+    for key, value in items:
+        if (made := of(value)) is not value:
+            container[key] = made
+
+
+def _named(one: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the globals that a function names; those of libraries are of no user's."""
+    names, codes = set[str](), [] if is_library(one.__module__) else [one.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    yield from ((name, one.__globals__[name]) for name in names & {*one.__globals__})
+
+
+def _dict_of(one: object) -> dict[str, Any]:
+    found = object.__getattribute__(one, "__dict__") if type(one).__dictoffset__ else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _draws(one: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return type(one) is random.Random or (
+        numpy is not None and isinstance(one, numpy.random.Generator | numpy.random.RandomState)
     )

@@ -34,12 +34,8 @@ _KERNELS = ("foreach", "fused", "capturable")
 
 
 class States(NamedTuple):
-    """The states of an optimizer."""
-
     name: str
-    """Of its class."""
     nbytes: int
-    """On this device."""
 
 
 def states_of(optimizer: Optimizing, parameters: Sequence[Tensor], shape_of: Callable[[Tensor], torch.Size]) -> States:
@@ -85,8 +81,7 @@ def _of_instance(
             f"optimizer={kind.__name__} is not accepted: it has no parameter of this model. Make it of the parameters "
             "of the model that is planned, or give its class"
         )
-    inside = [one for one in tree_iter([*vars(optimizer).values()]) if isinstance(one, Optimizer)]
-    if inside:
+    if any(isinstance(one, Optimizer) for one in tree_iter([*vars(optimizer).values()])):
         raise ConfigError(
             f"optimizer={kind.__name__} is not accepted, since it wraps another one: give that, or optimizer_bytes"
         )
@@ -99,7 +94,14 @@ def _of_instance(
             if missing:
                 groups.append({**group, "params": _fakes_of(missing, shape_of)})
         if groups:
-            nbytes += _step(_like(optimizer, groups))
+            trial = object.__new__(kind)
+            containers = (dict, list, set)
+            own = {name: copy(one) if isinstance(one, containers) else one for name, one in vars(optimizer).items()}
+            own.pop("step", None)  # a scheduler's, which calls that of `optimizer`
+            vars(trial).update(own)
+            # Without the hooks of `optimizer`, as after it was pickled.
+            trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+            nbytes += _step(trial)
     return States(kind.__name__, nbytes)
 
 
@@ -107,20 +109,7 @@ def _fakes_of(parameters: Iterable[Tensor], shape_of: Callable[[Tensor], torch.S
     return [nn.Parameter(torch.empty(shape_of(one), dtype=one.dtype)) for one in parameters]
 
 
-def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns an optimizer without states that has ``groups``, and else what ``optimizer`` has."""
-    trial = object.__new__(type(optimizer))
-    containers = (dict, list, set)
-    own = {name: copy(one) if isinstance(one, containers) else one for name, one in vars(optimizer).items()}
-    own.pop("step", None)  # a scheduler's, which calls that of `optimizer`
-    vars(trial).update(own)
-    # Without the hooks of `optimizer`, as after it was pickled.
-    trial.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
-    return trial
-
-
 def _step(trial: Optimizer) -> int:
-    """Returns the bytes of the states after a step of ``trial``."""
     for group in trial.param_groups:
         group.update((name, False) for name in _KERNELS if name in group)
         for parameter in group["params"]:
@@ -155,7 +144,6 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
 @contextmanager
 def _trying(name: str) -> Iterator[None]:
-    """Where an optimizer runs on fakes; its errors become a ``ConfigError``."""
     with by_itself(), FakeTensorMode(allow_non_fake_inputs=True), _Answers():  # type: ignore[no-untyped-call]  # as above
         try:
             yield

@@ -12,6 +12,9 @@ torch turns ``torch.autocast("cuda")`` off, with a warning, where there is no su
 one, it is the CPU's autocast, of that type. This casts the same products and convolutions. ``TargetKernels`` casts what
 CUDA computes in ``float32`` besides. A model that asks for the CPU's autocast, as one does that looks where its tensors
 are, means that of the device too.
+
+A plan names the functions that a step calls and that may save other tensors on the device than a trace without it has
+written down: those of ``TargetKernels``, and those for which it has the kernels of a CPU.
 """
 
 from __future__ import annotations
@@ -22,17 +25,46 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from eager_offload.contexts import Patches
-from eager_offload.planning.guessed import name_of
 from eager_offload.torch_private import Patch
-from eager_offload.torch_private.calls import attention_in_parts, efficient_attention, flash_attention
+from eager_offload.torch_private.calls import attention_in_parts, efficient_attention, flash_attention, schema_of
 from eager_offload.torch_private.memory import tree_map
+
+_FUSED = "attention (written down as the kernel of CUDA that torch's rules choose)"
+_BATCH_NORM = "batch norm (cuDNN may save a reserve besides)"
+_RECURRENT = "recurrent layers (cuDNN saves one reserve, for oneDNN's workspace or each step's tensors)"
+#: What is said of a function, by its name in torch.
+_GUESSED = {
+    "_scaled_dot_product_flash_attention": _FUSED,
+    "_scaled_dot_product_efficient_attention": _FUSED,
+    "_scaled_dot_product_attention_math": "attention (written down in parts: no fused kernel of CUDA takes it)",
+    "native_dropout": "dropout (written down as CUDA's kernel, which saves a mask of one byte an element)",
+    "cudnn_batch_norm": "batch norm (written down as cuDNN's, which may save a reserve besides)",
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "instance_norm"), _BATCH_NORM),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RECURRENT),
+    **dict.fromkeys(
+        ("lstm_cell", "gru_cell"), "recurrent cells (one kernel saves a workspace, for each gate's tensors)"
+    ),
+    "ctc_loss": "CTC loss (cuDNN saves its gradient, for the probabilities of paths)",
+    "_weight_norm": "weight norm (one kernel, which saves the norms, for the tensors of several operators)",
+}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    schema = schema_of(function)
+    return getattr(function, "__name__", "") if schema is None else schema.name.partition("::")[2]
+
+
+def guessed_name(function: Callable[..., Any]) -> str | None:
+    """What a plan says of ``function``; ``None`` where it saves the same on each device."""
+    return _GUESSED.get(name_of(function))
+
 
 #: The device that the process has, whatever it is.
 CPU = "cpu"
@@ -66,7 +98,6 @@ Kernel: TypeAlias = Callable[..., Any]
 
 
 def device_of(target: str) -> torch.device:
-    """Returns the device of the fake tensors that a step for ``target`` is traced on."""
     accelerator = None if target == CPU else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device(CPU)
@@ -120,22 +151,13 @@ class TargetKernels(TorchFunctionMode):
         It begins with a question for modes and subclasses, which would lead back here. So its copy never asks.
         """
         if func not in self._bodies:
-            asks = isinstance(func, FunctionType) and "handle_torch_function" in func.__code__.co_names
-            self._bodies[func] = _unasking(func) if asks and isinstance(func, FunctionType) else None
+            self._bodies[func] = None
+            if isinstance(func, FunctionType) and "handle_torch_function" in func.__code__.co_names:
+                never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+                space, inside = {**func.__globals__, **never}, (func.__defaults__, func.__closure__)
+                self._bodies[func] = copied = FunctionType(func.__code__, space, func.__name__, *inside)
+                copied.__kwdefaults__ = func.__kwdefaults__
         return self._bodies[func]
-
-
-def _unasking(func: FunctionType) -> Kernel:
-    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
-    copied = FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
-    copied.__kwdefaults__ = func.__kwdefaults__
-    return copied
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def _is_cast() -> bool:
@@ -212,7 +234,6 @@ def _cross_entropy(
 
 
 def _dense(given: Tensor) -> Tensor:
-    """Returns ``given`` without gaps, in the order of its dimensions or with channels last."""
     for order in (torch.channels_last, torch.channels_last_3d):
         if given.dim() == (4 if order is torch.channels_last else 5) and given.is_contiguous(memory_format=order):
             return given
@@ -261,7 +282,6 @@ def _as_cast(one: Tensor) -> Tensor:
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, dtypes: tuple[torch.dtype, ...], *, shares: bool) -> bool:
-    """Returns whether a fused kernel for ``dtypes`` takes these; ``shares``: for queries that share keys too."""
     given = query, key, value
     if any(one.dim() != 4 or one.dtype is not query.dtype or not one.numel() for one in given):
         return False
@@ -295,7 +315,6 @@ def _is_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Returns ``mask`` in rows that begin at multiples of 8 elements."""
     length = mask.shape[-1]
     if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]) and not mask.storage_offset() % 8:
         return mask
@@ -325,21 +344,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class _State(NamedTuple):
-    """Whether autocast is on for a kind of device, and its type."""
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    is_on: bool
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, kind: str) -> _State:
-        """Returns the state of the calling thread."""
-        return cls(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-    def restore(self, kind: str) -> None:
-        """Makes it the state of the calling thread."""
-        torch.set_autocast_enabled(kind, self.is_on)
-        torch.set_autocast_dtype(kind, self.dtype)
+def _restore(kind: str, is_on: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, is_on)
+    torch.set_autocast_dtype(kind, dtype)
 
 
 def _of_cpu(replaced: Callable[..., None]) -> Callable[..., None]:
@@ -367,10 +378,10 @@ def _told(replaced: Callable[..., Any]) -> Callable[..., Any]:
     def enter(autocast: Any) -> Any:
         target = _local.target
         if target is not None:
-            autocast.of_target = _State.of(target)
+            autocast.of_target = _autocast_of(target)
         entered = replaced(autocast)
         if target is not None:
-            _State.of(CPU).restore(target)
+            _restore(target, *_autocast_of(CPU))
         return entered
 
     return enter
@@ -380,7 +391,7 @@ def _untold(replaced: Callable[..., Any]) -> Callable[..., Any]:
     def leave(autocast: Any, *error: object) -> Any:
         left = replaced(autocast, *error)
         if _local.target is not None and (before := vars(autocast).pop("of_target", None)) is not None:
-            before.restore(_local.target)
+            _restore(_local.target, *before)
         return left
 
     return leave
@@ -398,11 +409,11 @@ _autocast = Patches(
 def autocast_of(target: str) -> Iterator[None]:
     """Has ``torch.autocast(target)`` be the CPU's on the calling thread, and the one that the caller is in: see
     [Note: autocast of the target]."""
-    before, made, around = _local.target, _local.made, _State.of(target)
+    before, made, (is_on, dtype) = _local.target, _local.made, _autocast_of(target)
     with _autocast.used():
         _local.target, _local.made = target, []
         try:
-            with torch.autocast(target, around.dtype) if around.is_on else nullcontext():
+            with torch.autocast(target, dtype) if is_on else nullcontext():
                 yield
         finally:
             kept = [autocast for one in _local.made if (autocast := one()) is not None]

@@ -3,19 +3,28 @@
 [Note: tracing]
 A copy of the model is run whose parameters are fake tensors, of the device or in its place (target.py). So the model
 itself is not touched, which another thread may be training, and every hook that the trace needs is the copy's. What
-else the step is given has stand-ins too (stand_ins.py), and what it leaves behind is an error (held.py).
+else the step is given has stand-ins too (stand_ins.py).
 Backward runs on the calling thread on any device, since the modes and settings of a trace are those of one thread.
+
+[Note: outside of the copy]
+A step may put a tensor into whatever its functions reach, such as a list that a hook fills. The tensor has no numbers,
+so it must not stay there unnoticed: what holds one when the trace is over is an error. And what is the user's is not
+the library's to change.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
 
@@ -23,16 +32,17 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload.core.modules import MatchedModules
-from eager_offload.eager.checkpointing import saving_with
+from eager_offload.eager.checkpointing import Saver, saving_with
 from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
-from eager_offload.planning.held import Made, nothing_held
-from eager_offload.planning.numbers import by_itself, caches_apart, numbers_of_its_own
+from eager_offload.planning.blocks import Blocks
+from eager_offload.planning.numbers import CACHE, by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
+from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
@@ -66,67 +76,54 @@ def trace(
         ConfigError: a pattern matches no module.
         PlanError: what the model does depends on numbers that no trace has.
     """
-    made = Made()
-    with nothing_held(made):
-        # What is set of a context variable goes with the context.
-        return copy_context().run(_trace, model, inputs, loss, min_bytes, patterns, again, target, made)
+    made = _Made()
 
+    def traced_step() -> Program:
+        device = device_of(target)
+        is_guess = device.type == CPU != target
+        # Where the program makes tensors if it does not say: the caller's choice if the program is on the device
+        # already, and otherwise the device, to which all of the program's tensors go.
+        default = torch.get_default_device()
+        is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
+        with (
+            by_itself(default if is_there else device),
+            torch.autograd.set_multithreading_enabled(False),
+            caches_apart(model, loss),
+            numbers_of_its_own() as generator,
+            _logging_no_traceback(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            autocast_of(target) if is_guess else nullcontext(),
+        ):
+            recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
+            stand_ins = StandIns(recorder, device)
+            traced, given, made_loss = stand_ins.copy_of(model, inputs, loss)
+            for part in (traced, made_loss):
+                if isinstance(part, nn.Module):
+                    made.modules += map(ref, part.modules())
+            if patterns:
+                matched.add(traced, patterns)
+            try:
+                with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
+                    _run_step(recorder, traced, given, made_loss, again)
+            except PlanError:
+                raise
+            except Exception as error:
+                if (said := _lacks(error)) is not None:
+                    raise PlanError(f"{recorder.where} {said}") from error
+                if "TorchScript interpreter" in str(error):
+                    raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
+                if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
+                    raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
+                error.add_note(
+                    f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the "
+                    "model"
+                )
+                raise  # the model's own
+            program = recorder.program()
+            return program if is_guess else replace(program, guessed=())
 
-def _trace(
-    model: nn.Module,
-    inputs: object,
-    loss: Callable[[Any], Tensor] | None,
-    min_bytes: int,
-    patterns: Sequence[str],
-    again: Sequence[str],
-    target: str,
-    made: Made,
-) -> Program:
-    device = device_of(target)
-    is_guess = device.type == CPU != target
-    with (
-        by_itself(_default_of(device, model, inputs)),
-        torch.autograd.set_multithreading_enabled(False),
-        caches_apart(model, loss),
-        numbers_of_its_own() as generator,
-        _logging_no_traceback(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        autocast_of(target) if is_guess else nullcontext(),
-    ):
-        recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
-        stand_ins = StandIns(recorder, device)
-        traced, inputs, made_loss = stand_ins.copy_of(model, inputs, loss)
-        for part in (traced, made_loss):
-            if isinstance(part, nn.Module):
-                made.modules += map(ref, part.modules())
-        if patterns:
-            matched.add(traced, patterns)
-        try:
-            with modules_convertible(), stand_ins, TargetKernels() if is_guess else nullcontext():
-                run_step(recorder, traced, inputs, made_loss, again)
-        except PlanError:
-            raise
-        except Exception as error:
-            if (said := _lacks(error)) is not None:
-                raise PlanError(f"{recorder.where} {said}") from error
-            if "TorchScript interpreter" in str(error):
-                raise PlanError(f"{recorder.where} calls code of {OF_TORCHSCRIPT}") from error
-            if isinstance(error, RuntimeError | TypeError) and is_of_fakes(error):
-                raise recorder.error(f"asks for the numbers of a tensor ({error})") from error
-            error.add_note(
-                f"eager_offload.plan met this error in {recorder.where}, while it traced a step of a copy of the model"
-            )
-            raise  # the model's own
-        program = recorder.program()
-        return program if is_guess else replace(program, guessed=())
-
-
-def _default_of(device: torch.device, model: nn.Module, inputs: object) -> torch.device:
-    """Returns where the program makes tensors if it does not say: the caller's choice if the program is on ``device``
-    already, and otherwise ``device``, to which all of the program's tensors go."""
-    default = torch.get_default_device()
-    is_there = default.type in (CPU, device.type) and are_on(device, (*tree_iter(inputs), *values_in(model)))
-    return default if is_there else device
+    with _nothing_held(made):
+        return copy_context().run(traced_step)  # what is set of a context variable goes with the context
 
 
 def _lacks(error: Exception) -> str | None:
@@ -160,7 +157,7 @@ def _logging_no_traceback() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def run_step(
+def _run_step(
     recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
 ) -> None:
     """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
@@ -171,7 +168,7 @@ def run_step(
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-            saving_with(recorder.saver),
+            saving_with(Saver(recorder.pack, recorder.unpack, recorder.min_bytes)),
             checkpointed(model, again),
         ):
             total = _loss_of(call(), loss)
@@ -181,7 +178,6 @@ def run_step(
 
 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The loss, as a number; raises ``PlanError`` where there is none."""
     found = returned if loss is None else loss(returned)
     if loss is None and not isinstance(found, Tensor):
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
@@ -200,3 +196,115 @@ def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not found.requires_grad:
         raise PlanError("the loss requires no gradient, so a step of this model saves nothing: no parameter is trained")
     return found if found.dim() == 0 else found.sum()
+
+
+#: Holders whose own holders are looked for, so many levels.
+_FOLLOWED, _LEVELS = (tuple, list, set, frozenset, CellType, FunctionType), 4
+_HELD = (
+    "a tensor of the plan's trace is held by {}, where it has no numbers: plan in a process of its own, by python -m "
+    "eager_offload plan, or have the model keep it in an attribute, which its copy has"
+)
+#: A dictionary of which nobody tells whose it is.
+_A_DICT = "a dict"
+
+
+class _Made:
+    """What a trace was given and has made, held weakly: storages of tensors, and copies of modules."""
+
+    def __init__(self) -> None:
+        self.blocks, self.modules = Blocks(), list[ref[nn.Module]]()
+
+    def is_alive(self) -> bool:
+        return self.blocks.are_alive() or any(weak() is not None for weak in self.modules)
+
+
+@contextmanager
+def _nothing_held(made: _Made) -> Iterator[None]:
+    """Looks afterwards for what holds any of what the ``with`` has ``made``, which nothing of the caller's may hold.
+
+    Raises:
+        PlanError: something does. An error of the ``with`` itself has a note in its place.
+    """
+    seen = [sys.exception()]
+    try:
+        yield
+    except BaseException as error:
+        found: BaseException | None = error
+        while found is not None and found not in seen:  # their frames would hold tensors as long as the errors live
+            seen.append(found)
+            traceback.clear_frames(found.__traceback__)
+            found = found.__cause__ or found.__context__
+        if names := _holders(made):
+            error.add_note(f"eager_offload: {_HELD.format(', '.join(names))}")
+        raise
+    names = _holders(made)
+    if made.is_alive():
+        raise PlanError(_HELD.format(", ".join(names or ["something that Python cannot see"])))
+
+
+def _holders(made: _Made) -> list[str]:
+    if not made.is_alive():
+        return []
+    is_frozen = gc.get_freeze_count() > 0
+    try:
+        gc.unfreeze()  # what is frozen is neither collected nor seen
+        gc.collect()
+        with without_torch_function():  # tensors of all kinds of classes are among what is looked at
+            return _found(made) if made.is_alive() else []
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def _found(made: _Made) -> list[str]:
+    targets: list[Any] = [one for weak in made.modules if (one := weak()) is not None]
+    own = {id(part) for one in targets for part in (one, vars(one), *vars(one).values())}
+    targets += [one for one in gc.get_objects() if issubclass(type(one), Tensor) and made.blocks.has(one)]
+    names, last = dict[str, None](), list[Any]()
+    for _ in range(_LEVELS + 1):
+        own |= {id(targets), id(last)}
+        found = [one for one in gc.get_referrers(*targets) if id(one) not in own]
+        ids, last = {*map(id, targets)}, [one for one in found if isinstance(one, _FOLLOWED)] or last
+        others = (one for one in found if not isinstance(one, (*_FOLLOWED, FrameType, TracebackType)))
+        names |= dict.fromkeys(_named(one, ids) for one in others)
+        if last is targets:
+            break
+        targets, own = last, {*own, id(found)}
+    # A function that nothing else holds is that of a frame, such as a comprehension's.
+    return [*names] or [*dict.fromkeys(f"a {type(one).__name__}" for one in last if type(one) is not FunctionType)]
+
+
+def _named(holder: Any, ids: set[int], levels: int = 2) -> str:
+    """Names what holds objects with those ids, and where; of a dictionary, whose it is, so many levels up."""
+    if not isinstance(holder, dict):
+        return f"a {type(holder).__name__}"
+    keys = ", ".join(repr(key) for key, one in [*dict.items(holder)] if id(one) in ids and type(key) is str)
+    keys = keys or "a value"
+    owners = gc.get_referrers(holder)
+    for owner in owners:
+        if isinstance(owner, type | ModuleType | CACHE):
+            return (
+                f"{keys} of {owner.__module__ if isinstance(owner, CACHE) else type(owner).__name__} {owner.__name__}"
+            )
+        if type(owner).__dictoffset__ and object.__getattribute__(owner, "__dict__") is holder:
+            return f"{keys} of a {type(owner).__name__}"
+    for owner in owners if levels else ():
+        found = ""
+        if isinstance(owner, dict):
+            found = _named(owner, {id(holder)}, levels - 1)
+        elif isinstance(owner, CellType):
+            found = _variable(owner)
+        if found and not found.endswith(_A_DICT):
+            return f"{keys} of {found}"
+    return f"{keys} of {_A_DICT}"
+
+
+def _variable(cell: CellType) -> str:
+    """Names the variable that functions close over by ``cell``."""
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if type(closure) is tuple else ():
+            cells = function.__closure__ if isinstance(function, FunctionType) else None
+            if cells is not None and cells is closure:
+                names = (name for name, one in zip(function.__code__.co_freevars, cells, strict=True) if one is cell)
+                return f"{next(names)!r} of function {function.__qualname__}"
+    return ""

@@ -74,7 +74,6 @@ class Check:
         self._first = _Saves()
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Returns what ``call`` returns, and notes what it saves."""
         with self._first.noted():
             return call()
 
@@ -131,8 +130,6 @@ class Check:
 
 
 class _Saves:
-    """The values that one run saves."""
-
     def __init__(self) -> None:
         self.all: list[_Save] = []
         self.is_over = False
@@ -191,7 +188,6 @@ class _Saves:
                     save.rows = self._rows(parts)
 
     def _rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the fingerprint of each part; of none where one cannot be read."""
         try:
             with torch.no_grad(), without_caller_modes(), torch.inference_mode(False):
                 return [self._row(_flat(part)) for part in parts]
@@ -225,13 +221,10 @@ class _Saves:
 
 @dataclass
 class _Operator:
-    """What an operator has saved so far."""
-
     open: list[tuple[_Save, list[Tensor], object]] = field(default_factory=list)
     """Values that require no grad: their parts, and the stream that it runs on."""
     has_scratch: bool = False
     channels: set[int | None] = field(default_factory=set)
-    """Sizes of the second dimensions of values."""
 
     def saves(self, tensor: Tensor, save: _Save, sequence: int) -> None:
         """Notes a value that is saved at that sequence number."""
@@ -252,8 +245,6 @@ class _Operator:
 
 
 class _Save:
-    """A value that a run has saved."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._dtype = shape_of(tensor), tensor.dtype
         strides = tensor.stride() if tensor.layout is torch.strided else ()
@@ -305,7 +296,6 @@ def _read(rows: Sequence[Tensor]) -> dict[int, list[float]]:
 
 
 def _stream(tensor: Tensor) -> object:
-    """Returns the stream that an operator would read ``tensor`` on now."""
     return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device)
 
 
@@ -335,7 +325,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Returns the numbers of ``tensor`` in the order of its memory, each once; a copy where there are gaps."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.resolve_neg()

@@ -11,7 +11,7 @@ import pytest
 
 from eager_offload.observe.doctor import SelfTest, hidden_from_width, verdict
 from eager_offload.planning.machine import Machine
-from eager_offload.planning.problem import floor_seconds
+from eager_offload.planning.program import floor_seconds
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.long
