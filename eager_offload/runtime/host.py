@@ -24,7 +24,7 @@ from torch import Tensor
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import MustGrow, Slot
 from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
 from eager_offload.tiers.limits import host_capacity, host_headroom
 from eager_offload.tiers.malloc import trim
@@ -185,7 +185,11 @@ class HostRuntime(Runtime):
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every alignment_offset; the bytes before it are slack.
-        target = self.pool.lease(layout.alignment_offset + layout.nbytes)
+        nbytes = layout.alignment_offset + layout.nbytes
+        try:
+            target = self.pool.take(nbytes, leased=True)
+        except MustGrow:
+            target = self.pool.lease(nbytes)
         return target[layout.alignment_offset :] if layout.alignment_offset else target
 
     def after_fork(self) -> None:

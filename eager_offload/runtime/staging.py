@@ -42,7 +42,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from eager_offload.errors import OffloadError, TransferError
+from eager_offload.errors import TransferError
 from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
 from eager_offload.runtime.host import carry
@@ -127,15 +127,9 @@ class _Room:
 
     def take_at_once(self, part: _Part) -> bool:
         """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
-        if self._pool is None:
-            return False
-        try:
-            part.memory = self._pool.take(part.nbytes, HostSlot, self._quota)
-        except OffloadError:
-            raise
-        except (MustGrow, MemoryError, RuntimeError):
-            return False
-        return True
+        with suppress(MustGrow):
+            part.memory = None if self._pool is None else self._pool.take(part.nbytes, self._quota)
+        return part.memory is not None
 
     def take(self, part: _Part, *, beyond: bool = True) -> bool:
         """Gives ``part`` memory; may wait for the system.

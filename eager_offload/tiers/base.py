@@ -7,7 +7,7 @@ import abc
 import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -138,13 +138,9 @@ class Tier(abc.ABC):
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
 
-    @abc.abstractmethod
-    def at_hand(self, nbytes: int) -> Slot | None:
-        """Does the same for a caller with a lock that others wait for: it takes nothing from the system.
-
-        Raises:
-            MustGrow: that is what ``reserve`` would do.
-        """
+    #: Does the same for a caller with a lock that others wait for: it takes nothing from the system, and raises
+    #: ``MustGrow`` where ``reserve`` would do that.
+    at_hand: Callable[[int], Slot | None]
 
     @property
     @abc.abstractmethod

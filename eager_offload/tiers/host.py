@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import ClassVar
 
 from eager_offload.config import size_literal, size_text
@@ -33,23 +34,11 @@ class HostTier(Tier):
         over = Shortage(f"all of host_budget is in use: {given or size_text(budget or 0)}", "raise host_budget")
         self._quota = Quota(budget, over)
         self._next_look = 0
+        self.at_hand = partial(pool.take, quota=self._quota)  # for each saved tensor: a call of C
         pool.join(self._quota)
 
     def reserve(self, nbytes: int) -> HostSlot | None:
-        slot = self._pool.allocate(nbytes, self._quota)
-        if slot is None:
-            self._next_look = 0
-        return slot
-
-    def at_hand(self, nbytes: int) -> HostSlot | None:
-        try:
-            return self._pool.take(nbytes, HostSlot, self._quota)
-        except OffloadError:
-            raise
-        except (MemoryError, RuntimeError) as error:
-            self._quota.refuse(error)
-        self._next_look = 0
-        return None
+        return self._pool.allocate(nbytes, self._quota)
 
     def take(self, nbytes: int) -> Shortage | None:
         budget = self._quota.budget
@@ -83,12 +72,12 @@ class HostTier(Tier):
 
     def release_idle(self) -> None:
         pool, bound = self._pool, self._pool.bound
-        if bound is None or pool.served_bytes < self._next_look:
+        if bound is None or (pool.served_bytes < self._next_look and not self._quota.is_refused):
             return
         pools = [one for one in (pool, *[other for other in _pools if other is not pool]) if not one.is_given]
         if not any(one.idle_bytes for one in pools):
             return
-        self._next_look = pool.served_bytes + _LOOK_BYTES
+        self._next_look, self._quota.is_refused = pool.served_bytes + _LOOK_BYTES, False
         missing = bound.missing_bytes()
         for one in pools:
             idle = one.idle_bytes

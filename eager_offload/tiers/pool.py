@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -133,34 +133,23 @@ class HostSlotRecord(SlotRecord):
 
 
 class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``."""
+    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``. ``Pool.take`` makes it."""
 
     tier: ClassVar[str] = "host"
     writes_storages = True
-    __slots__ = ("_slab", "_start")
-
-    def __init__(
-        self,
-        found: Range[HostSlab],
-        nbytes: int,
-        on_death: Callable[[Any], object],
-        quota: Quota | None,
-    ) -> None:
-        record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
-        self.nbytes = record.nbytes = nbytes
-        record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
-        record.range, record.quota = found, quota
-        self._slab, self._start = found.slab, found.start
+    __slots__ = ("slab", "start")
+    slab: HostSlab
+    start: int
 
     @property
     def address(self) -> int:
         """Where the bytes are; a slot does not move."""
-        return self._slab.address + self._start
+        return self.slab.address + self.start
 
     @property
     def tensor(self) -> Tensor:
         """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
-        return self._slab.tensor[self._start : self._start + self.nbytes]
+        return self.slab.tensor[self.start : self.start + self.nbytes]
 
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
         assert not isinstance(source, Tensor) or source.numel() == self.nbytes
@@ -174,26 +163,6 @@ class HostSlot(Slot):
         return view_of(self.address, self.nbytes, self)
 
 
-class Lease:
-    """``nbytes`` bytes of host memory for a tensor, which owns them: they go back when its storage dies."""
-
-    __slots__ = ("record", "view")
-
-    def __init__(
-        self,
-        found: Range[HostSlab],
-        nbytes: int,
-        on_death: Callable[[Any], object],
-        quota: Quota | None,
-    ) -> None:
-        assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
-        # The storage holds this very view until it is freed, so the view's death is the storage's.
-        view: Any = found.slab.buffer[found.start : found.start + nbytes]
-        self.view, record = view, HostSlotRecord(view, on_death)
-        self.record = record
-        record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, quota
-
-
 # -- quotas -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,13 +174,18 @@ class Quota:
         over: what to tell where the budget has no more.
     """
 
-    __slots__ = ("__weakref__", "budget", "held_bytes", "over", "overdraft", "peak_bytes", "refusal", "used_bytes")
+    __slots__ = (
+        *("__weakref__", "budget", "held_bytes", "is_refused", "over", "overdraft", "peak_bytes", "refusal"),
+        "used_bytes",
+    )
 
     def __init__(self, budget: int | None, over: Shortage) -> None:
         self.budget = budget
         self.over = over
         #: Why it was last given nothing.
         self.refusal = over
+        #: Whether it was given nothing since ``HostTier`` last looked at what the machine has left.
+        self.is_refused = False
         #: The most that ``used_bytes`` has been.
         self.peak_bytes = 0
         #: Why the machine should not give all of the budget, once it has given more than it should.
@@ -221,6 +195,7 @@ class Quota:
 
     def refuse(self, error: Exception) -> None:
         """Notes why it is given nothing."""
+        self.is_refused = True
         if isinstance(error, NoRoomError):
             self.refusal = error.shortage
         else:
@@ -231,7 +206,7 @@ class Quota:
 
 # -- the pool ---------------------------------------------------------------------------------------------------------
 
-Owner = TypeVar("Owner", HostSlot, Lease)
+Owner = TypeVar("Owner")
 
 #: Where what asks has no quota of its own.
 _FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
@@ -375,7 +350,7 @@ class Pool:
             quota: whose it is; it is given the reason where there is no room.
         """
         try:
-            return self._grown(partial(self.take, nbytes, HostSlot, quota), quota)
+            return self._grown(partial(self.take, nbytes, quota), quota)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, OffloadError) and not isinstance(error, HostAllocationUnderCaptureError):
                 raise
@@ -391,28 +366,30 @@ class Pool:
         Raises:
             MemoryError, RuntimeError: the system has no room.
         """
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        try:
-            return torch.frombuffer(self.take(nbytes, Lease).view, dtype=torch.uint8)
-        except MustGrow:
-            take = partial(self.take, nbytes, Lease)
-        return torch.frombuffer(self._grown(take).view, dtype=torch.uint8)
+        return self._grown(partial(self.take, nbytes, leased=True))  # type: ignore[return-value]  # of its first overload
+
+    @overload
+    def take(self, nbytes: int, quota: Quota | None = None, *, memory: Tensor | None = None) -> HostSlot | None: ...
+
+    @overload
+    def take(self, nbytes: int, *, leased: Literal[True], memory: Tensor | None = None) -> Tensor: ...
 
     def take(
-        self, nbytes: int, kind: type[Owner], quota: Quota | None = None, *, memory: Tensor | None = None
-    ) -> Owner:
-        """Returns an owner of ``nbytes`` bytes of what is held already, or of ``memory``.
+        self, nbytes: int, quota: Quota | None = None, *, leased: bool = False, memory: Tensor | None = None
+    ) -> HostSlot | Tensor | None:
+        """Returns ``nbytes`` bytes of what is held already, or of ``memory``; ``None`` where ``quota`` has no room.
 
         Args:
-            kind: of owner.
+            quota: whose they are; it is given the reason where there is no room.
+            leased: whether a tensor is to own them, as in ``lease``, in place of a slot.
             memory: a slab that the system has given for it.
 
         Raises:
-            NoRoomError: ``quota`` has no room.
             MustGrow: there is room, but the system has to give a slab first.
-            MemoryError, RuntimeError: the pool has crashed.
+            MemoryError, RuntimeError: without a quota: there is no room, or the pool has crashed.
         """
+        if leased and nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
@@ -431,9 +408,22 @@ class Pool:
                 same = self._ranges.back.get(size) or self._ranges.fit(size)
                 if not same:
                     raise self._new_slab(size, quota)
-                owner = kind(same[-1], nbytes, self._on_return, quota)
-                self._records.add(owner.record)
-                slab = same.pop().slab
+                found = same[-1]
+                owner: HostSlot | Tensor
+                slab, start, fences = found.slab, found.start, found.fences
+                if leased:
+                    assert not fences, "memory that streams copy to and memory for leases come from different pools"
+                    # The storage holds this very view until it is freed, so the view's death is the storage's.
+                    view: Any = slab.buffer[start : start + nbytes]
+                    owner, record = torch.frombuffer(view, dtype=torch.uint8), HostSlotRecord(view, self._on_return)
+                else:
+                    owner = slot = HostSlot.__new__(HostSlot)  # the `__init__` of `Slot` would be a call more
+                    record = slot.record = HostSlotRecord(slot, self._on_return)
+                    slot.nbytes, slot.slab, slot.start = nbytes, slab, start
+                record.nbytes, record.range, record.quota = nbytes, found, quota
+                record.fences = fences if len(fences) < 2 else pending(fences)  # what is over does not add up
+                self._records.add(record)
+                same.pop()
                 if slab.slots == 0:
                     self._idle_now -= slab.nbytes
                 slab.slots += 1
@@ -445,11 +435,18 @@ class Pool:
                     if used > quota.peak_bytes:
                         quota.peak_bytes = used
                 return owner
-            except (MustGrow, NoRoomError):
+            except MustGrow:
                 raise
-            except BaseException:
-                self._is_crashed = True
-                raise
+            except BaseException as error:
+                self._is_crashed |= not isinstance(error, NoRoomError)
+                if (
+                    quota is None
+                    or isinstance(error, OffloadError)
+                    or not isinstance(error, MemoryError | RuntimeError)
+                ):
+                    raise
+                quota.refuse(error)
+                return None
 
     def _grown(self, take: Callable[..., Owner], quota: Quota | None = None) -> Owner:
         """Returns what ``take`` makes of what is held, else of a new slab for ``quota``: see [Note: growth].
@@ -628,21 +625,6 @@ class Pool:
         """
         if self._is_crashed:
             self._begin_after_a_crash()
-        if self.returned:
-            self._take_back()
-        most, held = 0 if self.is_closed else self._idle_bytes, self._held
-        keep = most if keep is None else min(keep, most)
-        if self._left:
-            self._let_left_go()
-        if self._idle_now > keep:
-            self._let_idle_go(keep)
-        if self._held < held:
-            self._given_back()
-            if self.bound is not None:
-                self.bound.forget()
-
-    def _take_back(self) -> None:
-        """Takes up what has died."""
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
@@ -662,6 +644,16 @@ class Pool:
                         self._idle_now += slab.nbytes
                 self._records.discard(record)
             self.returned.popleft()
+        most, held = 0 if self.is_closed else self._idle_bytes, self._held
+        keep = most if keep is None else min(keep, most)
+        if self._left:
+            self._let_left_go()
+        if self._idle_now > keep:
+            self._let_idle_go(keep)
+        if self._held < held:
+            self._given_back()
+            if self.bound is not None:
+                self.bound.forget()
 
     def _let_idle_go(self, keep: int) -> None:
         """Drops idle slabs that no transfer can touch any more until ``keep`` idle bytes are left."""
