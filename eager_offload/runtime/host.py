@@ -169,8 +169,12 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        submitted: HostEvent = stream.submit(partial(self._carry, call, end, slot, pending))
-        return submitted
+        copied = HostEvent()  # from here on as in `submit`, which would be a call more for each copy
+        copied.thread, copied.work = stream, partial(self._carry, call, end, slot, pending)
+        stream.items.append(copied)
+        if stream.sleeps or stream.thread is None:
+            stream.hurry()
+        return copied
 
     def _carry(self, *given: Any) -> None:
         carry(*given)
