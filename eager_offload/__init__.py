@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
-    from eager_offload.tiers.malloc import release_freed_memory
+    from eager_offload.tiers.host import release_freed_memory
 
 __all__ = [
     "CapacityError",
@@ -66,7 +66,7 @@ _HOMES = {
         *("SavedTensorModifiedError", "TransferError"),
     ),
     "planning.machine": ("Machine",),
-    "tiers.malloc": ("release_freed_memory",),
+    "tiers.host": ("release_freed_memory",),
     "marks": ("keep", "no_offload", "prefer_offload"),
     "planning.files": ("Point",),
     "planning.plan": ("Plan",),

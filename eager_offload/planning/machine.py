@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from eager_offload.errors import ConfigError
 from eager_offload.names import checks_names
+from eager_offload.tiers.base import TIMES, LinkRates, Rate
 from eager_offload.tiers.forking import ForkSafeLock
-from eager_offload.tiers.rates import TIMES, LinkRates, Rate
 
 if TYPE_CHECKING:
     import torch  # which names of devices are known without

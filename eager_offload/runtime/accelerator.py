@@ -6,6 +6,7 @@ stream that it was allocated on; and whatever stream and device the caller had s
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,16 +17,21 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
-from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
-from eager_offload.runtime.captures import CAPTURES, AcceleratorCaptures, Capture, CaptureMode, MemoryPool
-from eager_offload.runtime.link_probe import measured_link
+from eager_offload.runtime.captures import (
+    CAPTURES,
+    AcceleratorCaptures,
+    AcceleratorEvent,
+    Capture,
+    CaptureMode,
+    EventPool,
+    MemoryPool,
+)
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import TIMES, LinkRates, Rate, Slot
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderWayAtFork, tell_after_fork
 from eager_offload.tiers.pool import SlabSizes
-from eager_offload.tiers.rates import LinkRates
 from eager_offload.torch_private.captures import graph_kind, is_capturing
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
@@ -239,7 +245,7 @@ class AcceleratorRuntime(Runtime):
 
     def measure_link(self, device: torch.device) -> LinkRates:
         device = self._indexed(device)
-        return LinkRates(*[measured_link(self, device, way, self._probe_bytes) for way in Direction])
+        return LinkRates(*[_measured_link(self, device, way, self._probe_bytes) for way in Direction])
 
     def record(self, stream: Stream) -> AcceleratorEvent:
         assert isinstance(stream, torch.Stream)
@@ -407,6 +413,58 @@ class AcceleratorRuntime(Runtime):
 def _index(device: torch.device) -> int | None:
     # torch's stubs leave the None out.
     return device.index
+
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+
+def _measured_link(runtime: AcceleratorRuntime, device: torch.device, direction: Direction, nbytes: int) -> Rate:
+    """Measures the link of ``device`` in ``direction``, while nothing of the library travels the other way.
+
+    The host waits for a few copies, and the device needs the memory of one.
+
+    Args:
+        nbytes: of one copy; less where the device has no room.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        stream = runtime.transfer_stream(device, direction)
+        block = _block(device, nbytes)
+        host = runtime.host_buffer(block.numel())
+        target, source = (host, block) if direction is Direction.OUT else (block, host)
+        # The block's last owner may have kernels queued.
+        runtime.wait(stream, runtime.record(runtime.current_stream(device)))
+        try:
+            with runtime.enter(stream):
+                target.copy_(source, non_blocking=True)
+                runtime.synchronize(runtime.record(stream))
+                called, moments = runtime.moment(None), [runtime.moment(stream)]
+                for _ in range(TIMES):
+                    target.copy_(source, non_blocking=True)
+                    moments.append(runtime.moment(stream))
+            whole = runtime.seconds_between(moments[0], moments[-1], synchronize=True)
+            # A device that does not tell the time says 0: then the host does, of all copies together.
+            if not whole:
+                whole = runtime.seconds_between(called, runtime.moment(None))
+                assert whole is not None
+                return Rate.of(TIMES * block.numel(), [whole])
+            each = [runtime.seconds_between(*pair, synchronize=True) for pair in itertools.pairwise(moments)]
+        except BaseException:  # an interrupt: the copies go on
+            runtime.keep_until(runtime.record(stream), (host, block))
+            raise
+    # The host has waited for the last copy, so that the block can go back to its own stream without an event.
+    return Rate.of(block.numel(), [one for one in each if one is not None])
+
+
+def _block(device: torch.device, nbytes: int) -> Tensor:
+    least = nbytes >> 6
+    while True:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            # A device that is nearly full is measured less precisely, and the training step goes on.
+            if nbytes <= least:
+                raise
+            nbytes >>= 2
 
 
 # -- the one of this process ----------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from torch import Tensor
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import MustGrow, Slot
+from eager_offload.tiers.base import TIMES, LinkRates, MustGrow, Rate, Slot
 from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
+from eager_offload.tiers.host import trim
 from eager_offload.tiers.limits import host_capacity, host_headroom
-from eager_offload.tiers.malloc import trim
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.rates import TIMES, LinkRates, Rate
 
 _SLAB_BYTES = 16 << 20
 #: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.

@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import TransferError
-from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Event, Runtime, Span
+from eager_offload.runtime.captures import AcceleratorEvent
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot

@@ -27,11 +27,22 @@ from torch import Tensor
 
 from eager_offload.config import PathLike, size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, lacks_descriptor, reentered
-from eager_offload.tiers.base import MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, Tier, pending
+from eager_offload.tiers.base import (
+    LinkRates,
+    MustGrow,
+    Range,
+    Ranges,
+    Rate,
+    Shortage,
+    Slab,
+    Slot,
+    SlotRecord,
+    Tier,
+    pending,
+)
 from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warn_of_guess
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
-from eager_offload.tiers.rates import LinkRates, Rate
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
