@@ -269,7 +269,7 @@ WHERE: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {
     "field": ({"release_freed_memory": False}, {}, False),
     "variable": ({}, {FIELD: "0"}, False),
     "arenas": ({}, {"MALLOC_ARENA_MAX": "2"}, False),
-    "tunables": ({}, {"GLIBC_TUNABLES": "glibc.host_tier.trim_threshold=65536"}, False),
+    "tunables": ({}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=65536"}, False),
     "another tunable": ({}, {"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, True),
     "another allocator": ({}, {"LD_PRELOAD": "libjemalloc.so.2"}, False),
     "always": ({"release_freed_memory": True}, {"MALLOC_ARENA_MAX": "2"}, True),

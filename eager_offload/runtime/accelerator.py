@@ -91,6 +91,7 @@ class AcceleratorRuntime(Runtime):
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool()
         self._captures = AcceleratorCaptures(self._events.waiting, self.poll)
+        self.end_capture, self.abandon_capture = self._captures.end, self._captures.abandon
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
@@ -121,14 +122,6 @@ class AcceleratorRuntime(Runtime):
         if not self.is_capturing():
             self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
         return self._captures.begin(stream, mode, pool, keep=keep)
-
-    def end_capture(self, capture: Capture) -> None:
-        """See ``AcceleratorCaptures.end``."""
-        self._captures.end(capture)
-
-    def abandon_capture(self, capture: Capture) -> None:
-        """See ``AcceleratorCaptures.abandon``."""
-        self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
         streams = (self._streams.get(device) or self._streams_of(device)).process

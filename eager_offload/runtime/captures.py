@@ -139,7 +139,14 @@ class AcceleratorCaptures:
         """
         accelerator, device = torch.accelerator, stream.device
         with self._lock:
-            self._check_may_begin(stream)
+            if CAPTURES.own() is not None or captures.is_capturing(None) or captures.is_capturing(stream.device_index):
+                raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
+            for other in CAPTURES.under_way:
+                if other.mode is CaptureMode.GLOBAL or other.stream.device == device:
+                    raise CaptureStateError(
+                        f"a capture was begun on {device} while another thread captures on {other.stream.device}, mode "
+                        f"{other.mode.value!r}: the host waits for the device first, which would invalidate that one"
+                    )
             # Every event that there is is over then, and need not be queried during the capture.
             with self._waiting(device.index):
                 accelerator.synchronize(device.index)
@@ -191,16 +198,6 @@ class AcceleratorCaptures:
             capture.graph.reset()
         finally:
             self._finish(capture)
-
-    def _check_may_begin(self, stream: torch.Stream) -> None:
-        if CAPTURES.own() is not None or captures.is_capturing(None) or captures.is_capturing(stream.device_index):
-            raise CaptureStateError("a capture was begun inside of another one: what would a replay of it begin?")
-        for other in CAPTURES.under_way:
-            if other.mode is CaptureMode.GLOBAL or other.stream.device == stream.device:
-                raise CaptureStateError(
-                    f"a capture was begun on {stream.device} while another thread captures on {other.stream.device}, "
-                    f"mode {other.mode.value!r}: the host waits for the device first, which would invalidate that one"
-                )
 
     def _check_may_end(self, capture: Capture) -> None:
         if capture.is_over:

@@ -237,19 +237,6 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list
     return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks.number, reason, remedy)]
 
 
-def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
-    for group in group_limits(system.root):
-        reason = (
-            f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
-            f"uses {size_text(max(group.used - group.reclaimable, 0))}, not counting file cache{_divided(ranks)}"
-        )
-        remedy = (
-            "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
-            "sbatch --mem)"
-        )
-        yield Limit("cgroup", str(group.file), group.limit, group.room, ranks.number, reason, remedy)
-
-
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
     """Yields a limit of the process's own, if there is one; it binds no other process."""
     capacity = system.process_limit(name)
@@ -280,44 +267,45 @@ def _divided(ranks: Ranks) -> str:
 _NO_LIMIT = 1 << 62
 
 
-class GroupLimit(NamedTuple):
-    """One limit that one group sets. All sizes in bytes."""
-
-    #: The file that sets it.
-    file: Path
-    limit: int
-    #: What the group uses, with everything in it, and file cache.
-    used: int
-    #: File cache that the kernel would drop before it killed anything.
-    reclaimable: int
-
-    @property
-    def room(self) -> int:
-        """Bytes that still go into the group."""
-        return max(self.limit - self.used + self.reclaimable, 0)
-
-
 class _Group(NamedTuple):
     directory: Path
     #: Of the cgroup interface: 1 or 2.
     version: int
 
 
-def group_limits(root: Path) -> list[GroupLimit]:
-    """Returns the limits on memory that bind this process, from its own group outwards.
-
-    Args:
-        root: what stands in place of ``/``.
-    """
-    membership = _read(root / "proc/self/cgroup")
-    if membership is None:
-        return []
-    groups = _groups_of(root, membership)
-    limits = [limit for group in groups for limit in _limits_of(group)]
-    own = next((group for group in groups if group.version == 1), None)
+def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
+    """Yields the limits of the control groups that bind this process, from its own group outwards."""
+    membership = _read(system.root / "proc/self/cgroup")
+    groups = () if membership is None else _groups_of(system.root, membership)
+    found = [
+        (group.version, group.directory / name, _number(group.directory / name), used_name)
+        for group in groups
+        for name, used_name in _FILES[group.version]
+    ]
+    own = next((group.directory for group in groups if group.version == 1), None)
     if own is not None:
-        limits += _unseen_limit(own)
-    return limits
+        # The least limit of all groups around, which need not be mounted: at least this group uses it.
+        least = _statistics(own).get("hierarchical_memory_limit", _NO_LIMIT)
+        if least < _NO_LIMIT and least != _number(own / "memory.limit_in_bytes"):
+            found.append((1, own / "memory.stat", least, "memory.usage_in_bytes"))
+    for version, file, capacity, used_name in found:
+        used = None if capacity is None else _number(file.parent / used_name)
+        if capacity is None or used is None:
+            continue
+        statistics = _statistics(file.parent)
+        cache, not_written = (
+            sum(statistics.get(name, 0) for name in names[version]) for names in (_CACHE, _NOT_WRITTEN)
+        )
+        used -= max(cache - not_written, 0)  # the kernel would drop that before it killed anything
+        reason = (
+            f"the control group {file.parent} may use {size_text(capacity)} ({file.name}) and "
+            f"uses {size_text(max(used, 0))}, not counting file cache{_divided(ranks)}"
+        )
+        remedy = (
+            "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
+            "sbatch --mem)"
+        )
+        yield Limit("cgroup", str(file), capacity, max(capacity - used, 0), ranks.number, reason, remedy)
 
 
 def _read(file: Path) -> str | None:
@@ -397,32 +385,6 @@ _FILES = {
 #: By version, in ``memory.stat``: file cache, and what of it is not on disk yet and has to be written before it goes.
 _CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
 _NOT_WRITTEN = {1: ("total_dirty", "total_writeback"), 2: ("file_dirty", "file_writeback")}
-
-
-def _limits_of(group: _Group) -> Iterator[GroupLimit]:
-    for limit_name, used_name in _FILES[group.version]:
-        limit = _number(group.directory / limit_name)
-        used = None if limit is None else _number(group.directory / used_name)
-        if limit is not None and used is not None:
-            yield GroupLimit(group.directory / limit_name, limit, used, _reclaimable(group))
-
-
-def _unseen_limit(group: _Group) -> Iterator[GroupLimit]:
-    """Yields the least limit of all groups around, which need not be mounted: at least this group uses it."""
-    limit = _statistics(group.directory).get("hierarchical_memory_limit", _NO_LIMIT)
-    if limit < _NO_LIMIT and limit != _number(group.directory / "memory.limit_in_bytes"):
-        used = _number(group.directory / "memory.usage_in_bytes")
-        if used is not None:
-            yield GroupLimit(group.directory / "memory.stat", limit, used, _reclaimable(group))
-
-
-def _reclaimable(group: _Group) -> int:
-    """Returns the bytes of file cache that can be dropped at once."""
-    statistics = _statistics(group.directory)
-    cache, not_written = (
-        sum(statistics.get(name, 0) for name in names[group.version]) for names in (_CACHE, _NOT_WRITTEN)
-    )
-    return max(cache - not_written, 0)
 
 
 def _statistics(directory: Path) -> dict[str, int]:

@@ -646,32 +646,24 @@ class Pool:
             self.returned.popleft()
         most, held = 0 if self.is_closed else self._idle_bytes, self._held
         keep = most if keep is None else min(keep, most)
-        if self._left:
-            self._let_left_go()
-        if self._idle_now > keep:
-            self._let_idle_go(keep)
+        if self._left:  # see [Note: slabs that are left]
+            self._left_fences = pending(self._left_fences)
+            for left in [] if self._left_fences else [left for left in self._left if left.slots == 0]:
+                del self._left[left]
+                self._held -= left.nbytes
+        if self._idle_now > keep:  # idle slabs that no transfer can touch any more go
+            self._ranges.join()
+            for idle in [idle for idle in self._slabs if idle.slots == 0]:
+                if self._idle_now <= keep:
+                    break
+                if self._ranges.withdraw(idle):
+                    del self._slabs[idle]
+                    self._idle_now -= idle.nbytes
+                    self._held -= idle.nbytes
         if self._held < held:
             self._given_back()
             if self.bound is not None:
                 self.bound.forget()
-
-    def _let_idle_go(self, keep: int) -> None:
-        """Drops idle slabs that no transfer can touch any more until ``keep`` idle bytes are left."""
-        self._ranges.join()
-        for slab in [slab for slab in self._slabs if slab.slots == 0]:
-            if self._idle_now <= keep:
-                break
-            if self._ranges.withdraw(slab):
-                del self._slabs[slab]
-                self._idle_now -= slab.nbytes
-                self._held -= slab.nbytes
-
-    def _let_left_go(self) -> None:
-        """Drops slabs that are left: see [Note: slabs that are left]."""
-        self._left_fences = pending(self._left_fences)
-        for slab in [] if self._left_fences else [slab for slab in self._left if slab.slots == 0]:
-            del self._left[slab]
-            self._held -= slab.nbytes
 
     def _begin_after_a_crash(self) -> None:
         """Counts what is alive, and leaves all slabs: see [Note: slabs that are left]."""
