@@ -231,7 +231,6 @@ class AcceleratorCaptures:
 
 
 def _named(error: RuntimeError) -> GraphError:
-    """What the driver's error at the end of a capture says."""
     text = str(error)
     if "unjoined" in text or "has not joined" in text:
         return UnjoinedStreamError(

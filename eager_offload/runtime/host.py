@@ -201,7 +201,6 @@ class HostRuntime(Runtime):
 
 
 def _most_resident() -> int:
-    """Returns the most bytes that were ever resident; 0 where the system does not say."""
     if sys.platform == "win32":
         return 0
     import resource  # which Windows has not

@@ -256,7 +256,6 @@ class TransferThread:
             items.popleft()
 
     def _begin_turn(self) -> bool:
-        """Whether a thread could be started."""
         thread = OwnThread(self._run, self.name)
         try:
             thread.start()
@@ -339,7 +338,6 @@ class TransferThread:
         return True
 
     def _take_up_rings(self) -> None:
-        """Answers all that have rung by now at once."""
         with suppress(Empty):
             while True:
                 self._users.discard(self._bell.get_nowait())

@@ -125,7 +125,7 @@ class Shortage(NamedTuple):
 
 
 class MustGrow(Exception):
-    """There is room once a tier has taken more memory from the system, or has made its files longer."""
+    """There is room once a tier has taken more memory from the system, or has made its file longer: by its ``args``."""
 
 
 class Tier(abc.ABC):
@@ -250,11 +250,6 @@ class Ranges(Generic[S]):
         self.back: defaultdict[int, list[Range[S]]] = defaultdict(list)
         #: What nothing uses, in order: size, serial number of the slab, start.
         self._free: list[tuple[int, int, int, Range[S]]] = []
-
-    @property
-    def fences(self) -> tuple[Fence, ...]:
-        """The uses that are not over of what is free."""
-        return pending([fence for same in self.back.values() for one in same for fence in one.fences])
 
     def fit(self, nbytes: int) -> list[Range[S]]:
         """Returns ``back[nbytes]``, where a range that was found for it is the last; empty if none is large enough."""

@@ -241,7 +241,6 @@ def keeps_freed_memory() -> bool:
 
 
 def _changes_malloc(variable: tuple[str, str]) -> bool:
-    """Returns whether a variable of the environment sets glibc's allocator, or replaces it."""
     name, value = variable
     if name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
         return "malloc" in value.lower()  # the other allocators have it in their names

@@ -150,13 +150,9 @@ def host_headroom(system: System | None = None) -> Headroom:
     )
 
 
-def host_capacity(system: System | None = None) -> int:
-    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits.
-
-    Args:
-        system: as for ``host_headroom``.
-    """
-    return min(limit.capacity for limit in host_headroom(system).limits)
+def host_capacity() -> int:
+    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits."""
+    return min(limit.capacity for limit in host_headroom().limits)
 
 
 def file_size_limit(system: System | None = None) -> int | None:
@@ -201,15 +197,6 @@ def disk_budget(path: Path, system: System | None = None) -> int:
     return min(int(limit.nbytes * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
 
 
-def pinning_limit(system: System | None = None) -> int | None:
-    """Returns the bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
-
-    Not every driver counts what it pins against it (NVIDIA's does not), so it bounds no headroom; where pinning fails,
-    it is the first thing to look at.
-    """
-    return (System() if system is None else system).process_limit("RLIMIT_MEMLOCK")
-
-
 # -- what bounds memory ---------------------------------------------------------------------------------------------
 
 
@@ -238,7 +225,6 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list
 
 
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
-    """Yields a limit of the process's own, if there is one; it binds no other process."""
     capacity = system.process_limit(name)
     if capacity is not None:
         status = _kibibytes(_read(system.root / "proc/self/status"))
@@ -309,7 +295,6 @@ def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
 
 
 def _read(file: Path) -> str | None:
-    """Returns the text of a file of the kernel's; ``None`` where it cannot be read."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -362,7 +347,6 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
-    """Returns the directories of ``group`` and of those around it, up to where the hierarchy is mounted."""
     for mount in mounts:
         if ".." in group.parts:
             break  # the group is outside of all that this process may see
@@ -388,7 +372,6 @@ _NOT_WRITTEN = {1: ("total_dirty", "total_writeback"), 2: ("file_dirty", "file_w
 
 
 def _statistics(directory: Path) -> dict[str, int]:
-    """Returns ``memory.stat`` by name."""
     pairs = [line.split(" ", 1) for line in (_read(directory / "memory.stat") or "").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 

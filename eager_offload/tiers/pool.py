@@ -214,14 +214,6 @@ _FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
 _RESERVED_BYTES = 16 << 30
 
 
-class _NewSlab(MustGrow):
-    """A slab of ``wanted`` bytes is needed, or where the system has no room for that, one of ``least`` bytes."""
-
-    def __init__(self, wanted: int, least: int) -> None:
-        super().__init__(wanted, least)
-        self.wanted, self.least = wanted, least
-
-
 class Pool:
     """Cuts slabs of host memory into slots and leases of exact sizes. Thread-safe.
 
@@ -314,7 +306,6 @@ class Pool:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins with no slabs to cut from."""
         self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
         #: Bytes of those without slots.
@@ -463,8 +454,8 @@ class Pool:
         with growth.lock:
             try:
                 return take()
-            except _NewSlab as slab:
-                wanted, least = slab.wanted, slab.least
+            except MustGrow as slab:
+                wanted, least = slab.args
             return take(memory=self._new_memory(wanted, least, quota))
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
@@ -503,22 +494,19 @@ class Pool:
         if self._lock.is_held() or self._growth.is_held():
             raise reentered()
         with self._growth.lock:
-            while (size := self._unreserved(nbytes, quota)) > 0:
+            while True:
+                with self._lock.lock, self._crashing():
+                    self._poll()
+                    missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
+                    if missing <= 0:
+                        return
+                    if limit is not None and self._held + missing > limit:
+                        raise NoRoomError(quota.over)
+                    size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
                 memory = self._admitted(size, quota)
                 with self._lock.lock, self._crashing():
                     self._idle_bytes = max(self._idle_bytes, nbytes)
                     self._add(memory)
-
-    def _unreserved(self, nbytes: int, quota: Quota) -> int:
-        """Returns the size of the next slab to be reserved; 0 for none."""
-        with self._lock.lock, self._crashing():
-            self._poll()
-            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
-            if missing <= 0:
-                return 0
-            if limit is not None and self._held + missing > limit:
-                raise NoRoomError(quota.over)
-            return self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
 
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""
@@ -565,21 +553,10 @@ class Pool:
         self.poll()
         return self._idle_now
 
-    def close(self) -> None:
-        """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
-
-        Slots that die later go back at the next ``poll()``, or when the pool and the last of them are gone. Let all
-        transfers end before the pool goes: nothing then asks whether the fences have passed.
-        """
-        with self._lock.lock, self._crashing():
-            self.is_closed = True
-            self._poll()
-
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Marks the pool as crashed by an exception that is not its own."""
         try:
             yield
         except (MustGrow, NoRoomError):
@@ -589,7 +566,6 @@ class Pool:
             raise
 
     def _add(self, memory: Tensor) -> None:
-        """Takes up what the system has given."""
         slab = HostSlab(memory)
         self._slabs[slab] = None
         self._ranges.back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
@@ -601,8 +577,9 @@ class Pool:
         budgets = [quota.budget for quota in self._quotas]
         return sum(budgets) if budgets and None not in budgets else None  # type: ignore[arg-type]
 
-    def _new_slab(self, need: int, quota: Quota | None) -> _NewSlab:
-        """Returns the slab that ``need`` calls for, or a smaller one where that is all there is room for.
+    def _new_slab(self, need: int, quota: Quota | None) -> MustGrow:
+        """Returns the size of the slab that ``need`` calls for, or of a smaller one where that is all there is room
+        for, and the least that will do where the system has no room for it.
 
         Raises:
             NoRoomError: there is none.
@@ -615,7 +592,7 @@ class Pool:
                 raise NoRoomError(_FULL if quota is None else quota.over)
         elif self.bound is not None and quota is not None and quota.budget is None:
             self.bound.refuse_again(need)
-        return _NewSlab(wanted, self._sizes.least(need))
+        return MustGrow(wanted, self._sizes.least(need))
 
     def _poll(self, keep: int | None = None) -> None:
         """Takes up what has died, and gives slabs back to the system: see the notes.
@@ -669,7 +646,7 @@ class Pool:
         """Counts what is alive, and leaves all slabs: see [Note: slabs that are left]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
-        fences += self._ranges.fences
+        fences += [fence for same in self._ranges.back.values() for one in same for fence in one.fences]
         self._left_fences = pending([*self._left_fences, *fences])
         self._records.difference_update(dead)
         records = [cast(HostSlotRecord, record) for record in self._records]
