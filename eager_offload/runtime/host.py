@@ -171,7 +171,9 @@ class HostRuntime(Runtime):
         copied = HostEvent()  # from here on as in `submit`, which would be a call more for each copy
         copied.thread, copied.work = stream, partial(self._carry, call, end, slot, pending)
         stream.items.append(copied)
-        if stream.sleeps or stream.thread is None:
+        if stream.sleeps:
+            stream.bell.put(None)
+        elif stream.thread is None:
             stream.hurry()
         return copied
 

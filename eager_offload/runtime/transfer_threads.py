@@ -155,7 +155,7 @@ class TransferThread:
         self.waiters = 0
         # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
         self.items: deque[HostEvent | None] = deque()
-        self._bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
+        self.bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
         self._users: set[FinalizerRecord[object] | None] = set()
         self._dozes = self.sleeps = self._stops = False
         self._pausing = threading.Lock()
@@ -171,8 +171,10 @@ class TransferThread:
         # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
         # One of the two sees the other.
         self.items.append(event)
-        if self.sleeps or self.thread is None:
-            self.hurry()
+        if self.sleeps:
+            self.bell.put(None)  # one too many only makes the thread look once more
+        elif self.thread is None:
+            self._start()
         return event
 
     def record(self) -> HostEvent:
@@ -188,12 +190,12 @@ class TransferThread:
         if self.thread is None:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
-            self._users.add(FinalizerRecord(user, self._bell.put))
+            self._users.add(FinalizerRecord(user, self.bell.put))
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
         if self._dozes or self.sleeps:
-            self._bell.put(None)  # one too many only makes the thread look once more
+            self.bell.put(None)
         elif self.thread is None and self.items:  # none was started yet, or an interrupt came before that
             self._start()
 
@@ -202,7 +204,7 @@ class TransferThread:
         thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self.items.append(None)
-            self._bell.put(None)
+            self.bell.put(None)
         else:
             thread = self._former
         if thread is not None and thread is not threading.current_thread():
@@ -214,7 +216,7 @@ class TransferThread:
         thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._stops = True  # what it has not come to stays: a later wait starts another one
-            self._bell.put(None)
+            self.bell.put(None)
             thread.join(_STOP_SECONDS)
             self._stops = False
         with self._pausing:
@@ -330,7 +332,7 @@ class TransferThread:
         if self.items:
             return True
         try:
-            user = self._bell.get(timeout=seconds)
+            user = self.bell.get(timeout=seconds)
         except Empty:
             return False
         self._users.discard(user)
@@ -340,7 +342,7 @@ class TransferThread:
     def _take_up_rings(self) -> None:
         with suppress(Empty):
             while True:
-                self._users.discard(self._bell.get_nowait())
+                self._users.discard(self.bell.get_nowait())
 
     def _call(self, listener: Callable[[], bool | None]) -> bool | None:
         with self._pausing:
