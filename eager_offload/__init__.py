@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
     from eager_offload.stats import OffloadStats
-    from eager_offload.tiers.malloc import release_freed_memory
+    from eager_offload.tiers.host import release_freed_memory
 
 __all__ = [
     "CapacityError",
@@ -59,7 +59,7 @@ __version__ = VERSION
 
 #: The modules of the public names. `offload` comes first, because it defines the operators of compiled code.
 _HOMES = (
-    *("offload", "config", "errors", "planning.machine", "tiers.malloc", "marks", "planning.figures", "planning.plan"),
+    *("offload", "config", "errors", "planning.machine", "tiers.host", "marks", "planning.figures", "planning.plan"),
     *("planning.planner", "stats", "core.step_table"),
 )
 

@@ -206,7 +206,7 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
     runtime: HostRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = stream(runtime)
-    assert out._thread is None, "no thread without work"
+    assert out.thread is None, "no thread without work"
     monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
     seen: list[threading.Thread] = []
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
         runtime.synchronize(out.record())
         seen[-1].join(60)
         assert not seen[-1].is_alive()
-        assert out._thread is None
+        assert out.thread is None
     assert len(set(seen)) == 3, "later work starts a new one"
     assert {thread.name for thread in seen} == {"eager_offload-out"}
     assert all(thread.daemon for thread in seen), "an exiting process does not wait for it"
@@ -296,7 +296,7 @@ def test_h10_an_interrupt_while_a_thread_starts_leaves_one_thread_at_the_queue(
     with pytest.raises(KeyboardInterrupt):
         out.submit(lambda: (opened.wait(), ran.append("first")))
     monkeypatch.undo()
-    first = out._items[0]
+    first = out.items[0]
     later = [out.submit(lambda number=number: ran.append(number)) for number in range(5)]
     for _ in range(100):
         out.hurry()

@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors", "schedule"},
     "tiers": {"config", "errors"},
     "runtime": {"config", "errors", "tiers", "torch_private"},
-    "stats": {"config", "runtime", "tiers"},
+    "stats": {"config", "tiers", "torch_private"},
     "core": {"config", "errors", "schedule", "stats", "tiers", "torch_private"},
     "marks": {"core", "errors", "tiers", "torch_private"},
     "modules": {"config", "core", "errors", "marks", "torch_private"},

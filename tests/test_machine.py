@@ -17,9 +17,9 @@ import eager_offload as eo
 from eager_offload.planning import machine
 from eager_offload.planning.machine import TABLE, disk_link, here, link_of, machine_of, measure
 from eager_offload.runtime.host import HostRuntime
-from eager_offload.tiers import malloc
+from eager_offload.tiers import host as host_tier
+from eager_offload.tiers.base import LinkRates, Rate
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rates import LinkRates, Rate
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 
@@ -283,10 +283,10 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The trims of a process in which no ``Offload`` was entered before."""
     made = list[int]()
     plain_malloc(monkeypatch)
-    monkeypatch.setattr(malloc, "ctypes", SimpleNamespace(CDLL=lambda _: SimpleNamespace(malloc_trim=made.append)))
-    monkeypatch.setattr(malloc, "_is_released", False)
+    monkeypatch.setattr(host_tier, "ctypes", SimpleNamespace(CDLL=lambda _: SimpleNamespace(malloc_trim=made.append)))
+    monkeypatch.setattr(host_tier, "_is_released", False)
     for name in ("_trim", "_level"):
-        monkeypatch.setattr(malloc.trim, name, getattr(malloc.Trim(), name))
+        monkeypatch.setattr(host_tier.trim, name, getattr(host_tier.Trim(), name))
     return made
 
 
@@ -304,7 +304,7 @@ def test_the_first_offload_that_is_entered_for_a_cpu_returns_freed_memory_once(
         with offload:
             pass
     assert trims == [0] * returns
-    assert malloc.trim.is_on is returns
+    assert host_tier.trim.is_on is returns
 
 
 @of_glibc
@@ -319,7 +319,7 @@ def test_an_offload_for_an_accelerator_changes_nothing_of_malloc(
 
 @of_glibc
 def test_what_is_freed_goes_back_where_a_process_has_grown(trims: list[int]) -> None:
-    mib, trim = 1 << 20, malloc.trim
+    mib, trim = 1 << 20, host_tier.trim
     trim.begin("auto", lambda: 800 * mib)
     trim.look(lambda: 0, 900 * mib)
     assert trims == [0], "an 8th may stay"
@@ -333,7 +333,7 @@ def test_what_is_freed_goes_back_where_a_process_has_grown(trims: list[int]) -> 
 
 @of_glibc
 def test_no_memory_goes_back_by_a_c_library_without_the_call(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(malloc, "ctypes", SimpleNamespace(CDLL=lambda _: object()))
+    monkeypatch.setattr(host_tier, "ctypes", SimpleNamespace(CDLL=lambda _: object()))
     with eo.Offload():
         pass
-    assert not malloc.trim.is_on
+    assert not host_tier.trim.is_on

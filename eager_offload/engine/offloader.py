@@ -22,7 +22,7 @@ from eager_offload.engine.transfer_log import Waited
 from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
 from eager_offload.runtime.base import Event, Stream
-from eager_offload.runtime.live_bytes import LiveBytes
+from eager_offload.stats import LiveBytes
 from eager_offload.tiers.base import MustGrow, Slot, Tier
 
 

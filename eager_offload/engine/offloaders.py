@@ -21,9 +21,8 @@ from eager_offload.runtime.host import HostRuntime, host_runtime
 from eager_offload.stats import Accounts, Counters, KeepReason
 from eager_offload.tiers.base import Tier
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.host import HostTier, shared_pool
+from eager_offload.tiers.host import HostTier, keeps_freed_memory, shared_pool, trim
 from eager_offload.tiers.limits import host_bound
-from eager_offload.tiers.malloc import keeps_freed_memory, trim
 from eager_offload.tiers.pool import Pool
 from eager_offload.torch_private.captures import accelerator_in_use
 

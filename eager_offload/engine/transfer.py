@@ -10,8 +10,7 @@ import torch
 
 from eager_offload.errors import OffloadError
 from eager_offload.runtime.base import Event
-from eager_offload.runtime.live_bytes import LiveBytes, LiveStorage
-from eager_offload.stats import Counters, KeepReason
+from eager_offload.stats import Counters, KeepReason, LiveBytes, LiveStorage
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.forking import FinalizerRecord
 from eager_offload.torch_private.memory import weak_storage

@@ -20,8 +20,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from eager_offload.errors import ConfigError, checks_names
+from eager_offload.tiers.base import TIMES, LinkRates, Rate
 from eager_offload.tiers.forking import ForkSafeLock
-from eager_offload.tiers.rates import TIMES, LinkRates, Rate
 
 if TYPE_CHECKING:
     import torch  # which names of devices are known without

@@ -6,26 +6,32 @@ stream that it was allocated on; and whatever stream and device the caller had s
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from eager_offload.errors import HostAllocationUnderCaptureError, OffloadError
-from eager_offload.runtime.accelerator_events import AcceleratorEvent, EventPool
 from eager_offload.runtime.base import ALIGNMENT, DeviceMemory, Direction, Event, Layout, Moment, Runtime, Span, Stream
-from eager_offload.runtime.captures import CAPTURES, AcceleratorCaptures, Capture, CaptureMode, MemoryPool
-from eager_offload.runtime.link_probe import measured_link
+from eager_offload.runtime.captures import (
+    CAPTURES,
+    AcceleratorCaptures,
+    AcceleratorEvent,
+    Capture,
+    CaptureMode,
+    EventPool,
+    MemoryPool,
+)
 from eager_offload.runtime.pinned import PinnedMemory
 from eager_offload.runtime.staging import StagedEvent, Staging
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import TIMES, LinkRates, Rate, Slot
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, ForkSafeLock, UnderWayAtFork, tell_after_fork
 from eager_offload.tiers.pool import SlabSizes
-from eager_offload.tiers.rates import LinkRates
 from eager_offload.torch_private.captures import graph_kind, is_capturing
 
 #: Of the streams that copies run on. torch hands streams out of a ring for each priority, 32 on CUDA, so a program that
@@ -64,6 +70,7 @@ class AcceleratorRuntime(Runtime):
         OffloadError: there is no usable accelerator.
     """
 
+    # Streams and events are opaque to callers. Where they are only handed on they are `Any`, as in `HostRuntime`.
     can_capture = True
     holds_copies_back = True
 
@@ -85,6 +92,7 @@ class AcceleratorRuntime(Runtime):
         self._staging = Staging(self, self._enqueue)
         self._events = EventPool()
         self._captures = AcceleratorCaptures(self._events.waiting, self.poll)
+        self.end_capture, self.abandon_capture = self._captures.end, self._captures.abandon
         #: How many copies each transfer stream was given.
         self._copies: dict[torch.Stream, int] = {}
         #: Whether this process is a child and the device its parent's.
@@ -115,14 +123,6 @@ class AcceleratorRuntime(Runtime):
         if not self.is_capturing():
             self.slab_sizes()  # tries once whether memory can be pinned where it lies, which is not for a capture
         return self._captures.begin(stream, mode, pool, keep=keep)
-
-    def end_capture(self, capture: Capture) -> None:
-        """See ``AcceleratorCaptures.end``."""
-        self._captures.end(capture)
-
-    def abandon_capture(self, capture: Capture) -> None:
-        """See ``AcceleratorCaptures.abandon``."""
-        self._captures.abandon(capture)
 
     def transfer_stream(self, device: torch.device, direction: Direction) -> torch.Stream:
         streams = (self._streams.get(device) or self._streams_of(device)).process
@@ -189,11 +189,8 @@ class AcceleratorRuntime(Runtime):
         event.synchronize()
         return event.tells_time()
 
-    def moment(self, stream: Stream | None) -> Moment:
-        if stream is None:
-            return super().moment(None)
-        assert isinstance(stream, torch.Stream)
-        return self._events.record(stream, timed=True)
+    def moment(self, stream: Any) -> Moment:
+        return super().moment(None) if stream is None else self._events.record(stream, timed=True)
 
     def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
         if isinstance(before, float):
@@ -239,26 +236,21 @@ class AcceleratorRuntime(Runtime):
 
     def measure_link(self, device: torch.device) -> LinkRates:
         device = self._indexed(device)
-        return LinkRates(*[measured_link(self, device, way, self._probe_bytes) for way in Direction])
+        return LinkRates(*[_measured_link(self, device, way, self._probe_bytes) for way in Direction])
 
-    def record(self, stream: Stream) -> AcceleratorEvent:
-        assert isinstance(stream, torch.Stream)
+    def record(self, stream: Any) -> AcceleratorEvent:
         return self._events.record(stream)
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(stream, torch.Stream)
-        assert isinstance(event, AcceleratorEvent | StagedEvent)
+    def wait(self, stream: Any, event: Any) -> None:
         event.wait_on(stream)
 
     def has_host_wait(self, event: Event) -> bool:
         return isinstance(event, StagedEvent)  # until its thread has come so far that there is something to wait for
 
-    def query(self, event: Event) -> bool:
-        assert isinstance(event, AcceleratorEvent | StagedEvent)
-        return not self._inherited and event.query()
+    def query(self, event: Any) -> bool:
+        return not self._inherited and bool(event.query())
 
-    def synchronize(self, event: Event) -> None:
-        assert isinstance(event, AcceleratorEvent | StagedEvent)
+    def synchronize(self, event: Any) -> None:
         if self._inherited:
             raise UnderWayAtFork
         event.synchronize()
@@ -296,16 +288,14 @@ class AcceleratorRuntime(Runtime):
         target: Tensor,
         source: Tensor,
         stream: torch.Stream,
-        after: Sequence[Event],
+        after: Sequence[Any],
         *,
         timed: bool,
     ) -> AcceleratorEvent:
-        """Enqueues a copy between the device and host memory, behind ``after``."""
         for end in (target, source):
             assert end.dtype is torch.uint8, "copies move bytes"
             assert end.is_contiguous(), "copies move flat bytes"
         for event in after:
-            assert isinstance(event, AcceleratorEvent | StagedEvent)
             event.wait_on(stream)
         began = self._events.record(stream, timed=True) if timed else None
         with self.enter(stream):
@@ -407,6 +397,58 @@ class AcceleratorRuntime(Runtime):
 def _index(device: torch.device) -> int | None:
     # torch's stubs leave the None out.
     return device.index
+
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+
+def _measured_link(runtime: AcceleratorRuntime, device: torch.device, direction: Direction, nbytes: int) -> Rate:
+    """Measures the link of ``device`` in ``direction``, while nothing of the library travels the other way.
+
+    The host waits for a few copies, and the device needs the memory of one.
+
+    Args:
+        nbytes: of one copy; less where the device has no room.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        stream = runtime.transfer_stream(device, direction)
+        block = _block(device, nbytes)
+        host = runtime.host_buffer(block.numel())
+        target, source = (host, block) if direction is Direction.OUT else (block, host)
+        # The block's last owner may have kernels queued.
+        runtime.wait(stream, runtime.record(runtime.current_stream(device)))
+        try:
+            with runtime.enter(stream):
+                target.copy_(source, non_blocking=True)
+                runtime.synchronize(runtime.record(stream))
+                called, moments = runtime.moment(None), [runtime.moment(stream)]
+                for _ in range(TIMES):
+                    target.copy_(source, non_blocking=True)
+                    moments.append(runtime.moment(stream))
+            whole = runtime.seconds_between(moments[0], moments[-1], synchronize=True)
+            # A device that does not tell the time says 0: then the host does, of all copies together.
+            if not whole:
+                whole = runtime.seconds_between(called, runtime.moment(None))
+                assert whole is not None
+                return Rate.of(TIMES * block.numel(), [whole])
+            each = [runtime.seconds_between(*pair, synchronize=True) for pair in itertools.pairwise(moments)]
+        except BaseException:  # an interrupt: the copies go on
+            runtime.keep_until(runtime.record(stream), (host, block))
+            raise
+    # The host has waited for the last copy, so that the block can go back to its own stream without an event.
+    return Rate.of(block.numel(), [one for one in each if one is not None])
+
+
+def _block(device: torch.device, nbytes: int) -> Tensor:
+    least = nbytes >> 6
+    while True:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            # A device that is nearly full is measured less precisely, and the training step goes on.
+            if nbytes <= least:
+                raise
+            nbytes >>= 2
 
 
 # -- the one of this process ----------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from eager_offload.errors import OffloadError
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import LinkRates, Slot
 from eager_offload.tiers.forking import FinalizerRecord, Living
 from eager_offload.tiers.pool import SlabSizes
-from eager_offload.tiers.rates import LinkRates
 
 #: Streams and events are opaque and named by identity; each runtime has its own types.
 Stream: TypeAlias = Hashable

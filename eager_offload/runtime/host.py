@@ -24,13 +24,12 @@ from torch import Tensor
 from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import DeviceMemory, Direction, Event, Layout, Pollable, Runtime, Span, Stream
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
-from eager_offload.tiers.base import Slot
+from eager_offload.tiers.base import TIMES, LinkRates, MustGrow, Rate, Slot
 from eager_offload.tiers.forking import ForkSafeLock, Living, OwnThread, tell_after_fork
+from eager_offload.tiers.host import trim
 from eager_offload.tiers.limits import host_capacity, host_headroom
-from eager_offload.tiers.malloc import trim
 from eager_offload.tiers.memory import anonymous_slab, resident_bytes, resident_slab, view_of
 from eager_offload.tiers.pool import Pool
-from eager_offload.tiers.rates import TIMES, LinkRates, Rate
 
 _SLAB_BYTES = 16 << 20
 #: Reload targets that are kept for the next reload: filling fresh pages takes the system two to three times as long.
@@ -169,8 +168,14 @@ class HostRuntime(Runtime):
             if not event.done:
                 pending = (*pending, event)
         call, end, slot = (src.read, dst, src) if type(dst) is Tensor else (dst.write, src, dst)
-        submitted: HostEvent = stream.submit(partial(self._carry, call, end, slot, pending))
-        return submitted
+        copied = HostEvent()  # from here on as in `submit`, which would be a call more for each copy
+        copied.thread, copied.work = stream, partial(self._carry, call, end, slot, pending)
+        stream.items.append(copied)
+        if stream.sleeps:
+            stream.bell.put(None)
+        elif stream.thread is None:
+            stream.hurry()
+        return copied
 
     def _carry(self, *given: Any) -> None:
         carry(*given)
@@ -185,7 +190,11 @@ class HostRuntime(Runtime):
 
     def allocate(self, layout: Layout, device: torch.device, stream: Stream) -> Tensor:
         # Pages are aligned to every alignment_offset; the bytes before it are slack.
-        target = self.pool.lease(layout.alignment_offset + layout.nbytes)
+        nbytes = layout.alignment_offset + layout.nbytes
+        try:
+            target = self.pool.take(nbytes, leased=True)
+        except MustGrow:
+            target = self.pool.lease(nbytes)
         return target[layout.alignment_offset :] if layout.alignment_offset else target
 
     def after_fork(self) -> None:
@@ -194,7 +203,6 @@ class HostRuntime(Runtime):
 
 
 def _most_resident() -> int:
-    """Returns the most bytes that were ever resident; 0 where the system does not say."""
     if sys.platform == "win32":
         return 0
     import resource  # which Windows has not

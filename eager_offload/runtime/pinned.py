@@ -31,7 +31,7 @@ from torch import Tensor
 from eager_offload.config import size_text
 from eager_offload.errors import warn_once
 from eager_offload.tiers.forking import LEFT_TO_THE_PARENT, FinalizerRecord
-from eager_offload.tiers.limits import pinning_limit
+from eager_offload.tiers.limits import System
 from eager_offload.tiers.memory import PAGE, anonymous_slab, resident_slab, view_of
 from eager_offload.tiers.pool import ExactSizes, PowersOfTwo, SlabSizes
 from eager_offload.torch_private.captures import host_registration
@@ -90,7 +90,8 @@ class PinnedMemory:
             try:
                 return self._registered_slab(nbytes) if self._can_register() else self._torch_slab(nbytes)
             except RuntimeError as error:
-                reason, limit = str(error).partition("\n")[0], pinning_limit()
+                # Not every driver counts what it pins against this limit, NVIDIA's does not: it bounds no headroom.
+                reason, limit = str(error).partition("\n")[0], System().process_limit("RLIMIT_MEMLOCK")
                 lock = "" if limit is None else f", which is {size_text(limit)} now,"
                 warn_once(
                     "pin",

@@ -36,15 +36,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from eager_offload.errors import OffloadError, TransferError
-from eager_offload.runtime.accelerator_events import AcceleratorEvent
+from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Event, Runtime, Span
+from eager_offload.runtime.captures import AcceleratorEvent
 from eager_offload.runtime.host import carry
 from eager_offload.runtime.transfer_threads import HostEvent, TransferThread
 from eager_offload.tiers.base import Fence, MustGrow, Shortage, Slot
@@ -95,24 +96,18 @@ class StagedEvent:
             self.landed.synchronize()
 
 
+@dataclass(eq=False)
 class _Part:
-    """A transfer's part of the staging memory: it is taken once there is ``memory``, until this has died."""
+    """A storage on its way through staging memory, part of which it takes once there is ``memory``, until it dies."""
 
+    event: StagedEvent
+    slot: Slot
+    #: On the device.
+    tensor: Tensor
+    stream: torch.Stream
+    after: list[Event]
+    timed: bool
     memory: HostSlot | None = None
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-class _Offload(_Part):
-    """A storage on its way through staging memory to ``slot``."""
-
-    def __init__(
-        self, event: StagedEvent, slot: Slot, source: Tensor, stream: torch.Stream, after: list[Event], timed: bool
-    ) -> None:
-        super().__init__(slot.nbytes)
-        self.event, self.slot, self.source = event, slot, source
-        self.stream, self.after, self.timed = stream, after, timed
 
 
 class _Room:
@@ -127,15 +122,9 @@ class _Room:
 
     def take_at_once(self, part: _Part) -> bool:
         """Gives ``part`` memory that is here and free; returns whether there was some. Waits for nothing."""
-        if self._pool is None:
-            return False
-        try:
-            part.memory = self._pool.take(part.nbytes, HostSlot, self._quota)
-        except OffloadError:
-            raise
-        except (MustGrow, MemoryError, RuntimeError):
-            return False
-        return True
+        with suppress(MustGrow):
+            part.memory = None if self._pool is None else self._pool.take(part.slot.nbytes, self._quota)
+        return part.memory is not None
 
     def take(self, part: _Part, *, beyond: bool = True) -> bool:
         """Gives ``part`` memory; may wait for the system.
@@ -153,14 +142,14 @@ class _Room:
             sizes = self._device.slab_sizes()
             pool = self._pool = Pool(self._device.host_buffer, idle_bytes=self._limit, sizes=sizes)
             pool.join(quota)
-        part.memory = pool.allocate(part.nbytes, quota)
+        part.memory = pool.allocate(part.slot.nbytes, quota)
         if part.memory is None and self._latest is not None:
             self._latest = None
-            part.memory = pool.allocate(part.nbytes, quota)
+            part.memory = pool.allocate(part.slot.nbytes, quota)
         if part.memory is None and beyond:
             quota.budget = sys.maxsize
             try:
-                part.memory = pool.allocate(part.nbytes, quota)
+                part.memory = pool.allocate(part.slot.nbytes, quota)
             finally:
                 quota.budget = self._limit
         return part.memory is not None
@@ -194,7 +183,7 @@ class Staging:
         #: Of what takes room, until its write stands in the queue.
         self._order = ForkSafeLock()
         #: What was left to the writer, in order: while it lives and has no memory. See [Note: no room].
-        self._left: deque[FinalizerRecord[_Offload]] = deque()
+        self._left: deque[FinalizerRecord[_Part]] = deque()
         #: Of the thread that takes out of it what is not left any more.
         self._looking = ForkSafeLock()
 
@@ -203,7 +192,7 @@ class Staging:
     ) -> StagedEvent:
         """Has ``source`` copied into staging and written to ``slot``; see ``Runtime.copy``."""
         event, is_left = StagedEvent(), False
-        part = _Offload(event, slot, source, stream, _of_device(after), timed)
+        part = _Part(event, slot, source, stream, _of_device(after), timed)
         with self._order.lock:
             try:
                 if self._first_left() is None and self._out.take_at_once(part):
@@ -221,7 +210,7 @@ class Staging:
                 raise
         return event
 
-    def _first_left(self) -> _Offload | None:
+    def _first_left(self) -> _Part | None:
         with self._looking.lock:
             while self._left:
                 part = self._left[0]()
@@ -230,18 +219,17 @@ class Staging:
                 self._left.popleft()
         return None
 
-    def _copy_off(self, part: _Offload) -> None:
-        """Enqueues the copy of ``part`` into its memory."""
+    def _copy_off(self, part: _Part) -> None:
         assert part.memory is not None
         try:
             part.event.copied = self._enqueue(
-                part.memory.tensor, part.source, part.stream, part.after, timed=part.timed
+                part.memory.tensor, part.tensor, part.stream, part.after, timed=part.timed
             )
         except BaseException:
             self._keep(part)
             raise
 
-    def _keep(self, part: _Offload) -> None:
+    def _keep(self, part: _Part) -> None:
         """Keeps the memory of ``part``: what has failed may come after a copy into it, whose event is lost then."""
         if part.memory is not None:
             self._device.keep_until(self._device.record(part.stream), part.memory)
@@ -251,13 +239,14 @@ class Staging:
     ) -> StagedEvent:
         """Has ``slot`` read into staging and copied from there into ``target``; see ``Runtime.copy``."""
         event = StagedEvent()
-        event.work = self._reader.submit(partial(self._read, event, target, slot, stream, _of_device(after), timed))
+        part = _Part(event, slot, target, stream, _of_device(after), timed)
+        event.work = self._reader.submit(partial(self._read, part))
         return event
 
     # [Note: no closures] What a thread is given to do are methods with their arguments: the traceback of a failure
     # keeps the variables of a closure alive, and with them the slot, for as long as the event is.
 
-    def _write_left(self, part: _Offload) -> None:
+    def _write_left(self, part: _Part) -> None:
         """Copies and writes ``part``; before it writes, it has the next ones copied for which there is room."""
         if not self._out.take(part):
             _refuse(part.slot)
@@ -268,30 +257,28 @@ class Staging:
                 self._copy_off(following)
         self._write(part)
 
-    def _write(self, part: _Offload) -> None:
+    def _write(self, part: _Part) -> None:
         memory, copied = part.memory, part.event.copied
         if memory is not None and copied is not None:  # else the thread that packs was interrupted: nobody waits
             self._device.synchronize(copied)
             part.event.carried = _carry(part.slot.write, memory.tensor, part.slot)
 
-    def _read(
-        self, event: StagedEvent, target: Tensor, slot: Slot, stream: torch.Stream, after: Sequence[Event], timed: bool
-    ) -> None:
+    def _read(self, part: _Part) -> None:
         """The reader's part of a reload: ends with the copy to the device enqueued."""
-        device, part = self._device, _Part(slot.nbytes)
+        device, slot = self._device, part.slot
         if not self._in.take(part):
             _refuse(slot)
         memory = part.memory
         assert memory is not None
         for fence in memory.fences:
             device.synchronize(fence.event)
-        event.carried = _carry(slot.read, memory.tensor, slot)
-        landed = self._enqueue(target, memory.tensor, stream, after, timed=timed)
+        part.event.carried = _carry(slot.read, memory.tensor, slot)
+        landed = self._enqueue(part.tensor, memory.tensor, part.stream, part.after, timed=part.timed)
         memory.fences = (Fence(device, landed),)
         self._in.hold(memory)
         # The caller may have been interrupted, and then nothing else holds what is being written.
-        device.keep_until(landed, target)
-        event.landed = landed
+        device.keep_until(landed, part.tensor)
+        part.event.landed = landed
 
     def close(self) -> None:
         """Has the threads carry out what they were given and end, and gives the staging memory back."""
@@ -306,7 +293,6 @@ def _of_device(after: Sequence[Event]) -> list[Event]:
 
 
 def _carry(call: Callable[[Tensor], None], tensor: Tensor, slot: Slot) -> Span:
-    """Moves bytes between staging and a tier; returns when it did."""
     began = time.perf_counter()
     with torch.inference_mode(False):
         carry(call, tensor, slot)

@@ -38,8 +38,8 @@ class HostEvent:
     """Something that a transfer thread comes to, and how it ended; without work it only marks a place in the queue."""
 
     # Of the class: an `__init__` would be a call for each copy.
-    _thread: TransferThread | None = None
-    _work: Callable[[], None] | None = None
+    thread: TransferThread | None = None
+    work: Callable[[], None] | None = None
     done = False
     error: BaseException | None = None
     #: How long the work took from when it ``began``, if it succeeded.
@@ -52,7 +52,7 @@ class HostEvent:
 
     def carry_out(self) -> None:
         """Does the work; an error is carried to the threads that wait."""
-        work, self._work, failure = self._work, None, None  # or the event would hold the copy's tensors
+        work, self.work, failure = self.work, None, None  # or the event would hold the copy's tensors
         if work is None:
             self.complete(None)
             return
@@ -74,17 +74,17 @@ class HostEvent:
         self.complete(failure)
 
     def complete(self, error: BaseException | None) -> None:
-        self._work = None
+        self.work = None
         self.error = error
         self.done = True
         # A thread that counts itself among the waiters only now looks at `done` afterwards: it is not missed.
-        thread = self._thread
+        thread = self.thread
         if thread is not None and thread.waiters:
             with thread.changed:
                 thread.changed.notify_all()
 
     def wait(self) -> None:
-        thread = self._thread
+        thread = self.thread
         if self.done or thread is None:
             return
         if thread.is_current():  # see [Note: reentry] in tiers/forking.py
@@ -154,26 +154,26 @@ class TransferThread:
         self.changed = threading.Condition()
         self.waiters = 0
         # What the thread is at or has not come to; only the thread itself takes out, when it is done. `None` ends it.
-        self._items: deque[HostEvent | None] = deque()
-        self._bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
+        self.items: deque[HostEvent | None] = deque()
+        self.bell: SimpleQueue[FinalizerRecord[object] | None] = SimpleQueue()
         self._users: set[FinalizerRecord[object] | None] = set()
-        self._dozes = self._sleeps = self._stops = False
+        self._dozes = self.sleeps = self._stops = False
         self._pausing = threading.Lock()
         #: The one that carries out what is enqueued: an `OwnThread` that was started for it, or a caller without one.
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         #: The one that stepped down last; for a moment it still runs.
         self._former: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None] | None) -> HostEvent:
         """Enqueues an operation; the event is over when that is, and carries what it raised."""
         event = HostEvent()
-        event._thread, event._work = self, work
+        event.thread, event.work = self, work
         # Put first and look at the thread then; the thread says that it rests, or steps down, and looks for work then.
         # One of the two sees the other.
-        self._items.append(event)
-        if self._sleeps:
-            self._bell.put(None)  # one too many only makes the thread look once more
-        elif self._thread is None:
+        self.items.append(event)
+        if self.sleeps:
+            self.bell.put(None)  # one too many only makes the thread look once more
+        elif self.thread is None:
             self._start()
         return event
 
@@ -183,28 +183,28 @@ class TransferThread:
 
     def is_current(self) -> bool:
         """Whether the calling thread is the one that carries the operations out."""
-        return self._thread is threading.current_thread()
+        return self.thread is threading.current_thread()
 
     def serve(self, user: object) -> None:
         """Looks whether it is still wanted when ``user`` dies: see [Note: finalizers] in tiers/forking.py."""
-        if self._thread is None:
+        if self.thread is None:
             self._take_up_rings()
         if user not in [one() for one in list(self._users) if one is not None]:  # one may come again and again
-            self._users.add(FinalizerRecord(user, self._bell.put))
+            self._users.add(FinalizerRecord(user, self.bell.put))
 
     def hurry(self) -> None:
         """Has the thread go on at once if it rests: another one waits for it."""
-        if self._dozes or self._sleeps:
-            self._bell.put(None)
-        elif self._thread is None and self._items:  # an interrupt came before one was started
+        if self._dozes or self.sleeps:
+            self.bell.put(None)
+        elif self.thread is None and self.items:  # none was started yet, or an interrupt came before that
             self._start()
 
     def close(self) -> None:
         """Has the thread carry out what is enqueued and end, and waits for that. Later work starts a new one."""
-        thread = self._thread
+        thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
-            self._items.append(None)
-            self._bell.put(None)
+            self.items.append(None)
+            self.bell.put(None)
         else:
             thread = self._former
         if thread is not None and thread is not threading.current_thread():
@@ -213,10 +213,10 @@ class TransferThread:
     def stop(self) -> None:
         """Calls nothing in pauses any more and ends the thread after what it is at: the process is about to end."""
         self.runs_dry = self.pauses = lambda: None
-        thread = self._thread
+        thread = self.thread
         if isinstance(thread, OwnThread) and not self.is_current():
             self._stops = True  # what it has not come to stays: a later wait starts another one
-            self._bell.put(None)
+            self.bell.put(None)
             thread.join(_STOP_SECONDS)
             self._stops = False
         with self._pausing:
@@ -224,7 +224,7 @@ class TransferThread:
 
     def after_fork(self) -> None:
         """In a forked child the thread does not exist: what it still had to do has failed there."""
-        items = list(self._items)
+        items = list(self.items)
         self._reset()
         for event in items:
             if event is not None and not event.done:
@@ -236,16 +236,16 @@ class TransferThread:
         """See [Note: no thread to be had]."""
         while True:
             with self._lock.lock:
-                if self._thread is not None or not self._items or self._begin_turn():
+                if self.thread is not None or not self.items or self._begin_turn():
                     return
-                self._thread = threading.current_thread()  # no second one takes the same event meanwhile
+                self.thread = threading.current_thread()  # no second one takes the same event meanwhile
             try:
                 self._carry_out_here()
             finally:
-                self._thread = None  # and then look for what has come meanwhile
+                self.thread = None  # and then look for what has come meanwhile
 
     def _carry_out_here(self) -> None:
-        items = self._items
+        items = self.items
         while items:
             event = items[0]
             if event is not None and not event.done:
@@ -258,7 +258,6 @@ class TransferThread:
             items.popleft()
 
     def _begin_turn(self) -> bool:
-        """Whether a thread could be started."""
         thread = OwnThread(self._run, self.name)
         try:
             thread.start()
@@ -266,7 +265,7 @@ class TransferThread:
             if thread.ident is not None:  # it runs: a signal handler has raised this
                 raise
             return False
-        self._thread = thread  # if an interrupt comes before this, the thread says so itself
+        self.thread = thread  # if an interrupt comes before this, the thread says so itself
         return True
 
     # -- on the thread itself -----------------------------------------------------------------------------------------
@@ -274,21 +273,21 @@ class TransferThread:
     def _run(self) -> None:
         me = threading.current_thread()
         with self._lock.lock:
-            if self._thread is not me and self._thread is not None:
+            if self.thread is not me and self.thread is not None:
                 return  # two were started, and two at the same queue would take an event for done that is not
-            self._thread = me
+            self.thread = me
         try:
             self._carry_out()
         except BaseException as bug:  # of ours: nothing else comes this far. The threads that wait must hear of it.
-            while self._items:
-                event = self._items.popleft()
+            while self.items:
+                event = self.items.popleft()
                 if event is not None and not event.done:
                     event.complete(bug)
             self._end_turn()
             raise
 
     def _carry_out(self) -> None:
-        items, ends = self._items, False
+        items, ends = self.items, False
         while True:
             while items and not self._stops:
                 event = items[0]
@@ -303,7 +302,7 @@ class TransferThread:
                 items.popleft()
             if self._stops:
                 with self._lock.lock:
-                    self._former, self._thread = threading.current_thread(), None
+                    self._former, self.thread = threading.current_thread(), None
                 return
             if not ends:
                 ends = self._rest_until_idle()
@@ -318,22 +317,22 @@ class TransferThread:
         self._dozes = False
         if not has_asked:
             self._call(self.runs_dry)
-        if self._items or self._stops:
+        if self.items or self._stops:
             return False
-        self._sleeps = True
+        self.sleeps = True
         rung = self._rest(_PAUSE_SECONDS)
         while not rung and self._call(self.pauses) is False:
             rung = self._rest(_PAUSE_SECONDS)
         rung = rung or (self.is_wanted() and self._rest(_IDLE_SECONDS))
-        self._sleeps = False
-        return not rung and not self._items
+        self.sleeps = False
+        return not rung and not self.items
 
     def _rest(self, seconds: float) -> bool:
         """Waits until the bell rings, unless there is work; whether there was any reason to go on."""
-        if self._items:
+        if self.items:
             return True
         try:
-            user = self._bell.get(timeout=seconds)
+            user = self.bell.get(timeout=seconds)
         except Empty:
             return False
         self._users.discard(user)
@@ -341,10 +340,9 @@ class TransferThread:
         return True
 
     def _take_up_rings(self) -> None:
-        """Answers all that have rung by now at once."""
         with suppress(Empty):
             while True:
-                self._users.discard(self._bell.get_nowait())
+                self._users.discard(self.bell.get_nowait())
 
     def _call(self, listener: Callable[[], bool | None]) -> bool | None:
         with self._pausing:
@@ -357,9 +355,9 @@ class TransferThread:
             ``False`` where there is no other: this one goes on.
         """
         with self._lock.lock:
-            self._former, self._thread = threading.current_thread(), None
-            if self._items and not self._begin_turn():
-                self._thread, self._former = self._former, None
+            self._former, self.thread = threading.current_thread(), None
+            if self.items and not self._begin_turn():
+                self.thread, self._former = self._former, None
                 return False
         return True
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import abc
 import itertools
+import statistics
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from eager_offload.tiers.forking import FinalizerRecord
+
+if TYPE_CHECKING:  # a command that prints rates does without torch
+    from torch import Tensor
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -123,7 +125,7 @@ class Shortage(NamedTuple):
 
 
 class MustGrow(Exception):
-    """There is room once a tier has taken more memory from the system, or has made its files longer."""
+    """There is room once a tier has taken more memory from the system, or has made its file longer: by its ``args``."""
 
 
 class Tier(abc.ABC):
@@ -138,13 +140,9 @@ class Tier(abc.ABC):
         Reserving comes before moving: once it has succeeded, only an I/O error can stop the bytes. Thread-safe.
         """
 
-    @abc.abstractmethod
-    def at_hand(self, nbytes: int) -> Slot | None:
-        """Does the same for a caller with a lock that others wait for: it takes nothing from the system.
-
-        Raises:
-            MustGrow: that is what ``reserve`` would do.
-        """
+    #: Does the same for a caller with a lock that others wait for: it takes nothing from the system, and raises
+    #: ``MustGrow`` where ``reserve`` would do that.
+    at_hand: Callable[[int], Slot | None]
 
     @property
     @abc.abstractmethod
@@ -253,11 +251,6 @@ class Ranges(Generic[S]):
         #: What nothing uses, in order: size, serial number of the slab, start.
         self._free: list[tuple[int, int, int, Range[S]]] = []
 
-    @property
-    def fences(self) -> tuple[Fence, ...]:
-        """The uses that are not over of what is free."""
-        return pending([fence for same in self.back.values() for one in same for fence in one.fences])
-
     def fit(self, nbytes: int) -> list[Range[S]]:
         """Returns ``back[nbytes]``, where a range that was found for it is the last; empty if none is large enough."""
         for joined in ("nothing", "what is at rest", "all"):
@@ -332,3 +325,33 @@ class Ranges(Generic[S]):
 def pending(fences: Iterable[Fence]) -> tuple[Fence, ...]:
     """Returns the fences that have not passed, each once."""
     return tuple([fence for fence in dict.fromkeys(fences) if not fence.passed()])
+
+
+# -- how fast bytes travel ---------------------------------------------------------------------------------------------
+
+#: How often a rate is measured, after a first time that is not counted: it loads kernels and touches memory.
+TIMES = 5
+
+
+class Rate(NamedTuple):
+    """A rate by the second, as several short measurements find it: a single one may be 50 times too slow."""
+
+    median: float
+    spread: float = 1.0
+    """The ninth decile of the measurements divided by the first."""
+
+    @classmethod
+    def of(cls, amount: float, seconds: Sequence[float]) -> Rate:
+        """Returns the rate of work of ``amount`` that took ``seconds``, one number for each time."""
+        rates = [amount / max(one, 1e-9) for one in seconds]
+        if len(rates) == 1:
+            return cls(rates[0])
+        deciles = statistics.quantiles(rates, n=10, method="inclusive")
+        return cls(statistics.median(rates), deciles[-1] / deciles[0])
+
+
+class LinkRates(NamedTuple):
+    """Bytes a second between a device and a tier, each way by itself."""
+
+    out: Rate
+    back: Rate

@@ -27,11 +27,22 @@ from torch import Tensor
 
 from eager_offload.config import PathLike, size_text
 from eager_offload.errors import CapacityError, ConfigError, CorruptionError, OffloadError, lacks_descriptor, reentered
-from eager_offload.tiers.base import MustGrow, Range, Ranges, Shortage, Slab, Slot, SlotRecord, Tier, pending
+from eager_offload.tiers.base import (
+    LinkRates,
+    MustGrow,
+    Range,
+    Ranges,
+    Rate,
+    Shortage,
+    Slab,
+    Slot,
+    SlotRecord,
+    Tier,
+    pending,
+)
 from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock, tell_after_fork
 from eager_offload.tiers.limits import disk_budget, disk_headroom, file_size_limit, warn_of_guess
 from eager_offload.tiers.memory import PAGE, anonymous_slab, mapped_file, move_if_there, round_up, view_of
-from eager_offload.tiers.rates import LinkRates, Rate
 from eager_offload.tiers.spill import SpillFile
 
 #: Bytes that measuring moves each way at most, in pieces of a size that a large activation has; and for how long.
@@ -93,14 +104,6 @@ class DiskSlot(Slot):
 
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(view_of(tensor.data_ptr(), tensor.numel()))
-
-
-class _Missing(MustGrow):
-    """``file`` has to grow by ``nbytes`` bytes, and may by ``limit``."""
-
-    def __init__(self, file: SpillFile, nbytes: int, limit: int) -> None:
-        super().__init__(nbytes, limit)
-        self.file, self.nbytes, self.limit = file, nbytes, limit
 
 
 class DiskTier(Tier):
@@ -172,12 +175,21 @@ class DiskTier(Tier):
         if self._growth.is_held() or self._lock.is_held():  # see [Note: reentry] in forking.py
             raise reentered()
         with self._growth.lock:
-            self._reopen()
+            self.poll()
+            if self._needs_file():
+                with suppress(ConfigError, OSError):  # what served before is gone: without room then, no failure
+                    opened = _open(self._path, self._budget, self._file_type)
+                    with self._lock.lock:
+                        if not self._closed:
+                            self._leave()
+                            self._file, opened.uncounted = opened, self._uncounted
             try:
                 with self._lock.lock, self._crashing():
                     return self._take(nbytes)
-            except _Missing as missing:
-                file, grown = missing.file, missing.file.grow(missing.nbytes, missing.limit)
+            except MustGrow as more:
+                file: SpillFile
+                file, missing, limit = more.args
+                grown = file.grow(missing, limit)
             if not grown:
                 return None
             with self._lock.lock, self._crashing():
@@ -198,7 +210,7 @@ class DiskTier(Tier):
         """Returns a slot; ``None`` where the budget has no room for it. Inside the lock.
 
         Raises:
-            _Missing: there is none as long as the file does not grow.
+            MustGrow: there is none as long as this file does not grow, and by how much it has to and may.
         """
         self._poll()
         size, file = round_up(nbytes, PAGE), self._file
@@ -209,7 +221,7 @@ class DiskTier(Tier):
             missing, limit = size - self._ranges.free_before(file.slab.nbytes), self._budget - self._length()
             if missing > limit:
                 return None
-            raise _Missing(file, missing, limit)
+            raise MustGrow(file, missing, limit)
         slot = DiskSlot(file, same[-1], nbytes, self._returned.append, verify=self._verify)
         self._records.add(slot.record)
         same.pop()
@@ -332,25 +344,11 @@ class DiskTier(Tier):
             self._leave()
 
     def _needs_file(self) -> bool:
-        """Returns whether there is none to cut slots from: see [Note: files that are left]."""
         return not self._closed and (self._file is None or self._is_crashed)
-
-    def _reopen(self) -> None:
-        """Has a new file where one is needed and can be had."""
-        self.poll()
-        if not self._needs_file():
-            return
-        with suppress(ConfigError, OSError):  # what served before is gone: a tier without room, not one that fails
-            file = _open(self._path, self._budget, self._file_type)
-            with self._lock.lock:
-                if not self._closed:
-                    self._leave()
-                    self._file, file.uncounted = file, self._uncounted
 
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Lets go of the file, which closes when the last slot that refers to it goes."""
         if self._file is not None:
             self._left.add(self._file.slab)
         self._file, self._ranges = None, Ranges()
@@ -383,7 +381,6 @@ class DiskTier(Tier):
 
 
 def _timed(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Makes calls until the time for it is over. Returns the seconds of each call that was made."""
     seconds = list[float]()
     for call in calls:
         started = time.perf_counter()

@@ -190,7 +190,7 @@ _shared: Living[ForkSafeLock] = Living()
 
 def can_begin_nothing() -> bool:
     """Returns whether the calling thread is the library's, or holds a lock that objects share: see [Note: reentry]."""
-    if hasattr(_thread, "is_own") or True in [one.is_held() for one in _shared]:
+    if hasattr(_thread, "is_own") or True in [one.lock._is_owned() for one in _shared]:
         return True
     return bool(_beginning) and threading.get_ident() in [thread.ident for thread in list(_beginning)]
 

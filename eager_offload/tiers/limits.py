@@ -1,7 +1,7 @@
 """How much of this machine's memory and disks one process may take, and what stands in the way of more.
 
     machine     available memory; what the kernel commits to, where it is set to keep its word
-    groups      limits of the control groups that the process is in (``cgroups.py``)
+    groups      limits of the control groups that the process is in, and of those around them
     process     its own limits: address space, data, file size
     node        how many processes of the run share all this
 
@@ -12,6 +12,14 @@ To look takes a few hundred microseconds. What one look has found admits slabs u
 the nearer the limit, the more often; and what one look has refused is refused for the next 256 MiB that are asked for.
 Both are forgotten when slabs have gone back to the system. When a forward begins, there is another look if a tier has
 refused anything or has handed out a GiB since the last one.
+
+[Note: where the groups are]
+A container, a Kubernetes pod, a Slurm job and a systemd service are control groups. Their limits are not in what the
+kernel calls available memory, and a process that goes beyond one is killed. ``/proc/self/cgroup`` names the process's
+group within each hierarchy, and ``/proc/self/mountinfo`` which part of a hierarchy is mounted where. In a container
+that part may be the process's group itself, or begin somewhere above it, or be named from another root than the
+mount's; what cannot be found by its name is taken to be the mount itself. Groups above the mount cannot be seen.
+Version 1 tells their least limit all the same (``hierarchical_memory_limit``).
 
 [Note: what is left for others]
 Of every limit a 16th is never taken: the kernel kills the process that crosses a limit, not the one that took most, and
@@ -26,6 +34,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +45,6 @@ import torch.distributed as dist
 from eager_offload.config import size_text
 from eager_offload.errors import warn_once
 from eager_offload.tiers.base import Shortage
-from eager_offload.tiers.cgroups import group_limits, read
 from eager_offload.tiers.forking import ForkSafeLock
 
 #: The part of the memory that is available now that saved tensors may take. The other half is for what the process
@@ -132,7 +140,7 @@ def host_headroom(system: System | None = None) -> Headroom:
     """
     system = System() if system is None else system
     ranks = ranks_here(system.environ)
-    meminfo = _kibibytes(read(system.root / "proc/meminfo"))
+    meminfo = _kibibytes(_read(system.root / "proc/meminfo"))
     return _least(
         _available(meminfo, ranks),
         *_committed(system, meminfo, ranks),
@@ -142,13 +150,9 @@ def host_headroom(system: System | None = None) -> Headroom:
     )
 
 
-def host_capacity(system: System | None = None) -> int:
-    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits.
-
-    Args:
-        system: as for ``host_headroom``.
-    """
-    return min(limit.capacity for limit in host_headroom(system).limits)
+def host_capacity() -> int:
+    """Returns the bytes of host memory that this process could take if nothing else did: the least of its limits."""
+    return min(limit.capacity for limit in host_headroom().limits)
 
 
 def file_size_limit(system: System | None = None) -> int | None:
@@ -193,15 +197,6 @@ def disk_budget(path: Path, system: System | None = None) -> int:
     return min(int(limit.nbytes * parts.get(limit.kind, 1)) for limit in disk_headroom(path, system).limits)
 
 
-def pinning_limit(system: System | None = None) -> int | None:
-    """Returns the bytes that this process may lock in memory (``RLIMIT_MEMLOCK``); ``None`` for no limit.
-
-    Not every driver counts what it pins against it (NVIDIA's does not), so it bounds no headroom; where pinning fails,
-    it is the first thing to look at.
-    """
-    return (System() if system is None else system).process_limit("RLIMIT_MEMLOCK")
-
-
 # -- what bounds memory ---------------------------------------------------------------------------------------------
 
 
@@ -217,7 +212,7 @@ def _available(meminfo: Mapping[str, int], ranks: Ranks) -> Limit:
 
 def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list[Limit]:
     """Returns what the kernel may still promise, where it promises no more than it has (overcommit mode 2)."""
-    mode = (read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
+    mode = (_read(system.root / "proc/sys/vm/overcommit_memory") or "").strip()
     capacity, promised = meminfo.get("CommitLimit"), meminfo.get("Committed_AS")
     if mode != "2" or capacity is None or promised is None:
         return []
@@ -229,24 +224,10 @@ def _committed(system: System, meminfo: Mapping[str, int], ranks: Ranks) -> list
     return [Limit("commit", "CommitLimit", capacity, max(capacity - promised, 0), ranks.number, reason, remedy)]
 
 
-def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
-    for group in group_limits(system.root):
-        reason = (
-            f"the control group {group.file.parent} may use {size_text(group.limit)} ({group.file.name}) and "
-            f"uses {size_text(max(group.used - group.reclaimable, 0))}, not counting file cache{_divided(ranks)}"
-        )
-        remedy = (
-            "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
-            "sbatch --mem)"
-        )
-        yield Limit("cgroup", str(group.file), group.limit, group.room, ranks.number, reason, remedy)
-
-
 def _of_process(system: System, name: str, used_name: str, what: str, option: str) -> Iterator[Limit]:
-    """Yields a limit of the process's own, if there is one; it binds no other process."""
     capacity = system.process_limit(name)
     if capacity is not None:
-        status = _kibibytes(read(system.root / "proc/self/status"))
+        status = _kibibytes(_read(system.root / "proc/self/status"))
         used = status[used_name] if used_name in status else int(psutil.Process().memory_info().vms)
         reason = f"this process may have {size_text(capacity)} of {what} ({name}) and has {size_text(used)}"
         yield Limit("rlimit", name, capacity, max(capacity - used, 0), 1, reason, f"raise the limit (ulimit {option})")
@@ -264,6 +245,141 @@ def _kibibytes(text: str | None) -> dict[str, int]:
 def _divided(ranks: Ranks) -> str:
     guess = ", since nothing tells how many of them are on this node" if ranks.is_guess else ""
     return f", shared by {ranks.number} processes of this run{guess}" if ranks.number > 1 else ""
+
+
+# -- control groups ----------------------------------------------------------------------------------------------------
+
+#: Bytes; version 1 writes "no limit" as the largest multiple of a page that a long holds.
+_NO_LIMIT = 1 << 62
+
+
+class _Group(NamedTuple):
+    directory: Path
+    #: Of the cgroup interface: 1 or 2.
+    version: int
+
+
+def _groups(system: System, ranks: Ranks) -> Iterator[Limit]:
+    """Yields the limits of the control groups that bind this process, from its own group outwards."""
+    membership = _read(system.root / "proc/self/cgroup")
+    groups = () if membership is None else _groups_of(system.root, membership)
+    found = [
+        (group.version, group.directory / name, _number(group.directory / name), used_name)
+        for group in groups
+        for name, used_name in _FILES[group.version]
+    ]
+    own = next((group.directory for group in groups if group.version == 1), None)
+    if own is not None:
+        # The least limit of all groups around, which need not be mounted: at least this group uses it.
+        least = _statistics(own).get("hierarchical_memory_limit", _NO_LIMIT)
+        if least < _NO_LIMIT and least != _number(own / "memory.limit_in_bytes"):
+            found.append((1, own / "memory.stat", least, "memory.usage_in_bytes"))
+    for version, file, capacity, used_name in found:
+        used = None if capacity is None else _number(file.parent / used_name)
+        if capacity is None or used is None:
+            continue
+        statistics = _statistics(file.parent)
+        cache, not_written = (
+            sum(statistics.get(name, 0) for name in names[version]) for names in (_CACHE, _NOT_WRITTEN)
+        )
+        used -= max(cache - not_written, 0)  # the kernel would drop that before it killed anything
+        reason = (
+            f"the control group {file.parent} may use {size_text(capacity)} ({file.name}) and "
+            f"uses {size_text(max(used, 0))}, not counting file cache{_divided(ranks)}"
+        )
+        remedy = (
+            "give the container or job more memory (docker run --memory, resources.limits.memory in Kubernetes, "
+            "sbatch --mem)"
+        )
+        yield Limit("cgroup", str(file), capacity, max(capacity - used, 0), ranks.number, reason, remedy)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return b"".join(parts).decode(errors="surrogateescape")
+
+
+@lru_cache(maxsize=8)
+def _groups_of(root: Path, membership: str) -> tuple[_Group, ...]:
+    """Returns the groups that can be seen and may have a limit, by what ``/proc/self/cgroup`` says."""
+    groups: list[_Group] = []
+    mounts = list(_mounts(root))
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 1 if "memory" in controllers.split(",") else 2
+        if version == 2 and controllers:
+            continue
+        for directory in _way_up(Path(path), [mount for mount in mounts if mount.version == version]):
+            groups.append(_Group(directory, version))
+            # Memory of a group's children is its own too, but for groups of long ago that said otherwise.
+            if version == 1 and _number(directory.parent / "memory.use_hierarchy") == 0:
+                break
+    return tuple(groups)
+
+
+class _Mount(NamedTuple):
+    version: int
+    #: Which group is mounted.
+    group: Path
+    point: Path
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        # "36 35 98:0 /group /mount\040point options [tags] - type source super,options"
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.rpartition(" ")[2].split(",")):
+            fields = left.split(" ")
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+            yield _Mount(2 if kind == "cgroup2" else 1, Path(fields[3]), root / point.lstrip("/"))
+
+
+def _way_up(group: Path, mounts: list[_Mount]) -> list[Path]:
+    for mount in mounts:
+        if ".." in group.parts:
+            break  # the group is outside of all that this process may see
+        inner = group.relative_to(mount.group) if group.is_relative_to(mount.group) else group.relative_to("/")
+        directory = mount.point / inner
+        if directory.is_dir():
+            return [directory, *[outer for outer in directory.parents if outer.is_relative_to(mount.point)]]
+    return [mount.point for mount in mounts[:1]]
+
+
+#: By version: files with a limit, each with the one that says what is used of it. Above `high` nothing is killed, but
+#: everything is slowed down until it is below again; `memsw` counts what is swapped out as well.
+_FILES = {
+    1: (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+    ),
+    2: (("memory.max", "memory.current"), ("memory.high", "memory.current")),
+}
+#: By version, in ``memory.stat``: file cache, and what of it is not on disk yet and has to be written before it goes.
+_CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
+_NOT_WRITTEN = {1: ("total_dirty", "total_writeback"), 2: ("file_dirty", "file_writeback")}
+
+
+def _statistics(directory: Path) -> dict[str, int]:
+    pairs = [line.split(" ", 1) for line in (_read(directory / "memory.stat") or "").splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _number(file: Path) -> int | None:
+    """Returns the number in a file; ``None`` for no limit (``max``) and for a file that is not there."""
+    text = (_read(file) or "").strip()
+    return int(text) if text.isdecimal() and int(text) < _NO_LIMIT else None
 
 
 # -- how many processes share this node -------------------------------------------------------------------------------

@@ -46,8 +46,6 @@ def move(target: int, source: int, nbytes: int) -> None:
 
 
 class _Part(ctypes.Structure):
-    """What ``process_vm_readv`` calls an ``iovec``."""
-
     _fields_: ClassVar = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
 
 
@@ -75,7 +73,6 @@ def move_if_there(target: int, source: int, nbytes: int) -> None:
 
 @cache
 def _reader() -> Callable[..., int] | None:
-    """Returns the system call that reads a process's memory, for this one; ``None`` where there is none."""
     read: Any = getattr(_system_calls(), "process_vm_readv", None)
     if read is None:
         return None
@@ -160,7 +157,6 @@ def _system_calls() -> ctypes.CDLL:
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    """Pages of the process's own, which go back to the system with the object."""
     try:
         if hasattr(mmap, "MAP_ANONYMOUS"):
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -133,34 +133,23 @@ class HostSlotRecord(SlotRecord):
 
 
 class HostSlot(Slot):
-    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``."""
+    """``nbytes`` bytes of host memory, at a multiple of ``PAGE``. ``Pool.take`` makes it."""
 
     tier: ClassVar[str] = "host"
     writes_storages = True
-    __slots__ = ("_slab", "_start")
-
-    def __init__(
-        self,
-        found: Range[HostSlab],
-        nbytes: int,
-        on_death: Callable[[Any], object],
-        quota: Quota | None,
-    ) -> None:
-        record = self.record = HostSlotRecord(self, on_death)  # as in `Slot`, whose `__init__` would be a call more
-        self.nbytes = record.nbytes = nbytes
-        record.fences = found.fences if len(found.fences) < 2 else pending(found.fences)  # what is over does not add up
-        record.range, record.quota = found, quota
-        self._slab, self._start = found.slab, found.start
+    __slots__ = ("slab", "start")
+    slab: HostSlab
+    start: int
 
     @property
     def address(self) -> int:
         """Where the bytes are; a slot does not move."""
-        return self._slab.address + self._start
+        return self.slab.address + self.start
 
     @property
     def tensor(self) -> Tensor:
         """The bytes as a flat ``uint8`` CPU tensor, for copies by a stream; it does not keep the slot alive."""
-        return self._slab.tensor[self._start : self._start + self.nbytes]
+        return self.slab.tensor[self.start : self.start + self.nbytes]
 
     def write(self, source: Tensor | torch.UntypedStorage) -> None:
         assert not isinstance(source, Tensor) or source.numel() == self.nbytes
@@ -174,26 +163,6 @@ class HostSlot(Slot):
         return view_of(self.address, self.nbytes, self)
 
 
-class Lease:
-    """``nbytes`` bytes of host memory for a tensor, which owns them: they go back when its storage dies."""
-
-    __slots__ = ("record", "view")
-
-    def __init__(
-        self,
-        found: Range[HostSlab],
-        nbytes: int,
-        on_death: Callable[[Any], object],
-        quota: Quota | None,
-    ) -> None:
-        assert not found.fences, "memory that streams copy to and memory for leases come from different pools"
-        # The storage holds this very view until it is freed, so the view's death is the storage's.
-        view: Any = found.slab.buffer[found.start : found.start + nbytes]
-        self.view, record = view, HostSlotRecord(view, on_death)
-        self.record = record
-        record.nbytes, record.fences, record.range, record.quota = nbytes, (), found, quota
-
-
 # -- quotas -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,13 +174,18 @@ class Quota:
         over: what to tell where the budget has no more.
     """
 
-    __slots__ = ("__weakref__", "budget", "held_bytes", "over", "overdraft", "peak_bytes", "refusal", "used_bytes")
+    __slots__ = (
+        *("__weakref__", "budget", "held_bytes", "is_refused", "over", "overdraft", "peak_bytes", "refusal"),
+        "used_bytes",
+    )
 
     def __init__(self, budget: int | None, over: Shortage) -> None:
         self.budget = budget
         self.over = over
         #: Why it was last given nothing.
         self.refusal = over
+        #: Whether it was given nothing since ``HostTier`` last looked at what the machine has left.
+        self.is_refused = False
         #: The most that ``used_bytes`` has been.
         self.peak_bytes = 0
         #: Why the machine should not give all of the budget, once it has given more than it should.
@@ -221,6 +195,7 @@ class Quota:
 
     def refuse(self, error: Exception) -> None:
         """Notes why it is given nothing."""
+        self.is_refused = True
         if isinstance(error, NoRoomError):
             self.refusal = error.shortage
         else:
@@ -231,20 +206,12 @@ class Quota:
 
 # -- the pool ---------------------------------------------------------------------------------------------------------
 
-Owner = TypeVar("Owner", HostSlot, Lease)
+Owner = TypeVar("Owner")
 
 #: Where what asks has no quota of its own.
 _FULL = Shortage("all that the pool may hold is in use", "raise host_budget")
 #: Bytes; the largest slab of what is reserved. To pin it takes seconds, in which nothing can interrupt the process.
 _RESERVED_BYTES = 16 << 30
-
-
-class _NewSlab(MustGrow):
-    """A slab of ``wanted`` bytes is needed, or where the system has no room for that, one of ``least`` bytes."""
-
-    def __init__(self, wanted: int, least: int) -> None:
-        super().__init__(wanted, least)
-        self.wanted, self.least = wanted, least
 
 
 class Pool:
@@ -339,7 +306,6 @@ class Pool:
         self._begin()
 
     def _begin(self) -> None:
-        """Begins with no slabs to cut from."""
         self._ranges = Ranges[HostSlab]()
         self._slabs: dict[HostSlab, None] = {}
         #: Bytes of those without slots.
@@ -375,7 +341,7 @@ class Pool:
             quota: whose it is; it is given the reason where there is no room.
         """
         try:
-            return self._grown(partial(self.take, nbytes, HostSlot, quota), quota)
+            return self._grown(partial(self.take, nbytes, quota), quota)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, OffloadError) and not isinstance(error, HostAllocationUnderCaptureError):
                 raise
@@ -391,28 +357,30 @@ class Pool:
         Raises:
             MemoryError, RuntimeError: the system has no room.
         """
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        try:
-            return torch.frombuffer(self.take(nbytes, Lease).view, dtype=torch.uint8)
-        except MustGrow:
-            take = partial(self.take, nbytes, Lease)
-        return torch.frombuffer(self._grown(take).view, dtype=torch.uint8)
+        return self._grown(partial(self.take, nbytes, leased=True))  # type: ignore[return-value]  # of its first overload
+
+    @overload
+    def take(self, nbytes: int, quota: Quota | None = None, *, memory: Tensor | None = None) -> HostSlot | None: ...
+
+    @overload
+    def take(self, nbytes: int, *, leased: Literal[True], memory: Tensor | None = None) -> Tensor: ...
 
     def take(
-        self, nbytes: int, kind: type[Owner], quota: Quota | None = None, *, memory: Tensor | None = None
-    ) -> Owner:
-        """Returns an owner of ``nbytes`` bytes of what is held already, or of ``memory``.
+        self, nbytes: int, quota: Quota | None = None, *, leased: bool = False, memory: Tensor | None = None
+    ) -> HostSlot | Tensor | None:
+        """Returns ``nbytes`` bytes of what is held already, or of ``memory``; ``None`` where ``quota`` has no room.
 
         Args:
-            kind: of owner.
+            quota: whose they are; it is given the reason where there is no room.
+            leased: whether a tensor is to own them, as in ``lease``, in place of a slot.
             memory: a slab that the system has given for it.
 
         Raises:
-            NoRoomError: ``quota`` has no room.
             MustGrow: there is room, but the system has to give a slab first.
-            MemoryError, RuntimeError: the pool has crashed.
+            MemoryError, RuntimeError: without a quota: there is no room, or the pool has crashed.
         """
+        if leased and nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
         lock = self._lock.lock
         if lock._is_owned():
             raise reentered()
@@ -431,9 +399,22 @@ class Pool:
                 same = self._ranges.back.get(size) or self._ranges.fit(size)
                 if not same:
                     raise self._new_slab(size, quota)
-                owner = kind(same[-1], nbytes, self._on_return, quota)
-                self._records.add(owner.record)
-                slab = same.pop().slab
+                found = same[-1]
+                owner: HostSlot | Tensor
+                slab, start, fences = found.slab, found.start, found.fences
+                if leased:
+                    assert not fences, "memory that streams copy to and memory for leases come from different pools"
+                    # The storage holds this very view until it is freed, so the view's death is the storage's.
+                    view: Any = slab.buffer[start : start + nbytes]
+                    owner, record = torch.frombuffer(view, dtype=torch.uint8), HostSlotRecord(view, self._on_return)
+                else:
+                    owner = slot = HostSlot.__new__(HostSlot)  # the `__init__` of `Slot` would be a call more
+                    record = slot.record = HostSlotRecord(slot, self._on_return)
+                    slot.nbytes, slot.slab, slot.start = nbytes, slab, start
+                record.nbytes, record.range, record.quota = nbytes, found, quota
+                record.fences = fences if len(fences) < 2 else pending(fences)  # what is over does not add up
+                self._records.add(record)
+                same.pop()
                 if slab.slots == 0:
                     self._idle_now -= slab.nbytes
                 slab.slots += 1
@@ -445,11 +426,18 @@ class Pool:
                     if used > quota.peak_bytes:
                         quota.peak_bytes = used
                 return owner
-            except (MustGrow, NoRoomError):
+            except MustGrow:
                 raise
-            except BaseException:
-                self._is_crashed = True
-                raise
+            except BaseException as error:
+                self._is_crashed |= not isinstance(error, NoRoomError)
+                if (
+                    quota is None
+                    or isinstance(error, OffloadError)
+                    or not isinstance(error, MemoryError | RuntimeError)
+                ):
+                    raise
+                quota.refuse(error)
+                return None
 
     def _grown(self, take: Callable[..., Owner], quota: Quota | None = None) -> Owner:
         """Returns what ``take`` makes of what is held, else of a new slab for ``quota``: see [Note: growth].
@@ -466,8 +454,8 @@ class Pool:
         with growth.lock:
             try:
                 return take()
-            except _NewSlab as slab:
-                wanted, least = slab.wanted, slab.least
+            except MustGrow as slab:
+                wanted, least = slab.args
             return take(memory=self._new_memory(wanted, least, quota))
 
     def _new_memory(self, wanted: int, least: int, quota: Quota | None) -> Tensor:
@@ -506,22 +494,19 @@ class Pool:
         if self._lock.is_held() or self._growth.is_held():
             raise reentered()
         with self._growth.lock:
-            while (size := self._unreserved(nbytes, quota)) > 0:
+            while True:
+                with self._lock.lock, self._crashing():
+                    self._poll()
+                    missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
+                    if missing <= 0:
+                        return
+                    if limit is not None and self._held + missing > limit:
+                        raise NoRoomError(quota.over)
+                    size = self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
                 memory = self._admitted(size, quota)
                 with self._lock.lock, self._crashing():
                     self._idle_bytes = max(self._idle_bytes, nbytes)
                     self._add(memory)
-
-    def _unreserved(self, nbytes: int, quota: Quota) -> int:
-        """Returns the size of the next slab to be reserved; 0 for none."""
-        with self._lock.lock, self._crashing():
-            self._poll()
-            missing, limit = nbytes - (self._held - self._used + quota.used_bytes), self._limit()
-            if missing <= 0:
-                return 0
-            if limit is not None and self._held + missing > limit:
-                raise NoRoomError(quota.over)
-            return self._sizes.within(PAGE, min(missing + -missing % PAGE, _RESERVED_BYTES))
 
     def restart_peak(self, quota: Quota) -> None:
         """Measures anew how much of ``quota`` is used at most."""
@@ -568,21 +553,10 @@ class Pool:
         self.poll()
         return self._idle_now
 
-    def close(self) -> None:
-        """Gives back what is idle, and keeps nothing idle from now on. Idempotent.
-
-        Slots that die later go back at the next ``poll()``, or when the pool and the last of them are gone. Let all
-        transfers end before the pool goes: nothing then asks whether the fences have passed.
-        """
-        with self._lock.lock, self._crashing():
-            self.is_closed = True
-            self._poll()
-
     # -- inside the lock ------------------------------------------------------------------------------------------
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Marks the pool as crashed by an exception that is not its own."""
         try:
             yield
         except (MustGrow, NoRoomError):
@@ -592,7 +566,6 @@ class Pool:
             raise
 
     def _add(self, memory: Tensor) -> None:
-        """Takes up what the system has given."""
         slab = HostSlab(memory)
         self._slabs[slab] = None
         self._ranges.back[slab.nbytes].append(Range(slab, 0, slab.nbytes))
@@ -604,8 +577,9 @@ class Pool:
         budgets = [quota.budget for quota in self._quotas]
         return sum(budgets) if budgets and None not in budgets else None  # type: ignore[arg-type]
 
-    def _new_slab(self, need: int, quota: Quota | None) -> _NewSlab:
-        """Returns the slab that ``need`` calls for, or a smaller one where that is all there is room for.
+    def _new_slab(self, need: int, quota: Quota | None) -> MustGrow:
+        """Returns the size of the slab that ``need`` calls for, or of a smaller one where that is all there is room
+        for, and the least that will do where the system has no room for it.
 
         Raises:
             NoRoomError: there is none.
@@ -618,7 +592,7 @@ class Pool:
                 raise NoRoomError(_FULL if quota is None else quota.over)
         elif self.bound is not None and quota is not None and quota.budget is None:
             self.bound.refuse_again(need)
-        return _NewSlab(wanted, self._sizes.least(need))
+        return MustGrow(wanted, self._sizes.least(need))
 
     def _poll(self, keep: int | None = None) -> None:
         """Takes up what has died, and gives slabs back to the system: see the notes.
@@ -628,21 +602,6 @@ class Pool:
         """
         if self._is_crashed:
             self._begin_after_a_crash()
-        if self.returned:
-            self._take_back()
-        most, held = 0 if self.is_closed else self._idle_bytes, self._held
-        keep = most if keep is None else min(keep, most)
-        if self._left:
-            self._let_left_go()
-        if self._idle_now > keep:
-            self._let_idle_go(keep)
-        if self._held < held:
-            self._given_back()
-            if self.bound is not None:
-                self.bound.forget()
-
-    def _take_back(self) -> None:
-        """Takes up what has died."""
         while self.returned:
             record: Any = self.returned[0]
             if record in self._records:
@@ -662,30 +621,32 @@ class Pool:
                         self._idle_now += slab.nbytes
                 self._records.discard(record)
             self.returned.popleft()
-
-    def _let_idle_go(self, keep: int) -> None:
-        """Drops idle slabs that no transfer can touch any more until ``keep`` idle bytes are left."""
-        self._ranges.join()
-        for slab in [slab for slab in self._slabs if slab.slots == 0]:
-            if self._idle_now <= keep:
-                break
-            if self._ranges.withdraw(slab):
-                del self._slabs[slab]
-                self._idle_now -= slab.nbytes
-                self._held -= slab.nbytes
-
-    def _let_left_go(self) -> None:
-        """Drops slabs that are left: see [Note: slabs that are left]."""
-        self._left_fences = pending(self._left_fences)
-        for slab in [] if self._left_fences else [slab for slab in self._left if slab.slots == 0]:
-            del self._left[slab]
-            self._held -= slab.nbytes
+        most, held = 0 if self.is_closed else self._idle_bytes, self._held
+        keep = most if keep is None else min(keep, most)
+        if self._left:  # see [Note: slabs that are left]
+            self._left_fences = pending(self._left_fences)
+            for left in [] if self._left_fences else [left for left in self._left if left.slots == 0]:
+                del self._left[left]
+                self._held -= left.nbytes
+        if self._idle_now > keep:  # idle slabs that no transfer can touch any more go
+            self._ranges.join()
+            for idle in [idle for idle in self._slabs if idle.slots == 0]:
+                if self._idle_now <= keep:
+                    break
+                if self._ranges.withdraw(idle):
+                    del self._slabs[idle]
+                    self._idle_now -= idle.nbytes
+                    self._held -= idle.nbytes
+        if self._held < held:
+            self._given_back()
+            if self.bound is not None:
+                self.bound.forget()
 
     def _begin_after_a_crash(self) -> None:
         """Counts what is alive, and leaves all slabs: see [Note: slabs that are left]."""
         dead = [record for record in self._records if record() is None]
         fences = [fence for record in dead for fence in cast(HostSlotRecord, record).fences]
-        fences += self._ranges.fences
+        fences += [fence for same in self._ranges.back.values() for one in same for fence in one.fences]
         self._left_fences = pending([*self._left_fences, *fences])
         self._records.difference_update(dead)
         records = [cast(HostSlotRecord, record) for record in self._records]

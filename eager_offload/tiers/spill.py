@@ -80,7 +80,6 @@ class _Bounce:
                 self._idle.append(buffer)
 
     def release_idle(self) -> None:
-        """Gives idle buffers back to the system."""
         self._idle.clear()
 
 
@@ -260,7 +259,6 @@ class SpillFile:
         return moved
 
     def _fully(self, move_some: _Move, memory: memoryview, offset: int) -> None:
-        """Repeats a call until all of ``memory`` is moved."""
         done = in_vain = 0
         while done < len(memory):
             try:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout, Moment, Runtime, Span, Stream
-from eager_offload.tiers.base import Slot
-from eager_offload.tiers.rates import LinkRates, Rate
+from eager_offload.tiers.base import LinkRates, Rate, Slot
 from eager_offload.torch_private.calls import without_dispatch_modes
 
 

@@ -68,7 +68,7 @@ def with_a_use_that_goes_on(kind: str, directory: Path) -> tuple[Made, Verdicts,
     slot.fences += (verdicts.fence("reload"),)
     made.files.clear()  # which only slots keep
     Watched.opened.clear()
-    return made, verdicts, weakref.ref(slot._slab.tensor if kind == "host" else slot._file)
+    return made, verdicts, weakref.ref(slot.slab.tensor if kind == "host" else slot._file)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

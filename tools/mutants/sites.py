@@ -34,7 +34,7 @@ _WAITS = {
 _COPIES = {"copy", "_enqueue", "_Move"}
 _RELEASES = {
     "_let_go",
-    "_take_back",
+    "_poll",
     "cancel",
     "drop",
     "forget",

@@ -39,7 +39,6 @@ _FIRST = {
     "kernels": "kernels/signature kernels/staging_tree kernels/kernels",
     "step_table": "like_steps hazards/tables matrix",
     "machine": "machine",
-    "rates": "machine",
     "observe/doctor": "observe/doctor",
     "observe/timeline": "observe/tracing",
     "observe/trace": "observe/tracing",
@@ -50,12 +49,10 @@ _FIRST = {
     "planning/replay": "planning/plan planning/replay",
     "planning/target": "planning/trace",
     "runtime/host": "=host",
-    "runtime/link_probe": "",
     "runtime/pinned": "",
     "runtime/staging": "",
     "runtime/transfer_threads": "=host",
     "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/leases tiers/shares hazards/copies",
-    "tiers/cgroups": "tiers/limits",
     "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
     "tiers/limits": "tiers/limits tiers/guard hazards/short_memory",
     "tiers/memory": "tiers/disk hazards/what_is_counted",
@@ -66,7 +63,7 @@ _FIRST = {
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
     "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs "
-    "observe/doctor runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
+    "observe/doctor runtime/accelerator runtime/base runtime/pinned runtime/staging "
     "compile/host_tensors engine"
 )
 _DEVICE = (
@@ -79,7 +76,7 @@ _DEVICE = (
 #: Training steps on the runtimes that are at hand go without these, and would say nothing.
 _ALONE = (
     "compile engine/captured graphs kernels observe/doctor observe/timeline runtime/accelerator "
-    "runtime/link_probe runtime/pinned runtime/staging tiers/cgroups tiers/limits"
+    "runtime/pinned runtime/staging tiers/limits"
 )
 
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eager_offload as eo
 from eager_offload.graphs import capture_step
 from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction
+from eager_offload.runtime.captures import AcceleratorEvent
 
 DEVICE = torch.device("cuda", 0)
 WINDOWS = {"min_bytes": 1 << 20, "keep_last_bytes": 0, "max_inflight_bytes": "8MiB", "prefetch_bytes": "8MiB"}

@@ -37,9 +37,8 @@ from eager_offload.graphs import (
     capture_step,
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
-from eager_offload.runtime.accelerator_events import AcceleratorEvent, CapturedEvent
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.captures import CAPTURES
+from eager_offload.runtime.captures import CAPTURES, AcceleratorEvent, CapturedEvent
 from eager_offload.stats import KeepReason
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eager_offload import Offload, OffloadError, TransferError
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.runtime.accelerator_events import AcceleratorEvent
 from eager_offload.runtime.base import Direction, Layout
+from eager_offload.runtime.captures import AcceleratorEvent
 from eager_offload.runtime.staging import Staging
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
