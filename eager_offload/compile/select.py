@@ -1,19 +1,40 @@
 """Which values of a graph move between forward and backward, and the reason for each that stays.
 
 Pure functions of the metadata that the tracer left on the nodes. What counts is whose storage a value shares, never
-what kind of node made it.
+what kind of node made it. And what a user has asked of single values:
+
+| how it is asked | where it is found |
+| --- | --- |
+| a pass of the user's: ``node.meta["should_offload"] = True`` or ``False`` | there |
+| selective checkpointing: ``CheckpointPolicy.MUST_CPU_OFFLOAD``, ``PREFER_CPU_OFFLOAD`` | ``node.meta["recompute"]`` |
+| ``eager_offload.keep(tensor)``, ``eager_offload.prefer_offload(tensor)`` | on the storage that stands for the tensor |
+| ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of every node that was traced inside |
+
+What is asked of one value counts for all that share its storage. What asks for it to stay wins over what asks for it to
+move, and neither moves what is owned outside of the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_offload.compile.cost import returns_views
-from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
+from eager_offload.compile.decide import (
+    Aim,
+    Decided,
+    Movable,
+    Step,
+    decided,
+    machine_here,
+    problem_of,
+    returns_views,
+    step_of_pair,
+)
 from eager_offload.compile.graphs import (
     calls_regions,
     counted_from_the_beginning,
@@ -29,16 +50,52 @@ from eager_offload.compile.graphs import (
     tensor_of,
     undeclared_aliases,
 )
-from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.errors import OffloadError
+from eager_offload.marks import REGION_NOTE, Mark, mark_of
 from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.calls import schema_of
 from eager_offload.torch_private.memory import hint, is_plain_fake
+
+
+class OffloadPolicy(IntEnum):
+    """What was asked of a value; of those that share a storage the largest counts."""
+
+    NONE = 0
+    MOVE_IF_LARGE = 1
+    """Even if it is the newest, but not if it is small."""
+    MOVE = 2
+    """Even if it is small or the newest."""
+    STAY = 3
+
+
+_POLICIES: dict[object, OffloadPolicy] = {
+    CheckpointPolicy.MUST_CPU_OFFLOAD: OffloadPolicy.MOVE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: OffloadPolicy.MOVE_IF_LARGE,
+}
+_MARKS = {Mark.KEEP: OffloadPolicy.STAY, Mark.PREFER: OffloadPolicy.MOVE}
+
+
+def policy_of(node: Node) -> OffloadPolicy:
+    """What was asked of the value that ``node`` makes."""
+    policy = _POLICIES.get(node.meta.get("recompute"), OffloadPolicy.NONE)
+    should = node.meta.get("should_offload")
+    if should is not None:
+        policy = max(policy, OffloadPolicy.MOVE if should else OffloadPolicy.STAY)
+    value = tensor_of(node)
+    mark = None if value is None else mark_of(value.untyped_storage())
+    return policy if mark is None else max(policy, _MARKS[mark])
+
+
+def is_in_region(node: Node) -> bool:
+    """Whether ``node`` was traced inside of :func:`~eager_offload.no_offload`, or is the backward of what was."""
+    notes = node.meta.get("custom")
+    return isinstance(notes, dict) and bool(notes.get(REGION_NOTE))
+
 
 #: What a compiler may take for granted about the address of a result, in bytes.
 _ALIGNMENT = 16

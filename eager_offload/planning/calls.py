@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eager_offload.compile.cost import OperatorCall
+from eager_offload.compile.decide import OperatorCall
 from eager_offload.planning.blocks import Block, Blocks
 from eager_offload.planning.numbers import state_of_others
 from eager_offload.torch_private.calls import schema_of

@@ -20,7 +20,7 @@ _FIRST = {
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
     "compile": "compile/order compile/select compile/insert compile/hazards_compiled compile/backend",
-    "compile/host_tensors": "compile/transfers compile/operations",
+    "compile/ops": "compile/transfers compile/operations",
     "contexts": "hazards/overlapping foreign_hooks what_is_told contract",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "engine/captured": "",
@@ -67,7 +67,7 @@ _FIRST = {
 _ON_THE_DEVICE = (
     "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs "
     "observe/doctor runtime/accelerator runtime/base runtime/link_probe runtime/pinned runtime/staging "
-    "compile/host_tensors engine"
+    "compile/ops engine"
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
