@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from eager_offload import contexts
 from eager_offload.compile import ops
-from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
+from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.compile.keys import free_bytes
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
@@ -96,12 +96,17 @@ def flops_of(call: OperatorCall | Node) -> int:
     formula = _formula(call.target) if isinstance(call.target, OpOverload | HigherOrderOperator) else None
     if formula is None:
         return 0
+
     # torch's formulas take shapes where the operator takes tensors. Those that depend on the inputs are made numbers
     # first: the formulas compare them, and a comparison of symbols would fix them for good.
+    def shape(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(hint(size) for size in value.size())
+        return hint(value) if isinstance(value, torch.SymInt) else value
+
     call = _as_call(call)
-    arguments, named, result = cast(
-        "tuple[Any, Any, Any]", tree_map(_shape, (call.arguments, dict(call.named), call.result))
-    )
+    given = call.arguments, dict(call.named), call.result
+    arguments, named, result = cast("tuple[Any, Any, Any]", tree_map(shape, given))
     try:
         count = int(formula(*arguments, **named, out_val=result))
     except AssertionError:  # numbers that are not known before it runs do not fit together
@@ -133,13 +138,6 @@ def _as_call(call: OperatorCall | Node) -> OperatorCall:
 
 def _tensors(values: object) -> list[Tensor]:
     return [value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided]
-
-
-def _shape(value: Any) -> Any:
-    """What torch's formulas see in place of an argument."""
-    if isinstance(value, Tensor):
-        return tuple(hint(size) for size in value.size())
-    return hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _is_causal(call: OperatorCall) -> bool:
@@ -200,13 +198,10 @@ def _name(target: Any) -> str:
     return name
 
 
-# -- links -----------------------------------------------------------------------------------------------------------
-
-
 def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float:
     """Bytes a second between ``device`` and the tier that a graph compiled for the configuration ``text`` fills first.
 
-    A hint: measured once, and a slow link where that is not possible. Thread-safe.
+    A hint: measured once, and a slow link where that is not possible.
     """
     try:
         with without_dispatch_modes():
@@ -270,14 +265,6 @@ class Aim(NamedTuple):
         )
 
 
-class Decided(NamedTuple):
-    """What comes of a decision."""
-
-    stay: frozenset[object]
-    """The storages that stay."""
-    outcome: Outcome
-
-
 def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
     """The step of two graphs that were split."""
     saved = {node.name: node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node)}
@@ -307,7 +294,7 @@ def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
 def step_of_joint(graph: Graph, boundary: Node) -> Step:
     """The step of one graph whose backward begins with ``boundary``."""
     nodes = [node for node in graph.nodes if node.op == "call_function" or node is boundary]
-    return Step(nodes, nodes.index(boundary), _given(graph), (), returned_by(graph), cache(storage_of))
+    return Step(nodes, nodes.index(boundary), _given(graph), (), graph.output_node().all_input_nodes, cache(storage_of))
 
 
 def _given(graph: Graph) -> list[Node]:
@@ -353,16 +340,7 @@ class _Life:
 def problem_of(
     step: Step, movable: Mapping[object, Movable], windows: Windows, machine: Machine
 ) -> tuple[Problem, list[object]]:
-    """The step as numbers.
-
-    Args:
-        movable: by their names, the storages that may leave.
-        windows: those in force.
-        machine: how long operators and transfers take.
-
-    Returns:
-        It, and what names each of its storages.
-    """
+    """Returns the step as numbers, and what names each of its storages."""
     count, place = len(step.nodes), {node: op for op, node in enumerate(step.nodes)}
     lives = _lives(step, place)
     returned = {step.storage_of(node) for node in step.returned}
@@ -402,7 +380,6 @@ def problem_of(
 
 
 def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
-    """By their names, when storages that are not given are made and used."""
     lives: dict[object, _Life] = {}
     for node in step.tangents:
         name, value = step.storage_of(node), tensor_of(node)
@@ -422,8 +399,17 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
     return lives
 
 
-def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
-    """Returns the planner's decision for ``aim``, which says something."""
+def decided(
+    step: Step, movable: Mapping[object, Movable], windows: Windows, aim: Aim, device: torch.device, text: str
+) -> tuple[frozenset[object], Outcome]:
+    """Returns which storages stay by the planner's decision for ``aim``, and what comes of it.
+
+    Args:
+        device: that of the graph.
+        text: the configuration, which says what tier the graph fills first.
+    """
+    out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))
+    problem, names = problem_of(step, movable, windows, replace(machine_of(device), out=out, back=back))
     chooser = Chooser(problem)
     if aim.fraction is not None:
         found = chooser.share(aim.fraction)
@@ -431,11 +417,4 @@ def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
         found = chooser.hidden() if aim.is_free else chooser.nothing
         if aim.budget is not None and found.peak_bytes > aim.budget:
             found = chooser.within(aim.budget)
-    stay = frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one)
-    return Decided(stay, found.outcome)
-
-
-def machine_here(device: torch.device, text: str) -> Machine:
-    """``device``, and the link to the tier that a graph of the configuration ``text`` fills first."""
-    out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))
-    return replace(machine_of(device), out=out, back=back)
+    return frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one), found.outcome

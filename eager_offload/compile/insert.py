@@ -334,9 +334,8 @@ _logger = logging.getLogger("eager_offload.compile")
 
 
 class _Thread(threading.local):
-    """What the calling thread is compiling for."""
-
     text: str | None = None
+    """The configuration that the calling thread is compiling for."""
 
 
 _thread = _Thread()
@@ -344,10 +343,7 @@ _thread = _Thread()
 
 @contextmanager
 def compiling_for(text: str) -> Iterator[None]:
-    """What the calling thread compiles meanwhile is offloaded by the configuration ``text``, whatever hooks are on top.
-
-    Where torch does not let it, that is warned of.
-    """
+    """Has what the calling thread compiles meanwhile offloaded by that configuration, whatever hooks are on top."""
     if not patches():
         warn(f'torch {torch.__version__} does not let backend="eager_offload" offload inside of its graphs')
     contexts.patches.add(patches())
@@ -368,33 +364,25 @@ def patches() -> tuple[Patch, ...]:
     Returns:
         Nothing where this torch does not let it.
     """
-    splits = on_splits(_in_place_of_hooks)
+    splits = on_splits(_offload_between)
     return (*splits, *on_bans_of_hooks(lambda: configuration_on_top() is not None)) if splits else ()
 
 
-def _in_place_of_hooks(
-    forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]
-) -> bool:
-    """What AOTAutograd does in place of tracing hooks into its graphs; whether there is nothing left for it to do."""
-    text = configuration_on_top() if _thread.text is None else _thread.text
-    if text is None:
-        return False
-    offload_between(forward, backward, num_outputs, text, parameters)
-    return True
-
-
-def offload_between(
-    forward: GraphModule, backward: GraphModule, num_outputs: int, text: str, parameters: Sequence[int] = ()
-) -> None:
-    """Moves what ``forward`` saves for ``backward``.
+def _offload_between(forward: GraphModule, backward: GraphModule, num_outputs: int, parameters: Sequence[int]) -> bool:
+    """What AOTAutograd does in place of tracing hooks into its graphs: moves what ``forward`` saves for ``backward``.
 
     Args:
         forward: its outputs are ``num_outputs`` of the user's, then what is saved.
         backward: takes what is saved under the names of the forward's nodes.
         num_outputs: how many of the forward's outputs are the user's.
-        text: the configuration, and a plan's fraction: see [Note: the text of a configuration].
         parameters: which of the forward's inputs are parameters and buffers.
+
+    Returns:
+        Whether there is nothing left for AOTAutograd to do.
     """
+    text = configuration_on_top() if _thread.text is None else _thread.text
+    if text is None:
+        return False
     leave_out_of_precompile("eager_offload moves what this graph saves, for one configuration")
     config_key, fraction = read_text(text)
     config = OffloadConfig.from_text(config_key)
@@ -414,10 +402,10 @@ def offload_between(
     _log(choice)
     insert_report(ours, choice, config)
     forward.graph, backward.graph = ours, theirs  # which compiles both
+    return True
 
 
 def _log(choice: Choice) -> None:
-    """One line for each saved value of a graph, at the level ``DEBUG``."""
     if not _logger.isEnabledFor(logging.DEBUG):
         return
     for group in choice.groups:

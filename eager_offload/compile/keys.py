@@ -7,13 +7,11 @@ pair serves both. Eager code is served by what a hook does when it is called. Co
 ``insert.py``, in place of the tracing: the graph of a hook only tells compilers, which key on it what they keep, for
 which configuration and by which version of the passes they have compiled.
 
-Dynamo guards on the identity of both hooks. There is one pair for each configuration in a process, for ever: another
-pair for an equal configuration would compile everything anew.
-
 [Note: the text of a configuration]
-Dynamo guards on hooks of which there is one pair for each text. It begins with the configuration's own, one line, which
-names the ``Offload`` that serves a graph. Where a plan says which part of the movable bytes moves, that is the next
-line; and where a budget is ``"auto"``, what that has come to is a part of the keys.
+Dynamo guards on the identity of both hooks. There is one pair for each text in a process, for ever: another pair for an
+equal one would compile everything anew. The text begins with the configuration's own, one line, which names the
+``Offload`` that serves a graph. Where a plan says which part of the movable bytes moves, that is the next line; and
+where a budget is ``"auto"``, what that has come to is a part of the keys.
 """
 
 from __future__ import annotations
@@ -39,18 +37,10 @@ from eager_offload.version import VERSION, digest
 _LEADING_BITS = 5
 #: Beside the modules of this package: what decides which bytes move, and what the operations in a graph mean.
 _OTHERS = (
-    *(
-        "core/budget.py",
-        "config.py",
-        "planning/machine.py",
-        "marks.py",
-        "runtime/base.py",
-        "core/schedule.py",
-        "core/selection.py",
-        "tiers/memory.py",
-    ),
+    *("config.py", "marks.py", "runtime/base.py", "tiers/memory.py"),
+    *(f"core/{name}.py" for name in ("budget", "schedule", "selection")),
+    *(f"planning/{name}.py" for name in ("choose", "machine", "problem", "program", "replay")),
     *(f"torch_private/{name}.py" for name in ("__init__", "autograd", "calls", "inductor", "memory")),
-    *(f"planning/{name}.py" for name in ("choose", "problem", "program", "replay")),
 )
 
 
@@ -62,7 +52,9 @@ def cache_key() -> str:
     """
     version = f"eager_offload {VERSION}"
     parts = list[str | bytes]()
-    for name in _sources():
+    folders = [f"{place}/compile" for place in sys.modules["eager_offload"].__path__]
+    modules = [f"compile/{one.name}.py" for one in pkgutil.iter_modules(folders)]
+    for name in sorted([*_OTHERS, "compile/__init__.py", *modules]):
         try:
             source = pkgutil.get_data("eager_offload", name)
         except OSError:
@@ -112,12 +104,6 @@ def free_bytes(config_key: str) -> int | None:
         return None
     step = 1 << max(nbytes.bit_length() - _LEADING_BITS, 0)
     return nbytes // step * step
-
-
-def _sources() -> list[str]:
-    folders = [f"{place}/compile" for place in sys.modules["eager_offload"].__path__]
-    modules = [f"compile/{one.name}.py" for one in pkgutil.iter_modules(folders)]
-    return sorted([*_OTHERS, "compile/__init__.py", *modules])
 
 
 # -- what tells compilers ----------------------------------------------------------------------------------------------

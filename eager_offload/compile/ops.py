@@ -178,15 +178,6 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
 
     Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
     what it was compiled to let go of.
-
-    Args:
-        source: strided, without a conjugate or negative bit.
-        wait: whether ``source`` may be written over when this returns; else ``wait_for`` has to be called first.
-        region: with the first offload of a graph: the bytes that the graph keeps, as ``reason=bytes,...``.
-
-    Raises:
-        CapacityError: nothing has room for the bytes.
-        OffloadError: the current stream is being captured.
     """
     offloader.refuse_call(_CAPTURED)
     with offloader.crashing():
@@ -198,7 +189,10 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
         with offloader.lock, offloader.locked() as transfers:
             if transfers.is_crashed:  # while a tier grew
                 slot = None
-            memory = None if slot is None else _memory_of(slot)
+            memory = None
+            if slot is not None:
+                with suppress(MemoryError):  # the system has a limit of mappings for each process
+                    memory = slot.memory()
             stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
             if slot is None or memory is None:
                 host = _stay(stands_for, source)
@@ -213,7 +207,6 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
 
 
 def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
-    """A forward graph that moves something begins; returns the bytes that it keeps for its backward."""
     counters, said = transfers.accounts.counters, transfers.accounts.said
     counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
     counters.compiled_regions += 1
@@ -251,12 +244,7 @@ def _send(transfers: Transfers, stands_for: HostBytes, slot: Slot, source: Tenso
 def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
     """The source may be written over once this returns (on an accelerator: by what is enqueued from then on).
 
-    Args:
-        keepalive: the source, from which the bytes are saved if they did not arrive.
-
-    Raises:
-        OffloadError: they did not, and there is no ``keepalive``.
-        CapacityError: they did not, and nothing has room for them.
+    From ``keepalive``, the source, the bytes are saved if they did not arrive.
     """
     offloader, transfer = stands_for.offloader, stands_for.transfer
     if transfer is not None:
@@ -284,7 +272,7 @@ def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
     if kept.device.type == "cpu":
         return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
     # It only has to say what it stands for: nothing reads it, so it takes no memory.
-    host = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
+    host = _fake_offload(source)
     _own(host.untyped_storage(), stands_for)
     return host
 
@@ -322,28 +310,11 @@ def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
     return [host, device]
 
 
-def _memory_of(slot: Slot) -> memoryview | None:
-    """The memory of a slot; ``None`` where the system refuses, which has a limit of mappings for each process."""
-    try:
-        return slot.memory()
-    except MemoryError:
-        return None
-
-
 # -- backward -----------------------------------------------------------------------------------------------------
 
 
 def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
-    """Starts to bring back what ``host`` stands for; returns a tensor like it, on the device.
-
-    Args:
-        host: what ``offload`` returned, or a view of it.
-        wait: whether the tensor may be read when this returns; else ``wait_for`` has to be called first.
-
-    Raises:
-        TransferError, CorruptionError: the bytes did not come back (or the wait says so).
-        OffloadError: the current stream is being captured.
-    """
+    """Starts to bring back what ``host``, which may be a view, stands for; returns a tensor like it, on the device."""
     offloader = stands_for.offloader
     offloader.refuse_call(_CAPTURED)
     what, found = "reload" if wait else "prefetch", None
@@ -378,7 +349,6 @@ def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
 
 
 def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
-    """Flat memory of the device into which the bytes come, and the copy that brings them."""
     runtime = transfers.runtime
     stream = runtime.current_stream(transfers.device)
     layout = Layout(stands_for.nbytes, stands_for.alignment_offset)
@@ -398,37 +368,8 @@ def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tup
     return target, _Arriving()
 
 
-def reload_copy(host: Tensor, device: torch.device) -> Tensor:
-    """What a reload is for a host tensor that stands for nothing but holds the bytes itself."""
-    tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device).copy_(host)
-    _own(tensor.untyped_storage(), _Arriving())
-    return tensor
-
-
-def wait_for(tensor: Tensor, keepalive: Tensor | None) -> None:
-    """Waits for the transfer of which ``tensor`` is the end that an operation returned.
-
-    Raises:
-        OffloadError: none is pending.
-    """
-    pending = _owned_by(tensor)
-    if isinstance(pending, HostBytes) and pending.is_pending:
-        _wait_for_offload(pending, keepalive)
-    elif isinstance(pending, _Arriving) and pending.is_pending:
-        _wait_for_reload(pending)
-    elif tensor.numel():
-        raise OffloadError(
-            f"wait_tensor was given a tensor of size {list(tensor.size())} of which no transfer is pending: pair it, "
-            "once, with an eager_offload::offload or eager_offload::reload that was called with wait=False"
-        )
-
-
 def _wait_for_reload(arriving: _Arriving) -> None:
-    """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on).
-
-    Raises:
-        TransferError, CorruptionError: the bytes did not come back.
-    """
+    """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on)."""
     if (transfer := arriving.transfer) is not None:
         assert arriving.offloader is not None
         if (offloader := arriving.offloader()) is None:
@@ -463,7 +404,6 @@ def resolved(tensor: Tensor) -> Tensor:
 
 
 def span_bytes(tensor: Tensor) -> int:
-    """Bytes from the first to the last element of ``tensor``, both counted."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -499,7 +439,6 @@ def _own(storage: torch.UntypedStorage, owned: object) -> None:
 
 
 def _owned_by(tensor: Tensor) -> object:
-    """Returns what the storage of ``tensor`` owns, or ``None``."""
     return tensor.untyped_storage().__dict__.get(_OWNED)
 
 
@@ -531,7 +470,7 @@ def _offload(
     if source.numel() == 0:
         if region is not None:
             contexts.serving(config).count_kept(region)
-        return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
+        return _fake_offload(source)
     offloader = contexts.serving(config).offloader_of(source.device)
     offloader.accounts.counters.max_inflight_bytes = window
     return move_out(offloader, resolved(source), wait=wait, region=region)
@@ -549,14 +488,25 @@ def _reload(
     _refuse_autograd(reload, host)
     stands_for = bytes_of(host)
     if stands_for is None:
-        return reload_copy(host, device)
+        tensor = _fake_reload(host, device).copy_(host)  # it holds the bytes itself
+        _own(tensor.untyped_storage(), _Arriving())
+        return tensor
     stands_for.offloader.accounts.counters.prefetch_bytes = window
     return bring_back(stands_for, host, wait=wait)
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
     _refuse_autograd(wait_tensor, tensor)
-    wait_for(tensor, keepalive)
+    pending = _owned_by(tensor)
+    if isinstance(pending, HostBytes) and pending.is_pending:
+        _wait_for_offload(pending, keepalive)
+    elif isinstance(pending, _Arriving) and pending.is_pending:
+        _wait_for_reload(pending)
+    elif tensor.numel():
+        raise OffloadError(
+            f"wait_tensor was given a tensor of size {list(tensor.size())} of which no transfer is pending: pair it, "
+            "once, with an eager_offload::offload or eager_offload::reload that was called with wait=False"
+        )
 
 
 def _fake_offload(source: Tensor, **_: object) -> Tensor:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 from torch.fx import Graph, Node
 
@@ -23,7 +24,6 @@ from eager_offload.compile import ops
 from eager_offload.compile.decide import Estimate, bandwidth_of, counts_flops, roofline
 from eager_offload.compile.graphs import (
     CONVOLUTIONS,
-    has_sparse_values,
     nbytes_of,
     on_a_copy,
     storage_of,
@@ -48,8 +48,7 @@ from eager_offload.torch_private.inductor import (
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Leaving:
+class _Leaving(NamedTuple):
     """An offload that has started and that was not waited for yet."""
 
     host: Node
@@ -84,12 +83,11 @@ def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
     for node in list(graph.nodes):
         if node in sinking:
             continue
-        coming = _Leaving(node, waits[node], _source_bytes(node)) if node in waits else None
+        coming = _Leaving(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
         needed = [one for one in (hosts.get(each) for each in node.all_input_nodes) if one is not None]
         needed += [one for one in (sources.get(key) for key in _written(node)) if one is not None]
-        everything = node.op == "output"
         while flying and (
-            everything
+            node.op == "output"
             or any(one.host in hosts for one in needed)
             or (coming is not None and nbytes + coming.nbytes > window_bytes)
         ):
@@ -115,9 +113,8 @@ def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
     }
 
 
-def _source_bytes(offload: Node) -> int:
-    value = tensor_of(offload.args[0])
-    return 0 if value is None else nbytes_of(value)
+def _bytes_of(node: object) -> int:
+    return 0 if (value := tensor_of(node)) is None else nbytes_of(value)
 
 
 def _written(node: Node) -> list[object]:
@@ -172,9 +169,11 @@ def prefetch_in_place(
         estimate: seconds that a node takes.
         margin: how much longer than that a transfer is taken to need.
     """
-    arriving, moved = _arrivals(graph)
+    reloads = _waits(graph, ops.reload).items()
+    arriving = [_Arriving(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in reloads]
     if not arriving:
         return
+    moved = {node for one in arriving for node in (one.reload, one.wait, *one.views)}
     fixed = [node for node in graph.nodes if node not in moved]
     _locate(arriving, fixed)
     arriving.sort(key=lambda one: one.needed)
@@ -224,18 +223,6 @@ def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int
         in_memory |= read  # a kernel has made it for a product before
         read = storages
     return [*ends, *results[-1:]]
-
-
-def _arrivals(graph: Graph) -> tuple[list[_Arriving], set[Node]]:
-    """Every reload that has a wait, and all nodes that move with one of them."""
-    arriving = []
-    moved = set[Node]()
-    for reload, wait in _waits(graph, ops.reload).items():
-        value = tensor_of(reload)
-        one = _Arriving(reload, wait, 0 if value is None else nbytes_of(value), _early_views(reload))
-        arriving.append(one)
-        moved.update((reload, wait, *one.views))
-    return arriving, moved
 
 
 def _early_views(reload: Node) -> list[Node]:
@@ -431,9 +418,16 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         install_lowerings()
         # Behind a pass Inductor computes anew what became of each node with other arguments, and of all that depends on
         # it; it fails where one of those is sparse, and has no storage to compare. Such a graph waits.
-        if not has_sparse_values(graph):
+        if all(value.layout is torch.strided for value in map(tensor_of, graph.nodes) if value is not None):
             insert_asynchronous_in_place(graph)
-            self._place(graph)
+            reloads = graph.find_nodes(op="call_function", target=ops.reload)
+            offloads = graph.find_nodes(op="call_function", target=ops.offload)
+            if reloads:
+                first, device = reloads[0].kwargs, reloads[0].args[1]
+                bandwidth = bandwidth_of(device, Direction.IN, first.get("config", ""))
+                prefetch_in_place(graph, first.get("window", 0), bandwidth, roofline(machine_of(device)))
+            if offloads:
+                sink_waits_in_place(graph, offloads[0].kwargs.get("window", 0))
             pin_in_place(graph)
             graph.lint()
 
@@ -441,16 +435,6 @@ class OrderTransfers(CustomInferenceAwareGraphPass):
         # A pass without an identity has the compiler keep nothing, and one around it must not hide that.
         theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._inner_passes()]
         return None if None in theirs else (cache_key(), None if self.text is None else key_of(self.text), *theirs)
-
-    def _place(self, graph: Graph) -> None:
-        reloads = graph.find_nodes(op="call_function", target=ops.reload)
-        offloads = graph.find_nodes(op="call_function", target=ops.offload)
-        if reloads:
-            first, device = reloads[0].kwargs, reloads[0].args[1]
-            bandwidth = bandwidth_of(device, Direction.IN, first.get("config", ""))
-            prefetch_in_place(graph, first.get("window", 0), bandwidth, roofline(machine_of(device)))
-        if offloads:
-            sink_waits_in_place(graph, offloads[0].kwargs.get("window", 0))
 
     def _inner_passes(self) -> list[Any]:
         if self.inner is None:
@@ -503,26 +487,19 @@ class OffloadedModule(OptimizedModule):
     the ``Offload``.
     """
 
-    #: The ``Offload`` that serves its calls; this layer does not know the type.
-    eager_offload: Any
-
-    def __init__(self, module: nn.Module, compiler: Any, offload: Any) -> None:
-        super().__init__(module, compiler)
-        offload.skip_in(module)
-        self._offload_calls(offload)
-
     def __reduce__(self) -> Any:
         (inside,) = self.children()
-        return type(self), (inside, self.dynamo_ctx, self.eager_offload)
-
-    def _offload_calls(self, offload: Any) -> None:
-        vars(self)["eager_offload"] = offload  # what is set on such a module is set on the one inside
-        self.forward = offload.around(self.forward)
+        return _made_anew, (inside, self.dynamo_ctx, vars(self)["eager_offload"])
 
 
 def serve(compiled: nn.Module, offload: Any) -> nn.Module:
     """Has the calls of ``compiled``, which ``torch.compile`` has made, run in a ``with offload``."""
     compiled.__class__ = OffloadedModule
-    assert isinstance(compiled, OffloadedModule)
-    compiled._offload_calls(offload)
+    vars(compiled)["eager_offload"] = offload  # what is set on such a module is set on the one inside
+    compiled.forward = offload.around(compiled.forward)
     return compiled
+
+
+def _made_anew(module: nn.Module, compiler: Any, offload: Any) -> nn.Module:
+    offload.skip_in(module)
+    return serve(OptimizedModule(module, compiler), offload)
