@@ -33,7 +33,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from eager_offload import contexts
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
-from eager_offload.compile.keys import free_bytes
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.engine.offloader import DeviceOffloader
@@ -143,13 +142,11 @@ def _tensors(values: object) -> list[Tensor]:
 def _is_causal(call: OperatorCall) -> bool:
     if isinstance(call.target, HigherOrderOperator):
         return False
-    arguments = schema_of(call.target).arguments
-    place = next((number for number, one in enumerate(arguments) if one.name == "is_causal"), None)
-    if place is None:
-        return False
-    default = arguments[place].default_value
-    given = call.arguments[place] if place < len(call.arguments) else call.named.get("is_causal", default)
-    return given is True
+    for place, one in enumerate(schema_of(call.target).arguments):
+        if one.name == "is_causal":
+            given = call.arguments[place:] or (call.named.get(one.name, one.default_value),)
+            return given[0] is True
+    return False
 
 
 def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: object = None, **__: object) -> int:
@@ -244,29 +241,7 @@ class Movable:
     """Whether it leaves, whatever is decided."""
 
 
-class Aim(NamedTuple):
-    """What a decision is made for; all that may move does where it says nothing."""
-
-    budget: int | None
-    """Bytes of the device that the step may take."""
-    is_free: bool
-    """Whether only what the link hides moves."""
-    fraction: float | None
-    """The part of the bytes that moves, where that is known."""
-
-    @classmethod
-    def of(cls, config: OffloadConfig, fraction: float | None) -> Aim | None:
-        """Returns what ``config`` and a plan's fraction say; ``None`` where that is how many of the newest stay."""
-        budget = config.device_budget
-        if budget is None and not config.is_free and fraction is None:
-            return None
-        return cls(
-            free_bytes(config.to_text()) if budget == "auto" else cast("int | None", budget), config.is_free, fraction
-        )
-
-
 def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
-    """The step of two graphs that were split."""
     saved = {node.name: node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node)}
     saved.update((node.name, node) for node in forward.find_nodes(op="placeholder"))
     arrived = {node: saved.get(node.name) for node in backward.find_nodes(op="placeholder")}
@@ -292,7 +267,6 @@ def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
 
 
 def step_of_joint(graph: Graph, boundary: Node) -> Step:
-    """The step of one graph whose backward begins with ``boundary``."""
     nodes = [node for node in graph.nodes if node.op == "call_function" or node is boundary]
     return Step(nodes, nodes.index(boundary), _given(graph), (), graph.output_node().all_input_nodes, cache(storage_of))
 
@@ -320,21 +294,13 @@ def is_whole(forward: Graph, backward: Graph, num_outputs: int, parameters: Iter
 
 @dataclass
 class _Life:
-    """When a storage is made and used, by operator; -1 for never."""
+    """When a storage is made, and used last in forward, first and last in backward, by operator; -1 for never."""
 
     nbytes: int
     made: int
     in_forward: int = -1
     first_in_backward: int = -1
     in_backward: int = -1
-
-    def touch(self, op: int, *, is_backward: bool) -> None:
-        if not is_backward:
-            self.in_forward = op
-            return
-        self.in_backward = op
-        if self.first_in_backward < 0:
-            self.first_in_backward = op
 
 
 def problem_of(
@@ -344,9 +310,8 @@ def problem_of(
     count, place = len(step.nodes), {node: op for op, node in enumerate(step.nodes)}
     lives = _lives(step, place)
     returned = {step.storage_of(node) for node in step.returned}
-    spans: list[tuple[int, int, int]] = []
     inputs = {step.storage_of(node): value for node in step.inputs if (value := tensor_of(node)) is not None}
-    spans += [(nbytes_of(value), 0, count) for name, value in inputs.items() if name is not None]
+    spans = [(nbytes_of(value), 0, count) for name, value in inputs.items() if name is not None]
     storages: list[tuple[Storage, object]] = []
     for name, life in lives.items():
         one = movable.get(name)
@@ -363,20 +328,12 @@ def problem_of(
     storages.sort(key=lambda pair: pair[0].saved)
     names = [name for _, name in storages]
     ops = tuple(Op(node.name, 0, flops_of(node), traffic_of(node), is_single(node)) for node in step.nodes)
-    program = Program(
-        ("",), ops, step.forward_ops, (), (), tuple(one for one, _ in storages), tuple(living(count, spans))
-    )
-    problem = Problem(
-        program,
-        # A compiler's kernels are not launched one for each of these operators.
-        program.seconds(replace(machine, launch_seconds=0.0)),
-        machine.out,
-        machine.back,
-        windows.inflight,
-        windows.prefetch,
-        ordered=True,
-    )
-    return problem, names
+    sizes = tuple(one for one, _ in storages)
+    program = Program(("",), ops, step.forward_ops, (), (), sizes, tuple(living(count, spans)))
+    # A compiler's kernels are not launched one for each of these operators.
+    seconds = program.seconds(replace(machine, launch_seconds=0.0))
+    links, room = (machine.out, machine.back), (windows.inflight, windows.prefetch)
+    return Problem(program, seconds, *links, *room, ordered=True), names
 
 
 def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
@@ -387,34 +344,45 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
             lives.setdefault(name, _Life(nbytes_of(value), step.forward_ops))
     given = {step.storage_of(node) for node in step.inputs}
     for op, node in enumerate(step.nodes):
-        is_backward = op >= step.forward_ops
         for name in {step.storage_of(one) for one in (node, *node.all_input_nodes)} - given:
-            if name in lives:
-                lives[name].touch(op, is_backward=is_backward)
-            elif name is not None and (value := tensor_of(node)) is not None and name == step.storage_of(node):
+            life = lives.get(name)
+            if life is None and name is not None and name == step.storage_of(node):
                 # Of an operator with several results each is a node behind it.
-                maker = node.args[0] if node.target is operator.getitem else node
-                lives[name] = _Life(nbytes_of(value), place.get(maker, op) if isinstance(maker, Node) else op)
-                lives[name].touch(op, is_backward=is_backward)
+                maker, value = node.args[0] if node.target is operator.getitem else node, node.meta["val"]
+                made = place.get(maker, op) if isinstance(maker, Node) else op
+                life = lives[name] = _Life(nbytes_of(value), made)
+            if life is None:
+                continue
+            if op < step.forward_ops:
+                life.in_forward = op
+            else:
+                life.in_backward = op
+                life.first_in_backward = op if life.first_in_backward < 0 else life.first_in_backward
     return lives
 
 
 def decided(
-    step: Step, movable: Mapping[object, Movable], windows: Windows, aim: Aim, device: torch.device, text: str
+    step: Step,
+    movable: Mapping[object, Movable],
+    windows: Windows,
+    config: OffloadConfig,
+    budget: int | None,
+    fraction: float | None,
 ) -> tuple[frozenset[object], Outcome]:
-    """Returns which storages stay by the planner's decision for ``aim``, and what comes of it.
+    """Returns which storages stay by the planner's decision, and what comes of it.
 
     Args:
-        device: that of the graph.
-        text: the configuration, which says what tier the graph fills first.
+        budget: bytes of the device that the step may take.
+        fraction: the part of the bytes that moves, where that is known.
     """
+    device, text = next(iter(movable.values())).bases[0].meta["val"].device, config.to_text()
     out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))
     problem, names = problem_of(step, movable, windows, replace(machine_of(device), out=out, back=back))
     chooser = Chooser(problem)
-    if aim.fraction is not None:
-        found = chooser.share(aim.fraction)
+    if fraction is not None:
+        found = chooser.share(fraction)
     else:
-        found = chooser.hidden() if aim.is_free else chooser.nothing
-        if aim.budget is not None and found.peak_bytes > aim.budget:
-            found = chooser.within(aim.budget)
+        found = chooser.hidden() if config.is_free else chooser.nothing
+        if budget is not None and found.peak_bytes > budget:
+            found = chooser.within(budget)
     return frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one), found.outcome

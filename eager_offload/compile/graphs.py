@@ -92,7 +92,6 @@ def covers_its_storage(value: Tensor) -> bool:
 
 
 def outputs_of(graph: Graph) -> list[object]:
-    """What a graph returns, flat."""
     outputs = graph.output_node().args[0]
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
 
@@ -174,12 +173,10 @@ def _may_be_a_view_of(node: Node, given: Node) -> bool:
 
 
 def positions(graph: Graph) -> dict[Node, int]:
-    """Where each node stands."""
     return {node: position for position, node in enumerate(graph.nodes)}
 
 
 def first_use(node: Node, order: dict[Node, int]) -> Node | None:
-    """The first node that uses ``node``."""
     return min(node.users, key=order.__getitem__, default=None)
 
 

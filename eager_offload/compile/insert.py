@@ -260,7 +260,6 @@ def view_over(
 
 
 def on_nodes(choice: Choice, became: Callable[[Node], Node]) -> Choice:
-    """``choice`` about another graph."""
     return Choice(
         tuple(replace(one, base=became(one.base), members=tuple(map(became, one.members))) for one in choice.groups),
         choice.windows,
@@ -311,7 +310,6 @@ def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: 
 
 
 def _input_for(backward: Graph, saved: Node, before: Node) -> Node:
-    """The input of ``backward`` under which ``saved`` arrives."""
     with backward.inserting_before(before):
         arrived = backward.placeholder(saved.name)
     assert arrived.name == saved.name  # that is how compilers find it

@@ -77,7 +77,6 @@ def read_text(text: str) -> tuple[str, float | None]:
 
 
 def key_of(text: str) -> str:
-    """Returns what compilers key on what they have made for that text."""
     config_key, _ = read_text(text)
     if OffloadConfig.from_text(config_key).device_budget != "auto":
         return text
@@ -141,7 +140,6 @@ class PackHook(_Hook, contexts.PackHook):
     """Packs by the configuration ``config_key``, and tells compilers of ``text``."""
 
     text: str
-
     __call__ = contexts.PackHook.__call__
 
 

@@ -47,7 +47,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +102,6 @@ _OUT_OF_ROOM = (
 
 
 class _Record(BytesRecord["HostBytes"]):
-    """What is counted of the bytes of a host tensor."""
-
     fallback = "a copy of the saved tensor stays in memory"
     __slots__ = ()
 
@@ -113,26 +110,11 @@ class _Record(BytesRecord["HostBytes"]):
             owner.failure = failure
 
 
-class _Kept(NamedTuple):
-    """A copy of bytes that could not leave; ``event`` stands behind the compute that made it."""
-
-    tensor: Tensor
-    event: Event
-
-
 class HostBytes:
     """The bytes that a host tensor stands for. Its storage owns it, and nothing else does."""
 
     __slots__ = (
-        "__weakref__",
-        "alignment_offset",
-        "failure",
-        "is_pending",
-        "kept",
-        "nbytes",
-        "offloader",
-        "record",
-        "slot",
+        *("__weakref__", "alignment_offset", "failure", "is_pending", "kept", "nbytes", "offloader", "record", "slot"),
         "transfer",
     )
 
@@ -153,8 +135,8 @@ class HostBytes:
         self.failure: OffloadError | None = None
         #: Whether its wait has not come yet.
         self.is_pending = True
-        #: The bytes of one that could not leave.
-        self.kept: _Kept | None = None
+        #: A copy of bytes that could not leave, and what stands behind the compute that made it.
+        self.kept: tuple[Tensor, Event] | None = None
 
 
 class _Arriving:
@@ -198,7 +180,12 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
                 host = _stay(stands_for, source)
             else:
                 host = _over(memory, source, stands_for)
-                _send(transfers, stands_for, slot, source)
+                record, storage = stands_for.record, source.untyped_storage()
+                transfer = Transfer(slot, stands_for.nbytes, record.counters, record, storage)
+                transfers.hold(transfer.nbytes, transfer)
+                stream = transfers.runtime.current_stream(transfers.device)
+                transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
+                stands_for.transfer = transfer
             if transfers.transfer_log.on_entry is not None:
                 transfers.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
     if wait:
@@ -230,15 +217,6 @@ def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
             said,
         )
     return counters.kept_by_graph(region)
-
-
-def _send(transfers: Transfers, stands_for: HostBytes, slot: Slot, source: Tensor) -> None:
-    storage = source.untyped_storage()
-    transfer = Transfer(slot, stands_for.nbytes, stands_for.record.counters, stands_for.record, storage)
-    transfers.hold(transfer.nbytes, transfer)
-    stream = transfers.runtime.current_stream(transfers.device)
-    transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
-    stands_for.transfer = transfer
 
 
 def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
@@ -295,7 +273,7 @@ def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
             "and compiled code cannot keep the tensor: raise host_budget or disk_budget, or compile with a larger "
             "min_bytes"
         )
-    stands_for.kept, stands_for.slot = _Kept(kept, runtime.record(stream)), None
+    stands_for.kept, stands_for.slot = (kept, runtime.record(stream)), None
     return kept
 
 
@@ -390,7 +368,6 @@ def _wait_for_reload(arriving: _Arriving) -> None:
 
 
 def bytes_of(host: Tensor) -> HostBytes | None:
-    """What ``host`` stands for; ``None`` for a tensor that no offload has returned."""
     found = _owned_by(host)
     return found if isinstance(found, HostBytes) else None
 
@@ -411,7 +388,6 @@ def span_bytes(tensor: Tensor) -> int:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes that ``tensor`` spans, flat."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     storage = tensor.untyped_storage()
     return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_bytes(tensor),), (1,))
@@ -517,10 +493,6 @@ def _fake_reload(host: Tensor, device: torch.device, **_: object) -> Tensor:
     return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
 
 
-def _fake_wait_tensor(*_: object, **__: object) -> None:
-    return None
-
-
 def _spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Tensor:
     return _fake_spread(compact, stride, offset).copy_(compact)
 
@@ -535,7 +507,7 @@ def _fake_spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Ten
 for _name, _real, _fake in (
     ("offload", _offload, _fake_offload),
     ("reload", _reload, _fake_reload),
-    ("wait_tensor", _wait_tensor, _fake_wait_tensor),
+    ("wait_tensor", _wait_tensor, lambda *_, **__: None),
     ("spread", _spread, _fake_spread),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import cast
 
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from eager_offload.compile.decide import (
-    Aim,
     Movable,
     Step,
     decided,
@@ -46,6 +46,7 @@ from eager_offload.compile.graphs import (
     undeclared_aliases,
     written_by,
 )
+from eager_offload.compile.keys import free_bytes
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
@@ -77,7 +78,6 @@ _MARKS = {Mark.KEEP: OffloadPolicy.STAY, Mark.PREFER: OffloadPolicy.MOVE}
 
 
 def policy_of(node: Node) -> OffloadPolicy:
-    """What was asked of the value that ``node`` makes."""
     policy = _POLICIES.get(node.meta.get("recompute"), OffloadPolicy.NONE)
     should = node.meta.get("should_offload")
     if should is not None:
@@ -134,10 +134,6 @@ class Choice:
             if value is not None:
                 total[reason] = total.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
         return total
-
-    def moved_bytes(self) -> int:
-        """Bytes that travel, each way."""
-        return sum(group.nbytes for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -290,16 +286,17 @@ def choose_among(
         lambda: memory_of(may_move[0].base.meta["val"].device) if may_move else None, [one.nbytes for one in may_move]
     )
     staying = list[Group]()
-    if (aim := Aim.of(config, fraction)) is None:
+    given = config.device_budget
+    budget = free_bytes(config.to_text()) if given == "auto" else cast("int | None", given)
+    if given is None and not config.is_free and fraction is None:
         room = config.newest_bytes(windows.prefetch)
         for group in free:  # backward asks for the first ones first
             if group.nbytes > room:
                 break
             room -= group.nbytes
             staying.append(group)
-    elif movable and (whole or aim.budget is None):  # [Note: what a budget bounds in a graph]
-        device = next(iter(movable.values())).bases[0].meta["val"].device
-        stay, outcome = decided(step(), movable, windows, aim, device, config.to_text())
+    elif movable and (whole or budget is None):  # [Note: what a budget bounds in a graph]
+        stay, outcome = decided(step(), movable, windows, config, budget, fraction)
         staying = [one for one in free if storage_of(one.base) in stay]
     kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
     moving_groups = (*firm, *(group for group in free if group not in staying))
@@ -323,15 +320,11 @@ def _reason_to_stay(
 
 
 def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) -> list[Group]:
-    """How values that share a storage travel.
+    """How the saved ``members`` of those ``sharing`` a storage travel.
 
     As one transfer where something spans them all; each on its own where they are a small part of it, or where their
-    place in it is not known before the graph runs. What cannot be told at all is left out.
-
-    Args:
-        members: the saved ones.
-        sharing: all of the graph's nodes that share the storage.
-        counted: whether they have to be all of their storage, or views of that, when they are back.
+    place in it is not known before the graph runs. What cannot be told at all is left out. What is ``counted`` has to
+    be all of its storage, or views of that, when it is back.
     """
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}

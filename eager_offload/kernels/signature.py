@@ -197,7 +197,6 @@ class Signature:
     def _matched(
         self, kernel: str, what: str, expected: tuple[Any, ...], given: tuple[Any, ...]
     ) -> tuple[list[str], list[Any], list[Any]]:
-        """Where each value of ``given`` stands, the value, and what is expected there."""
         names, specs, structure = flatten_with_names(expected)
         given_names, leaves, given_structure = flatten_with_names(given)
         if structure != given_structure:
@@ -240,7 +239,6 @@ def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> t
 
 
 def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
-    """Raises ``KernelError`` where what is written shares memory with another tensor."""
     begins = [one.data_ptr() for one in tensors]
     ends = [begin + math.prod(one.shape) * one.dtype.itemsize for begin, one in zip(begins, tensors, strict=True)]
     for place in written:
