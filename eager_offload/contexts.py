@@ -205,7 +205,7 @@ def plain_hooks(config_key: str) -> HookFunctions:
 
 def configuration_on_top() -> str | None:
     """Returns the text that tells compilers of the hooks on top of the calling thread's stack, if these are ours: see
-    [Note: the text of a configuration] in ``compile/cache_key.py``.
+    [Note: the text of a configuration] in ``compile/keys.py``.
 
     The innermost context would be the wrong source: if hooks of others hide ours, compilers do not see ours, and would
     use a graph with transfers for calls outside every context too.

@@ -17,8 +17,7 @@ from torch import Tensor
 import eager_offload.compile.ops  # defines operators, which graphs of other processes may call
 import eager_offload.eager.checkpointing  # noqa: F401  # has selective checkpointing save with us in a context
 from eager_offload import contexts
-from eager_offload.compile.cache_key import text_of
-from eager_offload.compile.hooks import hook_pair, serve_compiled_backwards
+from eager_offload.compile.keys import hook_pair, serve_compiled_backwards, text_of
 from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.core.budget import Controller
@@ -412,7 +411,7 @@ class Offload:
             )
         self._in_vain.is_used()
         if self.config.enabled:
-            from eager_offload.compile.inductor import with_pass
+            from eager_offload.compile.order import with_pass
 
             if not self._serves_compiled_code:
                 self._prepare_for_compiled_code()
@@ -422,7 +421,7 @@ class Offload:
             self.skip_in(model)
         compiled = torch.compile(model, **torch_compile_kwargs)
         if isinstance(compiled, torch.nn.Module):
-            from eager_offload.compile.modules import serve
+            from eager_offload.compile.order import serve
 
             return serve(compiled, self)
         return self.around(compiled)
@@ -578,7 +577,7 @@ class Offload:
             if self._serves_compiled_code:
                 self._serves_compiled_code = False
                 with suppress(ImportError, AttributeError):  # a private name of torch is gone
-                    from eager_offload.compile.inductor import uninstall
+                    from eager_offload.compile.order import uninstall
 
                     uninstall(self)
             if self._in_vain.forwards:
@@ -638,10 +637,10 @@ class Offload:
         self._serves_compiled_code = True
         serve_compiled_backwards()
         try:
-            from eager_offload.compile import aot_hooks, inductor
+            from eager_offload.compile import insert, order
 
-            inductor.install(self)
-            patches = aot_hooks.patches()
+            order.install(self)
+            patches = insert.patches()
         except (ImportError, AttributeError):  # a private name of torch is gone
             patches = ()
         contexts.patches.add(patches)

@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from eager_offload import offload as _offload  # noqa: F401  # makes the Offload of graphs that run in no context
-from eager_offload.compile.aot_hooks import compiling_for
-from eager_offload.compile.inductor import with_pass
+from eager_offload.compile.insert import compiling_for
+from eager_offload.compile.order import with_pass
 from eager_offload.config import FIELDS, OffloadConfig, switched_on
 from eager_offload.errors import ConfigError, unknown_name
 from eager_offload.torch_private.inductor import compile_fx, inductor_config

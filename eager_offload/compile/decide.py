@@ -8,6 +8,12 @@ models, what a process has besides. And neither does a part of a step know what 
 what is left over, since those behind it are not there yet. So the budget is for graphs that are a whole step: they are
 given no activations, and return a loss. Of all others everything moves that may, which is the least that they can take.
 What the link hides every graph knows for itself: it waits for its own transfers before it ends.
+
+[Note: how long an operator takes]
+An operator takes as long as its operations or its bytes take, whichever is longer (the roofline model of Williams,
+Waterman and Patterson). Every operator counts. What is asked about is a call: one that a tracer sees as it is made, or
+one that a node of a graph stands for, of which what depends on the inputs is taken as it was when the graph was traced.
+These are estimates that steer, and decide nothing else.
 """
 
 from __future__ import annotations
@@ -16,20 +22,192 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from eager_offload.compile.cost import bandwidth_of, flops_of, free_bytes, is_single, traffic_of
-from eager_offload.compile.graphs import nbytes_of, outputs_of, returned_by, storage_of, tensor_of
+from eager_offload import contexts
+from eager_offload.compile import ops
+from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
-from eager_offload.planning.machine import Machine, machine_of
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.errors import OffloadError
+from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine, disk_link, link_of, machine_of
 from eager_offload.planning.program import Op, Problem, Program, Storage, living
 from eager_offload.planning.replay import Chooser, Outcome
 from eager_offload.runtime.base import Direction
-from eager_offload.torch_private.memory import hint
+from eager_offload.torch_private.calls import HigherOrderOperator, OpOverload, schema_of, without_dispatch_modes
+from eager_offload.torch_private.memory import hint, tree_iter, tree_map
+
+#: Seconds that the operator of a node takes.
+Estimate: TypeAlias = Callable[[Node], float]
+
+#: They hand out memory and leave it as it is.
+_UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+
+class OperatorCall(NamedTuple):
+    """An operator with what it was given and what it returned. Only shapes, strides and types of tensors are asked."""
+
+    target: Any
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    result: Any
+
+
+def roofline(machine: Machine) -> Estimate:
+    """Estimates for a device of those rates; the same node is asked for once."""
+
+    @cache
+    def seconds(node: Node) -> float:
+        nbytes = traffic_of(node)
+        return machine.seconds(flops_of(node), nbytes, single=is_single(node)) if nbytes else 0.0
+
+    return seconds
+
+
+def traffic_of(call: OperatorCall | Node) -> int:
+    """Bytes that ``call`` reads and writes: its inputs and its outputs. Views, and transfers, touch none."""
+    target, arguments, named, result = _as_call(call)
+    if not callable(target) or target in ops.OPERATIONS or target is operator.getitem:
+        return 0
+    if isinstance(target, OpOverload) and (returns_views(target) or _name(target) in _UNFILLED):
+        return 0
+    made = _tensors(result)
+    if not made and not (isinstance(target, OpOverload) and schema_of(target).is_mutable):
+        return 0  # a size, or another number
+    read = {id(tensor): tensor for tensor in _tensors((arguments, named))}
+    return sum(hint(tensor.numel()) * tensor.itemsize for tensor in [*read.values(), *made])
+
+
+def flops_of(call: OperatorCall | Node) -> int:
+    """Operations of a product, an attention or a convolution by torch's own count; 0 of all else.
+
+    Of a causal attention it is half of that: kernels leave out what is masked.
+    """
+    formula = _formula(call.target) if isinstance(call.target, OpOverload | HigherOrderOperator) else None
+    if formula is None:
+        return 0
+
+    # torch's formulas take shapes where the operator takes tensors. Those that depend on the inputs are made numbers
+    # first: the formulas compare them, and a comparison of symbols would fix them for good.
+    def shape(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(hint(size) for size in value.size())
+        return hint(value) if isinstance(value, torch.SymInt) else value
+
+    call = _as_call(call)
+    given = call.arguments, dict(call.named), call.result
+    arguments, named, result = cast("tuple[Any, Any, Any]", tree_map(shape, given))
+    try:
+        count = int(formula(*arguments, **named, out_val=result))
+    except AssertionError:  # numbers that are not known before it runs do not fit together
+        return 0
+    return count // 2 if _is_causal(call) else count
+
+
+def counts_flops(call: OperatorCall | Node) -> bool:
+    """Whether ``call`` is a product, an attention or a convolution, which compilers leave in one piece."""
+    return isinstance(call.target, OpOverload) and _formula(call.target) is not None
+
+
+def is_single(call: OperatorCall | Node) -> bool:
+    """Whether the numbers that ``call`` multiplies have 32 bits or more; so it is taken where it is given no tensor."""
+    call = _as_call(call)
+    given = next((one for one in tree_iter((call.arguments, call.named)) if isinstance(one, Tensor)), None)
+    return given is None or given.itemsize >= 4
+
+
+def _as_call(call: OperatorCall | Node) -> OperatorCall:
+    """What a node stands for, with the values that its tracer has left; of one that calls nothing, the target is no
+    function."""
+    if isinstance(call, OperatorCall):
+        return call
+    target = call.target if call.op == "call_function" else None
+    arguments, named = map_arg((call.args, call.kwargs), lambda node: node.meta.get("val"))
+    return OperatorCall(target, arguments, named, call.meta.get("val"))
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided]
+
+
+def _is_causal(call: OperatorCall) -> bool:
+    if isinstance(call.target, HigherOrderOperator):
+        return False
+    for place, one in enumerate(schema_of(call.target).arguments):
+        if one.name == "is_causal":
+            given = call.arguments[place:] or (call.named.get(one.name, one.default_value),)
+            return given[0] is True
+    return False
+
+
+def _grouped_mm(left: Sequence[int], right: Sequence[int], *_: object, out_val: object = None, **__: object) -> int:
+    """A product for each group: rows, columns or both lie one group behind the other, and groups are disjoint."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+def _flex_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+    """As of an attention that masks nothing: how much a block mask leaves out only its numbers tell."""
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch declares no types for it
+
+
+def _flex_attention_backward(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], out: Sequence[int], *_: object, **__: object
+) -> int:
+    return int(sdpa_backward_flop_count(out, query, key, value))  # type: ignore[no-untyped-call]  # as above
+
+
+#: Those that torch does not count, or counts by tensors and not by shapes; by name, as its own formulas are.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped_mm,
+    "flex_attention": _flex_attention,
+    "flex_attention_backward": _flex_attention_backward,
+}
+
+
+@cache
+def _formula(target: Any) -> Any:
+    if isinstance(target, HigherOrderOperator):
+        return _FORMULAS.get(target.__name__)
+    # Not every version counts what stands for an attention on a CPU; it is the same one.
+    same = getattr(torch.ops.aten, _name(target).replace("_for_cpu", ""), None)
+    return flop_registry.get(target.overloadpacket) or flop_registry.get(same) or _FORMULAS.get(_name(target))
+
+
+@cache
+def returns_views(target: object) -> bool:
+    """Whether ``target`` is an operator that returns views of what it is given, and nothing else."""
+    aliases = [one.alias_info for one in schema.returns] if (schema := schema_of(target)) is not None else []
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _name(target: Any) -> str:
+    name: str = schema_of(target).name.partition("::")[2]
+    return name
+
+
+def bandwidth_of(device: torch.device, direction: Direction, text: str) -> float:
+    """Bytes a second between ``device`` and the tier that a graph compiled for the configuration ``text`` fills first.
+
+    A hint: measured once, and a slow link where that is not possible.
+    """
+    try:
+        with without_dispatch_modes():
+            offloader: DeviceOffloader = contexts.serving(text, is_hooked=True).offloader_of(device)
+            if offloader.tiers[0].name == "disk":
+                link = disk_link(OffloadConfig.from_text(text).disk_path)
+            else:
+                link = link_of(offloader.runtime, device)
+            return (link.out if direction is Direction.OUT else link.back).median
+    except (OffloadError, MemoryError, RuntimeError):  # no room to try it: that is no reason not to compile
+        return UNKNOWN_BANDWIDTH
 
 
 @dataclass(frozen=True)
@@ -61,37 +239,7 @@ class Movable:
     """Whether it leaves, whatever is decided."""
 
 
-class Aim(NamedTuple):
-    """What a decision is made for; all that may move does where it says nothing."""
-
-    budget: int | None
-    """Bytes of the device that the step may take."""
-    is_free: bool
-    """Whether only what the link hides moves."""
-    fraction: float | None
-    """The part of the bytes that moves, where that is known."""
-
-    @classmethod
-    def of(cls, config: OffloadConfig, fraction: float | None) -> Aim | None:
-        """Returns what ``config`` and a plan's fraction say; ``None`` where that is how many of the newest stay."""
-        budget = config.device_budget
-        if budget is None and not config.is_free and fraction is None:
-            return None
-        return cls(
-            free_bytes(config.to_text()) if budget == "auto" else cast("int | None", budget), config.is_free, fraction
-        )
-
-
-class Decided(NamedTuple):
-    """What comes of a decision."""
-
-    stay: frozenset[object]
-    """The storages that stay."""
-    outcome: Outcome
-
-
 def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
-    """The step of two graphs that were split."""
     saved = {node.name: node for node in outputs_of(forward)[num_outputs:] if isinstance(node, Node)}
     saved.update((node.name, node) for node in forward.find_nodes(op="placeholder"))
     arrived = {node: saved.get(node.name) for node in backward.find_nodes(op="placeholder")}
@@ -117,9 +265,8 @@ def step_of_pair(forward: Graph, backward: Graph, num_outputs: int) -> Step:
 
 
 def step_of_joint(graph: Graph, boundary: Node) -> Step:
-    """The step of one graph whose backward begins with ``boundary``."""
     nodes = [node for node in graph.nodes if node.op == "call_function" or node is boundary]
-    return Step(nodes, nodes.index(boundary), _given(graph), (), returned_by(graph), cache(storage_of))
+    return Step(nodes, nodes.index(boundary), _given(graph), (), graph.output_node().all_input_nodes, cache(storage_of))
 
 
 def _given(graph: Graph) -> list[Node]:
@@ -145,7 +292,7 @@ def is_whole(forward: Graph, backward: Graph, num_outputs: int, parameters: Iter
 
 @dataclass
 class _Life:
-    """When a storage is made and used, by operator; -1 for never."""
+    """When a storage is made, and used last in forward, first and last in backward, by operator; -1 for never."""
 
     nbytes: int
     made: int
@@ -153,34 +300,16 @@ class _Life:
     first_in_backward: int = -1
     in_backward: int = -1
 
-    def touch(self, op: int, *, is_backward: bool) -> None:
-        if not is_backward:
-            self.in_forward = op
-            return
-        self.in_backward = op
-        if self.first_in_backward < 0:
-            self.first_in_backward = op
-
 
 def problem_of(
     step: Step, movable: Mapping[object, Movable], windows: Windows, machine: Machine
 ) -> tuple[Problem, list[object]]:
-    """The step as numbers.
-
-    Args:
-        movable: by their names, the storages that may leave.
-        windows: those in force.
-        machine: how long operators and transfers take.
-
-    Returns:
-        It, and what names each of its storages.
-    """
+    """Returns the step as numbers, and what names each of its storages."""
     count, place = len(step.nodes), {node: op for op, node in enumerate(step.nodes)}
     lives = _lives(step, place)
     returned = {step.storage_of(node) for node in step.returned}
-    spans: list[tuple[int, int, int]] = []
     inputs = {step.storage_of(node): value for node in step.inputs if (value := tensor_of(node)) is not None}
-    spans += [(nbytes_of(value), 0, count) for name, value in inputs.items() if name is not None]
+    spans = [(nbytes_of(value), 0, count) for name, value in inputs.items() if name is not None]
     storages: list[tuple[Storage, object]] = []
     for name, life in lives.items():
         one = movable.get(name)
@@ -197,24 +326,15 @@ def problem_of(
     storages.sort(key=lambda pair: pair[0].saved)
     names = [name for _, name in storages]
     ops = tuple(Op(node.name, 0, flops_of(node), traffic_of(node), is_single(node)) for node in step.nodes)
-    program = Program(
-        ("",), ops, step.forward_ops, (), (), tuple(one for one, _ in storages), tuple(living(count, spans))
-    )
-    problem = Problem(
-        program,
-        # A compiler's kernels are not launched one for each of these operators.
-        program.seconds(replace(machine, launch_seconds=0.0)),
-        machine.out,
-        machine.back,
-        windows.inflight,
-        windows.prefetch,
-        ordered=True,
-    )
-    return problem, names
+    sizes = tuple(one for one, _ in storages)
+    program = Program(("",), ops, step.forward_ops, (), (), sizes, tuple(living(count, spans)))
+    # A compiler's kernels are not launched one for each of these operators.
+    seconds = program.seconds(replace(machine, launch_seconds=0.0))
+    links, room = (machine.out, machine.back), (windows.inflight, windows.prefetch)
+    return Problem(program, seconds, *links, *room, ordered=True), names
 
 
 def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
-    """By their names, when storages that are not given are made and used."""
     lives: dict[object, _Life] = {}
     for node in step.tangents:
         name, value = step.storage_of(node), tensor_of(node)
@@ -222,32 +342,45 @@ def _lives(step: Step, place: Mapping[Node, int]) -> dict[object, _Life]:
             lives.setdefault(name, _Life(nbytes_of(value), step.forward_ops))
     given = {step.storage_of(node) for node in step.inputs}
     for op, node in enumerate(step.nodes):
-        is_backward = op >= step.forward_ops
         for name in {step.storage_of(one) for one in (node, *node.all_input_nodes)} - given:
-            if name in lives:
-                lives[name].touch(op, is_backward=is_backward)
-            elif name is not None and (value := tensor_of(node)) is not None and name == step.storage_of(node):
+            life = lives.get(name)
+            if life is None and name is not None and name == step.storage_of(node):
                 # Of an operator with several results each is a node behind it.
-                maker = node.args[0] if node.target is operator.getitem else node
-                lives[name] = _Life(nbytes_of(value), place.get(maker, op) if isinstance(maker, Node) else op)
-                lives[name].touch(op, is_backward=is_backward)
+                maker, value = node.args[0] if node.target is operator.getitem else node, node.meta["val"]
+                made = place.get(maker, op) if isinstance(maker, Node) else op
+                life = lives[name] = _Life(nbytes_of(value), made)
+            if life is None:
+                continue
+            if op < step.forward_ops:
+                life.in_forward = op
+            else:
+                life.in_backward = op
+                life.first_in_backward = op if life.first_in_backward < 0 else life.first_in_backward
     return lives
 
 
-def decided(problem: Problem, names: Sequence[object], aim: Aim) -> Decided:
-    """Returns the planner's decision for ``aim``, which says something."""
-    chooser = Chooser(problem)
-    if aim.fraction is not None:
-        found = chooser.share(aim.fraction)
-    else:
-        found = chooser.hidden() if aim.is_free else chooser.nothing
-        if aim.budget is not None and found.peak_bytes > aim.budget:
-            found = chooser.within(aim.budget)
-    stay = frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one)
-    return Decided(stay, found.outcome)
+def decided(
+    step: Step,
+    movable: Mapping[object, Movable],
+    windows: Windows,
+    config: OffloadConfig,
+    budget: int | None,
+    fraction: float | None,
+) -> tuple[frozenset[object], Outcome]:
+    """Returns which storages stay by the planner's decision, and what comes of it.
 
-
-def machine_here(device: torch.device, text: str) -> Machine:
-    """``device``, and the link to the tier that a graph of the configuration ``text`` fills first."""
+    Args:
+        budget: bytes of the device that the step may take.
+        fraction: the part of the bytes that moves, where that is known.
+    """
+    device, text = next(iter(movable.values())).bases[0].meta["val"].device, config.to_text()
     out, back = (bandwidth_of(device, direction, text) for direction in (Direction.OUT, Direction.IN))
-    return replace(machine_of(device), out=out, back=back)
+    problem, names = problem_of(step, movable, windows, replace(machine_of(device), out=out, back=back))
+    chooser = Chooser(problem)
+    if fraction is not None:
+        found = chooser.share(fraction)
+    else:
+        found = chooser.hidden() if config.is_free else chooser.nothing
+        if budget is not None and found.peak_bytes > budget:
+            found = chooser.within(budget)
+    return frozenset(name for name, one in zip(names, found.outcome.moves, strict=True) if not one), found.outcome

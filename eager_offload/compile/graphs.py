@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import SymInt, Tensor
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from eager_offload.torch_private.calls import HigherOrderOperator, schema_of
 from eager_offload.torch_private.inductor import share_calling_convention
-from eager_offload.torch_private.memory import fake_mode_of, hint, tree_iter, weak_storage
+from eager_offload.torch_private.memory import hint, weak_storage
 
 P = ParamSpec("P")
 
@@ -59,11 +59,6 @@ def span_of(value: Tensor) -> int:
     return (1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)) * value.itemsize
 
 
-def has_static_offset(value: Tensor) -> bool:
-    """Whether ``value`` begins at the same element of its storage whatever the inputs are."""
-    return isinstance(value.storage_offset(), int)
-
-
 def is_static(value: Tensor) -> bool:
     """Whether sizes, strides and offset of ``value`` are the same whatever the inputs are."""
     numbers: tuple[object, ...] = (*value.size(), *value.stride(), value.storage_offset())
@@ -97,19 +92,8 @@ def covers_its_storage(value: Tensor) -> bool:
 
 
 def outputs_of(graph: Graph) -> list[object]:
-    """What a graph returns, flat."""
     outputs = graph.output_node().args[0]
     return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-
-
-def returned_by(graph: Graph) -> list[Node]:
-    """What a graph returns, however it is nested."""
-    return graph.output_node().all_input_nodes
-
-
-def mutated_storages(graph: Graph) -> set[object]:
-    """Names the storages that operators of ``graph`` write to."""
-    return {key for node in graph.nodes for key in written_by(node)}
 
 
 def written_by(node: Node) -> list[object]:
@@ -170,8 +154,9 @@ def counts_from_the_beginning(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, HigherOrderOperator):
-        branches = (_branch_of(given) for given in node.all_input_nodes)
-        return any(counts_from_the_beginning(one) for branch in branches if branch is not None for one in branch.nodes)
+        names = [str(given.target) for given in node.all_input_nodes if given.op == "get_attr"]
+        graphs = (getattr(getattr(node.graph.owning_module, name, None), "graph", None) for name in names)
+        return any(counts_from_the_beginning(one) for one in graphs if isinstance(one, Graph) for one in one.nodes)
     schema = schema_of(node.target)
     _, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
     return name.startswith("as_strided") or name.endswith("storage_offset")
@@ -187,36 +172,11 @@ def _may_be_a_view_of(node: Node, given: Node) -> bool:
     return key is not None and key == storage_of(given)
 
 
-def _branch_of(node: Node) -> Graph | None:
-    """The graph, such as a branch of ``torch.cond``, that an operator is given by the name ``node``."""
-    if node.op != "get_attr":
-        return None
-    found = getattr(getattr(node.graph.owning_module, str(node.target), None), "graph", None)
-    return found if isinstance(found, Graph) else None
-
-
-def called(graph: Graph, target: Any, *arguments: Any, **named: Any) -> Node:
-    """A call of ``target`` at the present insertion point, with what it returns."""
-    node = graph.call_function(target, arguments, named)
-    given, kwargs = map_arg((arguments, named), lambda found: found.meta["val"])
-    with fake_mode_of(next((one for one in tree_iter(given) if isinstance(one, Tensor)), None)):
-        node.meta["val"] = target(*given, **kwargs)
-    return node
-
-
 def positions(graph: Graph) -> dict[Node, int]:
-    """Where each node stands."""
     return {node: position for position, node in enumerate(graph.nodes)}
 
 
-def has_sparse_values(graph: Graph) -> bool:
-    """Whether a value of ``graph`` has no storage of its own, such as the gradient of a sparse embedding."""
-    values = map(tensor_of, graph.nodes)
-    return any(value is not None and value.layout is not torch.strided for value in values)
-
-
 def first_use(node: Node, order: dict[Node, int]) -> Node | None:
-    """The first node that uses ``node``."""
     return min(node.users, key=order.__getitem__, default=None)
 
 

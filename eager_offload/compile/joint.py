@@ -6,6 +6,8 @@ inserted is right wherever it lies, and where it lies decides only what counts a
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch.fx import Graph, Node
 
 from eager_offload.compile.decide import step_of_joint
@@ -15,7 +17,6 @@ from eager_offload.compile.graphs import (
     counted_from_the_beginning,
     is_static,
     positions,
-    returned_by,
     same_geometry,
 )
 from eager_offload.compile.insert import (
@@ -52,14 +53,17 @@ def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:
     Raises:
         OffloadError: the graph does not tell, or has no backward.
     """
-    computed = [node for node in graph.nodes if node.op == "call_function"]
+    computed: list[Node] = [node for node in graph.nodes if node.op == "call_function"]
     found: Node | None = None
     if num_outputs is not None:
-        found = _behind_the_outputs(graph, num_outputs)
+        order, results = positions(graph), list(tree_iter(graph.output_node().args[0]))
+        last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
+        found = next((node for node in computed if order[node] > last), None)
     elif any("partitioner_tag" in node.meta for node in computed):
         found = next((node for node in computed if node.meta.get("partitioner_tag") == "is_backward"), None)
     else:
-        found = _turn(computed)
+        numbered = [node for node in computed if isinstance(node.meta.get("seq_nr"), int)]
+        found = next((node for before, node in pairwise(numbered) if node.meta["seq_nr"] < before.meta["seq_nr"]), None)
     if found is None:
         raise OffloadError(
             "the graph does not tell where its backward begins: say how many of its outputs are the forward's, "
@@ -89,14 +93,12 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     nodes, begin = list(order), order[boundary]
     users = {node: [one for one in node.users if order[one] >= begin and one is not output] for node in nodes[:begin]}
     saved = saved_of({node: some for node, some in users.items() if some}, order)
-    counted = counted_from_the_beginning(nodes[begin:])
-    returned = returned_by(graph)
     return choose_among(
         graph,
         saved,
-        returned,
+        output.all_input_nodes,
         config,
-        counted=counted,
+        counted=counted_from_the_beginning(nodes[begin:]),
         step=lambda: step_of_joint(graph, boundary),
         has_regions=calls_regions(nodes),
     )
@@ -144,28 +146,9 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
 
 
 def _geometry_before(graph: Graph, group: Group, member: Node) -> Geometry | None:
-    """What it takes to make ``member`` anew, in forward; ``None`` where it is all of what comes back."""
+    """Returns what it takes to make ``member`` anew, in forward; ``None`` where it is all of what comes back."""
     value = member.meta["val"]
     if same_geometry(value, group.base.meta["val"]):
         return None
     with graph.inserting_before(member.next):  # its sizes need no memory, and so it may go
         return geometry_of(graph, None if is_static(value) else member, value)
-
-
-def _behind_the_outputs(graph: Graph, num_outputs: int) -> Node | None:
-    results = list(tree_iter(graph.output_node().args[0]))
-    order = positions(graph)
-    last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
-    return next((node for node, position in order.items() if position > last and node.op == "call_function"), None)
-
-
-def _turn(nodes: list[Node]) -> Node | None:
-    """The first at which the numbers that autograd gave to operators fall."""
-    largest = -1
-    for node in nodes:
-        number = node.meta.get("seq_nr")
-        if isinstance(number, int):
-            if number < largest:
-                return node
-            largest = number
-    return None

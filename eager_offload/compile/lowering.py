@@ -75,7 +75,6 @@ _moving: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def _is_ours() -> bool:
-    """Whether the graph that is being compiled has one of the operations in it."""
     return V.graph in _with_transfers
 
 
@@ -93,7 +92,6 @@ def _note_transfer() -> set[str]:
 
 
 def _warn_of_cuda_graphs() -> None:
-    """Warns once that cudagraphs were asked for, for a graph that has transfers."""
     warn_once(
         "cuda_graphs",
         'a compiled graph in which saved tensors move runs without CUDA graphs, although mode="reduce-overhead" or '
@@ -115,43 +113,31 @@ def _for_offload(node: Node, source: Any, /, **named: Any) -> Arguments:
         prefers = V.graph.nodes_prefer_channels_last
         if node.meta.get(EXACT):
             prefers.discard(node)
-        channels_last = value.dim() == 4 and node in prefers
-        strides = _channels_last_strides(value) if channels_last else value.stride()
-        source = inductor_ir.ExternKernel.require_exact_strides(source, strides)
+        if value.dim() == 4 and node in prefers:
+            with fake_mode_of(value):
+                value = torch.empty(value.shape, dtype=value.dtype, memory_format=torch.channels_last)
+        source = inductor_ir.ExternKernel.require_exact_strides(source, value.stride())
     return (source,), named
-
-
-def _channels_last_strides(value: Tensor) -> tuple[int, ...]:
-    with fake_mode_of(value):
-        return torch.empty(value.shape, dtype=value.dtype, memory_format=torch.channels_last).stride()
 
 
 def _for_wait(node: Node, tensor: Any, /, *keepalive: Any, **named: Any) -> Arguments:
     """See [Note: the keepalive is what was read] and [Note: the memory of a slot is no buffer]."""
     _with_transfers.add(V.graph)
-    read = _source_of(tensor)
-    if read is not None:
+    result: Any = tensor
+    while isinstance(result, inductor_ir.MutableBox):
+        result = result.data
+    if _is_host_tensor(result):  # or it is the wait of a reload
         V.graph.never_reuse_buffers.add(tensor.get_name())
-        keepalive = (read,) if keepalive else ()
+        read: Any = _call_of(result).inputs[0]
+        box = inductor_ir.TensorBox(read if isinstance(read, inductor_ir.BaseView) else inductor_ir.StorageBox(read))
+        keepalive = (box,) if keepalive else ()
     return (tensor, *keepalive), named
 
 
 def _for_reload(node: Node, host: Any, /, *arguments: Any, **named: Any) -> Arguments:
     """See [Note: a host tensor weighs nothing]."""
-    hosts = _note_transfer()
-    hosts.add(host.get_name())
+    _note_transfer().add(host.get_name())
     return (host, *arguments), named
-
-
-def _source_of(tensor: Any) -> Any:
-    """What the offload that returned ``tensor`` was given; ``None`` if it was no offload."""
-    result: Any = tensor
-    while isinstance(result, inductor_ir.MutableBox):
-        result = result.data
-    if not _is_host_tensor(result):
-        return None
-    read: Any = _call_of(result).inputs[0]
-    return inductor_ir.TensorBox(read if isinstance(read, inductor_ir.BaseView) else inductor_ir.StorageBox(read))
 
 
 def _is_host_tensor(node: Any) -> bool:

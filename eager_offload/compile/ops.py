@@ -29,21 +29,42 @@ No operation returns its input: compilers take the result of an operation for me
 gradients come out wrong. So ``wait_tensor`` returns nothing and is declared to write to its first argument, which is
 what happens: the bytes of a transfer appear there. Functionalization would replace what it writes to by a copy, so
 passes put waits into graphs that have been functionalized.
+
+[Note: the host tensor]
+Between the forward graph and the backward graph only tensors can travel. An offload returns a CPU tensor of the
+source's size and strides over the very memory of its slot: pinned or plain memory, or a mapping of the spill file,
+which takes no memory as long as it is not read. Its storage owns :class:`HostBytes`, and when it goes the slot goes
+back. So lifetime belongs to autograd here too: ``retain_graph``, several backwards and graphs that are never run
+backward need no more than that. Only a reload knows where the bytes are: after a failed write they are elsewhere, and
+on an accelerator the wait is a stream's, not that of a reader of host memory. On a CPU, a host tensor whose bytes did
+arrive shows them.
+
+A graph was planned as a whole before it runs, so nothing here decides: the device's offloader does what the graph says.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
 from eager_offload import contexts
-from eager_offload.compile import host_tensors
-from eager_offload.errors import OffloadError
-from eager_offload.runtime.base import ALIGNMENT
-from eager_offload.torch_private.calls import OpOverload, library
+from eager_offload.engine.offloader import DeviceOffloader
+from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
+from eager_offload.engine.transfer_log import GraphOffloaded
+from eager_offload.engine.transfers import Transfers
+from eager_offload.errors import CapacityError, OffloadError, warn_once
+from eager_offload.marks import inside
+from eager_offload.runtime.base import ALIGNMENT, Event, Layout
+from eager_offload.stats import Counters, KeepReason
+from eager_offload.tiers.base import Slot
+from eager_offload.tiers.limits import NoRoomError, host_bound
+from eager_offload.tiers.memory import view_of
+from eager_offload.torch_private.calls import OpOverload, library, set_over
 
 _library = library("eager_offload", "DEF")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
@@ -71,6 +92,335 @@ for _operation in OPERATIONS:
     torch.fx.has_side_effect(_operation)
 
 
+#: The attribute of a storage that holds what it owns: torch keeps the Python object of a storage, with its attributes.
+_OWNED = "_eager_offload"
+_CAPTURED = "compiled code that offloads was called"
+_OUT_OF_ROOM = (
+    "compiled code cannot keep them where they are, so copies take plain host memory, or memory of the device where "
+    "there is none. Raise host_budget or disk_budget, or compile with a larger min_bytes"
+)
+
+
+class _Record(BytesRecord["HostBytes"]):
+    fallback = "a copy of the saved tensor stays in memory"
+    __slots__ = ()
+
+    def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
+        if (owner := self()) is not None:
+            owner.failure = failure
+
+
+class HostBytes:
+    """The bytes that a host tensor stands for. Its storage owns it, and nothing else does."""
+
+    __slots__ = (
+        *("__weakref__", "alignment_offset", "failure", "is_pending", "kept", "nbytes", "offloader", "record", "slot"),
+        "transfer",
+    )
+
+    def __init__(
+        self, offloader: DeviceOffloader, source: Tensor, slot: Slot | None, counters: Counters, kept_bytes: int
+    ) -> None:
+        self.record = _Record(self, offloader.on_death)
+        self.record.save(counters, source.nbytes, KeepReason.BUDGET, source.nbytes)  # until it is on its way
+        self.record.keep_beside(kept_bytes)
+        offloader.records.add(self.record)
+        self.offloader = offloader
+        self.slot = slot
+        self.nbytes = span_bytes(source)
+        #: The address of the first byte, modulo the alignment that reloads keep.
+        self.alignment_offset = source.data_ptr() % ALIGNMENT
+        #: The copy out, and what made it fail.
+        self.transfer: Transfer | None = None
+        self.failure: OffloadError | None = None
+        #: Whether its wait has not come yet.
+        self.is_pending = True
+        #: A copy of bytes that could not leave, and what stands behind the compute that made it.
+        self.kept: tuple[Tensor, Event] | None = None
+
+
+class _Arriving:
+    """A reload that a graph has asked for; the target's storage owns it."""
+
+    __slots__ = ("is_pending", "offloader", "transfer")
+
+    def __init__(self, offloader: DeviceOffloader | None = None, transfer: Transfer | None = None) -> None:
+        #: Both ``None`` where the bytes are there already. Weak: it holds the target, whose storage owns this.
+        self.offloader = None if offloader is None else weakref.ref(offloader)
+        self.transfer = transfer
+        #: Whether its wait has not come yet.
+        self.is_pending = True
+
+
+# -- forward ------------------------------------------------------------------------------------------------------
+
+
+def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
+    """Starts to move the bytes that ``source`` spans; returns the host tensor that stands for them.
+
+    Where no tier has room, the bytes are copied to plain host memory, or else on the device: a graph has no way to keep
+    what it was compiled to let go of.
+    """
+    offloader.refuse_call(_CAPTURED)
+    with offloader.crashing():
+        with offloader.lock, offloader.locked() as transfers:
+            transfers.poll()
+            counters = transfers.accounts.counters
+            kept = 0 if region is None else _begin_region(transfers, region, waits=wait)
+        slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
+        with offloader.lock, offloader.locked() as transfers:
+            if transfers.is_crashed:  # while a tier grew
+                slot = None
+            memory = None
+            if slot is not None:
+                with suppress(MemoryError):  # the system has a limit of mappings for each process
+                    memory = slot.memory()
+            stands_for = HostBytes(offloader, source, None if memory is None else slot, counters, kept)
+            if slot is None or memory is None:
+                host = _stay(stands_for, source)
+            else:
+                host = _over(memory, source, stands_for)
+                record, storage = stands_for.record, source.untyped_storage()
+                transfer = Transfer(slot, stands_for.nbytes, record.counters, record, storage)
+                transfers.hold(transfer.nbytes, transfer)
+                stream = transfers.runtime.current_stream(transfers.device)
+                transfers.offload(flat_bytes(source), slot, stream, transfer, at_once=True)
+                stands_for.transfer = transfer
+            if transfers.transfer_log.on_entry is not None:
+                transfers.transfer_log.write(GraphOffloaded(stands_for.record, region or ""))
+    if wait:
+        _wait_for_offload(stands_for, source)
+    return host
+
+
+def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
+    counters, said = transfers.accounts.counters, transfers.accounts.said
+    counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
+    counters.compiled_regions += 1
+    counters.graphs.add(region)
+    if waits:
+        counters.fall_back("unpinned")
+        warn_once(
+            "unpinned",
+            "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
+            "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
+            "offload.compile(model, ...), which keeps both",
+            said,
+        )
+    if inside.keeps:
+        counters.fall_back("region")
+        warn_once(
+            "region",
+            "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "
+            "of it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, "
+            "compile the module that it names, or one around it), or call it outside of `with offload:`",
+            said,
+        )
+    return counters.kept_by_graph(region)
+
+
+def _wait_for_offload(stands_for: HostBytes, keepalive: Tensor | None) -> None:
+    """The source may be written over once this returns (on an accelerator: by what is enqueued from then on).
+
+    From ``keepalive``, the source, the bytes are saved if they did not arrive.
+    """
+    offloader, transfer = stands_for.offloader, stands_for.transfer
+    if transfer is not None:
+        # Of a disk only the host learns whether a write has failed, and the source goes after this.
+        stream = None if transfer.tier == "disk" else offloader.runtime.current_stream(offloader.device)
+        failure: OffloadError | None = None
+        try:
+            offloader.wait(transfer, stream, "offload", fills_window=True)  # which says how late a graph waits
+        except OffloadError as error:
+            failure = error.with_traceback(None)
+        with offloader.lock, offloader.locked() as transfers:
+            stands_for.is_pending = False
+            transfers.complete(transfer, failure)
+            if (failure := stands_for.failure) is not None:
+                if keepalive is None:
+                    raise failure
+                _keep(stands_for, keepalive)
+    stands_for.is_pending = False
+
+
+def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
+    """No tier has room: the host tensor stands for a copy."""
+    stands_for.record.stay(KeepReason.BUDGET)
+    kept = _keep(stands_for, source)
+    if kept.device.type == "cpu":
+        return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
+    # It only has to say what it stands for: nothing reads it, so it takes no memory.
+    host = _fake_offload(source)
+    _own(host.untyped_storage(), stands_for)
+    return host
+
+
+def _keep(stands_for: HostBytes, source: Tensor) -> Tensor:
+    """Copies what ``source`` spans into plain host memory, or where there is none on its device."""
+    offloader = stands_for.offloader
+    flat, runtime = flat_bytes(resolved(source)), offloader.runtime
+    stream, kept = runtime.current_stream(offloader.device), None
+    with runtime.enter(stream):
+        for device in _homes(source.device, stands_for.nbytes):
+            try:
+                kept = torch.empty_like(flat, device=device).copy_(flat)
+                break
+            except (MemoryError, RuntimeError):  # torch raises the one or the other
+                continue
+    if kept is None:
+        raise CapacityError(
+            f"neither a tier nor the memory of the host or of {source.device} has room for {stands_for.nbytes} bytes, "
+            "and compiled code cannot keep the tensor: raise host_budget or disk_budget, or compile with a larger "
+            "min_bytes"
+        )
+    stands_for.kept, stands_for.slot = (kept, runtime.record(stream)), None
+    return kept
+
+
+def _homes(device: torch.device, nbytes: int) -> list[torch.device]:
+    """Where a copy of bytes that no tier takes may go, the first choice in front; not to a host that is short too."""
+    host = torch.device("cpu")
+    if device.type != host.type:
+        try:
+            host_bound.admit(nbytes)
+        except NoRoomError:
+            return [device]
+    return [host, device]
+
+
+# -- backward -----------------------------------------------------------------------------------------------------
+
+
+def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
+    """Starts to bring back what ``host``, which may be a view, stands for; returns a tensor like it, on the device."""
+    offloader = stands_for.offloader
+    offloader.refuse_call(_CAPTURED)
+    what, found = "reload" if wait else "prefetch", None
+    with offloader.lock, offloader.locked() as transfers:
+        transfers.poll()
+        if stands_for.is_pending:
+            raise OffloadError(
+                "reload was called before the offload was waited for: put eager_offload::wait_tensor between "
+                "eager_offload::offload(..., wait=False) and the reload of its result"
+            )
+        if stands_for.record.state is not KEPT:
+            stands_for.record.ask(resident=False)
+        with suppress(torch.OutOfMemoryError, MemoryError):
+            found = _start_reload(transfers, stands_for, what)
+    if found is None:
+        offloader.make_room()
+        failure: Exception | None = None
+        with offloader.lock, offloader.locked() as transfers:
+            try:
+                found = _start_reload(transfers, stands_for, what)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        assert found is not None
+    target, arriving = found
+    tensor = _like_host(target, host)
+    _own(tensor.untyped_storage(), arriving)
+    if wait:
+        _wait_for_reload(arriving)
+    return tensor
+
+
+def _start_reload(transfers: Transfers, stands_for: HostBytes, what: str) -> tuple[Tensor, _Arriving]:
+    runtime = transfers.runtime
+    stream = runtime.current_stream(transfers.device)
+    layout = Layout(stands_for.nbytes, stands_for.alignment_offset)
+    if stands_for.kept is None:
+        assert stands_for.slot is not None
+        assert stands_for.transfer is not None
+        left = stands_for.transfer.event
+        after = () if runtime.query(left) else (left,)
+        target, transfer = transfers.reload(stands_for.slot, layout, stream, what, after=after, held_after=False)
+        return target, _Arriving(stands_for.offloader, transfer)
+    target, (kept, copied) = runtime.allocate(layout, transfers.device, stream), stands_for.kept
+    runtime.wait(stream, copied)  # another stream may have made the copy
+    target.copy_(kept)
+    done = runtime.record(stream)
+    if not runtime.query(done):  # else it would be held until the next call, which may never come
+        runtime.keep_until(done, kept)
+    return target, _Arriving()
+
+
+def _wait_for_reload(arriving: _Arriving) -> None:
+    """What was reloaded may be read once this returns (on an accelerator: by what is enqueued from then on)."""
+    if (transfer := arriving.transfer) is not None:
+        assert arriving.offloader is not None
+        if (offloader := arriving.offloader()) is None:
+            raise OffloadError("a reload was waited for after the host tensor that it came from had gone")
+        failure: OffloadError | None = None
+        try:
+            offloader.wait(transfer, offloader.runtime.current_stream(offloader.device), "reload")
+        except OffloadError as error:  # not where the wait is interrupted: the copy goes on, into what it keeps alive
+            failure = error
+        with offloader.lock, offloader.locked() as transfers:
+            transfers.take_up(transfer)
+        if failure is not None:
+            raise failure
+    arriving.is_pending = False
+
+
+# -- tensors ------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(host: Tensor) -> HostBytes | None:
+    found = _owned_by(host)
+    return found if isinstance(found, HostBytes) else None
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of the same strides if its bytes are not its values: the bits for that do not travel."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return plain.copy_(tensor)
+
+
+def span_bytes(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_bytes(tensor),), (1,))
+
+
+def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
+    """A CPU tensor like ``source`` over ``memory``; its storage owns ``stands_for``."""
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    _own(storage, stands_for)
+    return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
+
+
+def _like_host(target: Tensor, host: Tensor) -> Tensor:
+    """A tensor like ``host``, which may be a view of what was offloaded, over the flat ``target``."""
+    if target.storage_offset() and target.device.type == "cpu":
+        # Compiled code counts from the beginning of a storage.
+        target = torch.frombuffer(view_of(target.data_ptr(), target.numel(), target), dtype=torch.uint8)
+    offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
+    empty = torch.empty(0, dtype=host.dtype, device=target.device)
+    return set_over(empty, target.untyped_storage(), offset, host.size(), host.stride())
+
+
+def _own(storage: torch.UntypedStorage, owned: object) -> None:
+    storage.__dict__[_OWNED] = owned
+
+
+def _owned_by(tensor: Tensor) -> object:
+    return tensor.untyped_storage().__dict__.get(_OWNED)
+
+
+# -- the operations ----------------------------------------------------------------------------------------------------
+
+
 def _refuse_autograd(operation: OpOverload, given: Tensor) -> None:
     """There would be a gradient that is not defined."""
     if given.requires_grad and torch.is_grad_enabled():
@@ -96,10 +446,10 @@ def _offload(
     if source.numel() == 0:
         if region is not None:
             contexts.serving(config).count_kept(region)
-        return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="cpu")
+        return _fake_offload(source)
     offloader = contexts.serving(config).offloader_of(source.device)
     offloader.accounts.counters.max_inflight_bytes = window
-    return host_tensors.offload(offloader, host_tensors.resolved(source), wait=wait, region=region)
+    return move_out(offloader, resolved(source), wait=wait, region=region)
 
 
 def _reload(
@@ -112,16 +462,27 @@ def _reload(
     window: int = 0,
 ) -> Tensor:
     _refuse_autograd(reload, host)
-    stands_for = host_tensors.bytes_of(host)
+    stands_for = bytes_of(host)
     if stands_for is None:
-        return host_tensors.reload_copy(host, device)
+        tensor = _fake_reload(host, device).copy_(host)  # it holds the bytes itself
+        _own(tensor.untyped_storage(), _Arriving())
+        return tensor
     stands_for.offloader.accounts.counters.prefetch_bytes = window
-    return host_tensors.reload(stands_for, host, wait=wait)
+    return bring_back(stands_for, host, wait=wait)
 
 
 def _wait_tensor(tensor: Tensor, keepalive: Tensor | None = None, *, after: Tensor | None = None) -> None:
     _refuse_autograd(wait_tensor, tensor)
-    host_tensors.wait_for(tensor, keepalive)
+    pending = _owned_by(tensor)
+    if isinstance(pending, HostBytes) and pending.is_pending:
+        _wait_for_offload(pending, keepalive)
+    elif isinstance(pending, _Arriving) and pending.is_pending:
+        _wait_for_reload(pending)
+    elif tensor.numel():
+        raise OffloadError(
+            f"wait_tensor was given a tensor of size {list(tensor.size())} of which no transfer is pending: pair it, "
+            "once, with an eager_offload::offload or eager_offload::reload that was called with wait=False"
+        )
 
 
 def _fake_offload(source: Tensor, **_: object) -> Tensor:
@@ -130,10 +491,6 @@ def _fake_offload(source: Tensor, **_: object) -> Tensor:
 
 def _fake_reload(host: Tensor, device: torch.device, **_: object) -> Tensor:
     return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-
-
-def _fake_wait_tensor(*_: object, **__: object) -> None:
-    return None
 
 
 def _spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Tensor:
@@ -150,7 +507,7 @@ def _fake_spread(compact: Tensor, stride: Sequence[int], offset: int = 0) -> Ten
 for _name, _real, _fake in (
     ("offload", _offload, _fake_offload),
     ("reload", _reload, _fake_reload),
-    ("wait_tensor", _wait_tensor, _fake_wait_tensor),
+    ("wait_tensor", _wait_tensor, lambda *_, **__: None),
     ("spread", _spread, _fake_spread),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")

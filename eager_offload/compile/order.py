@@ -11,24 +11,44 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
+from torch import nn
 from torch.fx import Graph, Node
 
 from eager_offload.compile import ops
-from eager_offload.compile.cost import Estimate, counts_flops
-from eager_offload.compile.graphs import CONVOLUTIONS, nbytes_of, on_a_copy, storage_of, tensor_of, written_by
+from eager_offload.compile.decide import Estimate, bandwidth_of, counts_flops, roofline
+from eager_offload.compile.graphs import (
+    CONVOLUTIONS,
+    nbytes_of,
+    on_a_copy,
+    storage_of,
+    tensor_of,
+    written_by,
+)
+from eager_offload.compile.insert import insert_asynchronous_in_place
+from eager_offload.compile.keys import cache_key, key_of
+from eager_offload.planning.machine import machine_of
+from eager_offload.runtime.base import Direction
+from eager_offload.tiers.forking import ForkSafeLock, Living
 from eager_offload.torch_private.calls import OpOverload
-from eager_offload.torch_private.inductor import preserve_node_ordering
+from eager_offload.torch_private.inductor import (
+    CustomGraphPass,
+    CustomInferenceAwareGraphPass,
+    OptimizedModule,
+    configure_inductor,
+    inductor_config,
+    preserve_node_ordering,
+)
 
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Leaving:
+class _Leaving(NamedTuple):
     """An offload that has started and that was not waited for yet."""
 
     host: Node
@@ -63,12 +83,11 @@ def sink_waits_in_place(graph: Graph, window_bytes: int) -> None:
     for node in list(graph.nodes):
         if node in sinking:
             continue
-        coming = _Leaving(node, waits[node], _source_bytes(node)) if node in waits else None
+        coming = _Leaving(node, waits[node], _bytes_of(node.args[0])) if node in waits else None
         needed = [one for one in (hosts.get(each) for each in node.all_input_nodes) if one is not None]
         needed += [one for one in (sources.get(key) for key in _written(node)) if one is not None]
-        everything = node.op == "output"
         while flying and (
-            everything
+            node.op == "output"
             or any(one.host in hosts for one in needed)
             or (coming is not None and nbytes + coming.nbytes > window_bytes)
         ):
@@ -94,9 +113,8 @@ def _waits(graph: Graph, operation: OpOverload) -> dict[Node, Node]:
     }
 
 
-def _source_bytes(offload: Node) -> int:
-    value = tensor_of(offload.args[0])
-    return 0 if value is None else nbytes_of(value)
+def _bytes_of(node: object) -> int:
+    return 0 if (value := tensor_of(node)) is None else nbytes_of(value)
 
 
 def _written(node: Node) -> list[object]:
@@ -151,9 +169,11 @@ def prefetch_in_place(
         estimate: seconds that a node takes.
         margin: how much longer than that a transfer is taken to need.
     """
-    arriving, moved = _arrivals(graph)
+    reloads = _waits(graph, ops.reload).items()
+    arriving = [_Arriving(reload, wait, _bytes_of(reload), _early_views(reload)) for reload, wait in reloads]
     if not arriving:
         return
+    moved = {node for one in arriving for node in (one.reload, one.wait, *one.views)}
     fixed = [node for node in graph.nodes if node not in moved]
     _locate(arriving, fixed)
     arriving.sort(key=lambda one: one.needed)
@@ -203,18 +223,6 @@ def _ends_of_products(graph: Graph, fixed: Sequence[Node], results: Sequence[int
         in_memory |= read  # a kernel has made it for a product before
         read = storages
     return [*ends, *results[-1:]]
-
-
-def _arrivals(graph: Graph) -> tuple[list[_Arriving], set[Node]]:
-    """Every reload that has a wait, and all nodes that move with one of them."""
-    arriving = []
-    moved = set[Node]()
-    for reload, wait in _waits(graph, ops.reload).items():
-        value = tensor_of(reload)
-        one = _Arriving(reload, wait, 0 if value is None else nbytes_of(value), _early_views(reload))
-        arriving.append(one)
-        moved.update((reload, wait, *one.views))
-    return arriving, moved
 
 
 def _early_views(reload: Node) -> list[Node]:
@@ -375,3 +383,123 @@ def _is_result(node: Node) -> bool:
     if node.target is operator.getitem:
         return bool(node.args[1] == 0) and counts_flops(cast(Node, node.args[0]))
     return counts_flops(node) and tensor_of(node) is not None
+
+
+# -- in what Inductor compiles -------------------------------------------------------------------------------------
+# A program that makes an optimizer has torch's compiler half loaded, and then the first `with` installs the pass. What
+# only a compilation needs, 36 MiB of modules, is imported when one comes.
+
+
+class OrderTransfers(CustomInferenceAwareGraphPass):
+    """Takes the waiting out of transfers and puts them where they cost least. Their nodes say all that it has to know.
+
+    Args:
+        inner: the pass, or passes, that were there before; run first. Of one of this kind, those that it runs first.
+        text: the configuration to offload with, if it is not that of the ``with`` that the compiling thread is in: a
+            compiler's caches have to know it.
+    """
+
+    inner: Any
+
+    def __init__(self, inner: Any = None, text: str | None = None) -> None:
+        self.inner = inner.inner if isinstance(inner, OrderTransfers) else inner
+        self.text = text
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        from eager_offload.compile.lowering import install_lowerings  # Inductor has imported what this needs by now
+
+        for one in self._inner_passes():
+            if isinstance(one, CustomInferenceAwareGraphPass):
+                one(graph, is_inference)
+            else:
+                one(graph)
+        if not any(node.target in (ops.offload, ops.reload) for node in graph.nodes):
+            return
+        install_lowerings()
+        # Behind a pass Inductor computes anew what became of each node with other arguments, and of all that depends on
+        # it; it fails where one of those is sparse, and has no storage to compare. Such a graph waits.
+        if all(value.layout is torch.strided for value in map(tensor_of, graph.nodes) if value is not None):
+            insert_asynchronous_in_place(graph)
+            reloads = graph.find_nodes(op="call_function", target=ops.reload)
+            offloads = graph.find_nodes(op="call_function", target=ops.offload)
+            if reloads:
+                first, device = reloads[0].kwargs, reloads[0].args[1]
+                bandwidth = bandwidth_of(device, Direction.IN, first.get("config", ""))
+                prefetch_in_place(graph, first.get("window", 0), bandwidth, roofline(machine_of(device)))
+            if offloads:
+                sink_waits_in_place(graph, offloads[0].kwargs.get("window", 0))
+            pin_in_place(graph)
+            graph.lint()
+
+    def uuid(self) -> object:
+        # A pass without an identity has the compiler keep nothing, and one around it must not hide that.
+        theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._inner_passes()]
+        return None if None in theirs else (cache_key(), None if self.text is None else key_of(self.text), *theirs)
+
+    def _inner_passes(self) -> list[Any]:
+        if self.inner is None:
+            return []
+        several = list(self.inner) if isinstance(self.inner, list | tuple) else [self.inner]
+        return [each for one in several for each in (one._inner_passes() if isinstance(one, OrderTransfers) else [one])]
+
+
+#: The option of Inductor that the pass stands in.
+_OPTION = "post_grad_custom_post_pass"
+_users: Living[object] = Living()  # whose callbacks are in C: an `Offload` may go in the midst of anything
+_lock = ForkSafeLock()
+
+
+def install(user: object) -> None:
+    """Has Inductor run the pass from now on. Where nothing is to be offloaded it changes nothing.
+
+    It stays when a context is left: a backward may be compiled behind it. It goes with the last ``user``.
+    """
+    with _lock.lock:
+        _users.add(user)
+        present = getattr(inductor_config, _OPTION)
+        if not isinstance(present, OrderTransfers):
+            configure_inductor(_OPTION, OrderTransfers(present))
+
+
+def uninstall(user: object) -> None:
+    """``user`` needs it no more. What others have put around ours meanwhile stays."""
+    with _lock.lock:
+        _users.discard(user)
+        if not _users and isinstance(present := getattr(inductor_config, _OPTION), OrderTransfers):
+            configure_inductor(_OPTION, present.inner)
+
+
+def with_pass(options: Mapping[str, Any], text: str | None = None) -> dict[str, Any]:
+    """``options`` of Inductor with the pass around those that they name, or that are configured for everyone now.
+
+    Args:
+        text: the configuration to offload with; without it, that of the ``with`` that the compiling thread is in.
+    """
+    given = {name.replace("-", "_"): value for name, value in options.items()}  # Inductor takes either
+    present = given.get(_OPTION, getattr(inductor_config, _OPTION))
+    return {**given, _OPTION: OrderTransfers(present, text)}
+
+
+class OffloadedModule(OptimizedModule):
+    """What ``torch.compile`` makes of a module, in a ``with`` around each call.
+
+    torch makes a copy of such a module anew, from what was compiled and how, and so this one makes it with a copy of
+    the ``Offload``.
+    """
+
+    def __reduce__(self) -> Any:
+        (inside,) = self.children()
+        return _made_anew, (inside, self.dynamo_ctx, vars(self)["eager_offload"])
+
+
+def serve(compiled: nn.Module, offload: Any) -> nn.Module:
+    """Has the calls of ``compiled``, which ``torch.compile`` has made, run in a ``with offload``."""
+    compiled.__class__ = OffloadedModule
+    vars(compiled)["eager_offload"] = offload  # what is set on such a module is set on the one inside
+    compiled.forward = offload.around(compiled.forward)
+    return compiled
+
+
+def _made_anew(module: nn.Module, compiler: Any, offload: Any) -> nn.Module:
+    offload.skip_in(module)
+    return serve(OptimizedModule(module, compiler), offload)

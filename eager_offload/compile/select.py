@@ -1,25 +1,41 @@
 """Which values of a graph move between forward and backward, and the reason for each that stays.
 
 Pure functions of the metadata that the tracer left on the nodes. What counts is whose storage a value shares, never
-what kind of node made it.
+what kind of node made it. And what a user has asked of single values:
+
+| how it is asked | where it is found |
+| --- | --- |
+| a pass of the user's: ``node.meta["should_offload"] = True`` or ``False`` | there |
+| selective checkpointing: ``CheckpointPolicy.MUST_CPU_OFFLOAD``, ``PREFER_CPU_OFFLOAD`` | ``node.meta["recompute"]`` |
+| ``eager_offload.keep(tensor)``, ``eager_offload.prefer_offload(tensor)`` | on the storage that stands for the tensor |
+| ``with eager_offload.no_offload():`` | ``node.meta["custom"]`` of every node that was traced inside |
+
+What is asked of one value counts for all that share its storage. What asks for it to stay wins over what asks for it to
+move, and neither moves what is owned outside of the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import cast
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
-from eager_offload.compile.cost import returns_views
-from eager_offload.compile.decide import Aim, Decided, Movable, Step, decided, machine_here, problem_of, step_of_pair
+from eager_offload.compile.decide import (
+    Movable,
+    Step,
+    decided,
+    returns_views,
+    step_of_pair,
+)
 from eager_offload.compile.graphs import (
     calls_regions,
     counted_from_the_beginning,
     covers_its_storage,
-    has_static_offset,
-    mutated_storages,
     nbytes_of,
     outputs_of,
     positions,
@@ -28,17 +44,54 @@ from eager_offload.compile.graphs import (
     storage_of,
     tensor_of,
     undeclared_aliases,
+    written_by,
 )
-from eager_offload.compile.policies import OffloadPolicy, is_in_region, policy_of
+from eager_offload.compile.keys import free_bytes
 from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.errors import OffloadError
+from eager_offload.marks import REGION_NOTE, Mark, mark_of
 from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.calls import schema_of
 from eager_offload.torch_private.memory import hint, is_plain_fake
+
+
+class OffloadPolicy(IntEnum):
+    """What was asked of a value; of those that share a storage the largest counts."""
+
+    NONE = 0
+    MOVE_IF_LARGE = 1
+    """Even if it is the newest, but not if it is small."""
+    MOVE = 2
+    """Even if it is small or the newest."""
+    STAY = 3
+
+
+_POLICIES: dict[object, OffloadPolicy] = {
+    CheckpointPolicy.MUST_CPU_OFFLOAD: OffloadPolicy.MOVE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: OffloadPolicy.MOVE_IF_LARGE,
+}
+_MARKS = {Mark.KEEP: OffloadPolicy.STAY, Mark.PREFER: OffloadPolicy.MOVE}
+
+
+def policy_of(node: Node) -> OffloadPolicy:
+    policy = _POLICIES.get(node.meta.get("recompute"), OffloadPolicy.NONE)
+    should = node.meta.get("should_offload")
+    if should is not None:
+        policy = max(policy, OffloadPolicy.MOVE if should else OffloadPolicy.STAY)
+    value = tensor_of(node)
+    mark = None if value is None else mark_of(value.untyped_storage())
+    return policy if mark is None else max(policy, _MARKS[mark])
+
+
+def is_in_region(node: Node) -> bool:
+    """Whether ``node`` was traced inside of :func:`~eager_offload.no_offload`, or is the backward of what was."""
+    notes = node.meta.get("custom")
+    return isinstance(notes, dict) and bool(notes.get(REGION_NOTE))
+
 
 #: What a compiler may take for granted about the address of a result, in bytes.
 _ALIGNMENT = 16
@@ -81,10 +134,6 @@ class Choice:
             if value is not None:
                 total[reason] = total.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
         return total
-
-    def moved_bytes(self) -> int:
-        """Bytes that travel, each way."""
-        return sum(group.nbytes for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -151,12 +200,7 @@ def choose(
 
 
 def saved_of(users: Mapping[Node, Collection[Node]], order: Mapping[Node, int]) -> dict[Node, SavedValue]:
-    """What is known of saved values.
-
-    Args:
-        users: by value, all that uses it in backward.
-        order: where those stand.
-    """
+    """What is known of saved values, by all that uses each in backward and where those stand."""
     return {
         node: SavedValue(min((order[user] for user in some), default=len(order)), any(map(is_in_region, some)))
         for node, some in users.items()
@@ -184,16 +228,16 @@ def choose_among(
     """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
 
     Args:
-        counted: see :func:`~eager_offload.compile.graphs.counted_from_the_beginning`.
+        counted: of ``graphs.counted_from_the_beginning``.
         step: makes the graph's step, where the planner decides.
-        has_regions: see :func:`~eager_offload.compile.graphs.calls_regions`; then all of them stay.
-        fraction: as of :func:`choose`.
-        whole: as of :func:`choose`.
+        has_regions: of ``graphs.calls_regions``; then all of them stay.
+        fraction, whole: as of :func:`choose`.
     """
     _require_aliases(graph)
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
     owned = {key for node in inputs if (key := storage_of(node)) is not None}
-    alive = {key for node in returned if (key := storage_of(node)) is not None} | mutated_storages(graph)
+    alive = {key for node in returned if (key := storage_of(node)) is not None}
+    alive |= {key for node in graph.nodes for key in written_by(node)}
     alive |= undeclared_aliases(graph)
     devices = {value.device.type for node in saved if (value := tensor_of(node)) is not None}
     # The host's own values, in a graph for an accelerator or beside one.
@@ -216,7 +260,10 @@ def choose_among(
             kept[node] = KeepReason.DEVICE
         else:
             by_storage.setdefault(key, []).append(node)
-    sharing = _sharing(graph, by_storage)
+    sharing: dict[object, list[Node]] = {key: [] for key in by_storage}
+    for node in graph.nodes:
+        if node.op == "call_function" and (key := storage_of(node)) in sharing:
+            sharing[key].append(node)
     from_the_beginning = {storage_of(node) for node in counted}
     firm: list[Group] = []
     free: list[Group] = []
@@ -234,48 +281,27 @@ def choose_among(
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
     first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
     free.sort(key=first.__getitem__)
-    aim = Aim.of(config, fraction)
-    may_move, found = (*firm, *free), None
+    may_move, outcome = (*firm, *free), None
     windows = config.windows(
         lambda: memory_of(may_move[0].base.meta["val"].device) if may_move else None, [one.nbytes for one in may_move]
     )
-    if aim is None:
-        staying = _newest(free, config.newest_bytes(windows.prefetch))
-    else:
-        found = _decided(step, movable, config, windows, aim, whole=whole)
-        staying = [] if found is None else [one for one in free if storage_of(one.base) in found.stay]
+    staying = list[Group]()
+    given = config.device_budget
+    budget = free_bytes(config.to_text()) if given == "auto" else cast("int | None", given)
+    if given is None and not config.is_free and fraction is None:
+        room = config.newest_bytes(windows.prefetch)
+        for group in free:  # backward asks for the first ones first
+            if group.nbytes > room:
+                break
+            room -= group.nbytes
+            staying.append(group)
+    elif movable and (whole or budget is None):  # [Note: what a budget bounds in a graph]
+        stay, outcome = decided(step(), movable, windows, config, budget, fraction)
+        staying = [one for one in free if storage_of(one.base) in stay]
     kept.update((node, KeepReason.NEWEST) for group in staying for node in group.members)
     moving_groups = (*firm, *(group for group in free if group not in staying))
     ordered = tuple(sorted(moving_groups, key=first.__getitem__))
-    return Choice(ordered, windows, kept, None if found is None else found.outcome)
-
-
-def _newest(groups: Iterable[Group], room: int) -> list[Group]:
-    """The first of ``groups``, as far as they fit: backward asks for them first."""
-    found: list[Group] = []
-    for group in groups:
-        if group.nbytes > room:
-            break
-        room -= group.nbytes
-        found.append(group)
-    return found
-
-
-def _decided(
-    step: Callable[[], Step],
-    movable: Mapping[object, Movable],
-    config: OffloadConfig,
-    windows: Windows,
-    aim: Aim,
-    *,
-    whole: bool,
-) -> Decided | None:
-    """The planner's decision; ``None`` where all moves that may. See [Note: what a budget bounds in a graph]."""
-    if not movable or not (whole or aim.budget is None):
-        return None
-    device = next(iter(movable.values())).bases[0].meta["val"].device
-    problem, names = problem_of(step(), movable, windows, machine_here(device, config.to_text()))
-    return decided(problem, names, aim)
+    return Choice(ordered, windows, kept, outcome)
 
 
 def _reason_to_stay(
@@ -294,15 +320,11 @@ def _reason_to_stay(
 
 
 def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) -> list[Group]:
-    """How values that share a storage travel.
+    """How the saved ``members`` of those ``sharing`` a storage travel.
 
     As one transfer where something spans them all; each on its own where they are a small part of it, or where their
-    place in it is not known before the graph runs. What cannot be told at all is left out.
-
-    Args:
-        members: the saved ones.
-        sharing: all of the graph's nodes that share the storage.
-        counted: whether they have to be all of their storage, or views of that, when they are back.
+    place in it is not known before the graph runs. What cannot be told at all is left out. What is ``counted`` has to
+    be all of its storage, or views of that, when it is back.
     """
     storage_bytes = nbytes_of(members[0].meta["val"])
     values = {node: value for node in members if not _is_lazy(value := node.meta["val"])}
@@ -310,21 +332,16 @@ def _groups(members: Sequence[Node], sharing: Sequence[Node], *, counted: bool) 
     is_little = covers_little(sum(own.values()), storage_bytes)
     if not counted and is_little and all(map(_travels_alone, values.values())):
         return [_alone(node, own[node]) for node in values]
-    groups = []
-    for some in _by_dtype(values):
+    groups, by_dtype = [], dict[object, list[Node]]()
+    for node, value in values.items():
+        by_dtype.setdefault(value.dtype, []).append(node)
+    for some in by_dtype.values():
         base = (_whole_of if counted else _base_of)(some, [*values, *sharing])
         if base is not None:
             groups.append(Group(base, tuple(some), span_of(base.meta["val"]), counted=counted))
         elif not counted:
             groups += [_alone(node, own[node]) for node in some if _travels_alone(values[node])]
     return groups
-
-
-def _by_dtype(nodes: Iterable[Node]) -> list[list[Node]]:
-    found: dict[object, list[Node]] = {}
-    for node in nodes:
-        found.setdefault(node.meta["val"].dtype, []).append(node)
-    return list(found.values())
 
 
 def _base_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | None:
@@ -351,7 +368,9 @@ def _whole_of(members: Sequence[Node], candidates: Iterable[Node]) -> Node | Non
         (node for node, value in values if value.dtype == dtype and not _is_lazy(value) and covers_its_storage(value)),
         None,
     )
-    return whole if all(node is whole or has_static_offset(node.meta["val"]) for node in members) else None
+    return (
+        whole if all(node is whole or isinstance(node.meta["val"].storage_offset(), int) for node in members) else None
+    )
 
 
 def _alone(node: Node, own_bytes: int) -> Group:
@@ -385,16 +404,8 @@ def _is_generator_state(node: Node) -> bool:
 
 
 def _is_aligned(value: Tensor) -> bool:
-    return has_static_offset(value) and int(value.storage_offset()) * value.itemsize % _ALIGNMENT == 0
-
-
-def _sharing(graph: Graph, wanted: Mapping[object, Sequence[Node]]) -> dict[object, list[Node]]:
-    """For each storage the nodes that share it, in the order of the graph."""
-    found: dict[object, list[Node]] = {key: [] for key in wanted}
-    for node in graph.nodes:
-        if node.op == "call_function" and (key := storage_of(node)) in found:
-            found[key].append(node)
-    return found
+    offset = value.storage_offset()
+    return isinstance(offset, int) and offset * value.itemsize % _ALIGNMENT == 0
 
 
 def _require_aliases(graph: Graph) -> None:

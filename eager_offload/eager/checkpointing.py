@@ -26,7 +26,7 @@ A mode that is made in a context gets a class of this module, which derives from
 stay as they are, since torch and others import them. So what was decided when the forward began holds for its backward,
 wherever that runs. Outside of every context the modes are torch's, and so they are for a forward that runs in backward,
 as an inner checkpoint does that an outer one computes again: what it stores is asked for at once. While a compiler
-traces nothing is changed: it reads the policies off its nodes (``compile/policies.py``).
+traces nothing is changed: it reads the policies off its nodes (``compile/select.py``).
 """
 
 from __future__ import annotations

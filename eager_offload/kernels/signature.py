@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -142,16 +142,17 @@ class Signature:
                 if not isinstance(spec, accepted):
                     kinds = "TensorSpec or Scalar" if name == "inputs" else "TensorSpec"
                     raise KernelError(f"Signature has {spec!r} at {name}{path}: it is {kinds}")
-        object.__setattr__(self, "aliases", _checked_pairs(self.aliases))
+        given = cast(Any, self.aliases)
+        rows = isinstance(given, tuple | list) and all(isinstance(pair, tuple | list) for pair in given)
+        if not rows or not all(len(pair) == 2 and all(map(is_whole, pair)) for pair in given):
+            raise self._refused("it is pairs of whole numbers, such as ((0, 0),)")
+        object.__setattr__(self, "aliases", tuple((int(source), int(target)) for source, target in given))
         if not self.outputs and not self.inout:
             raise KernelError("Signature(outputs=(), inout=()) is not accepted: a kernel writes something")
         if self.aliases and self.inout:
             raise KernelError(
                 "Signature has both aliases and inout: declare what is read and written in one of the ways"
             )
-        self._check_aliases()
-
-    def _check_aliases(self) -> None:
         inputs, outputs = flatten_with_names(self.inputs)[1], flatten_with_names(self.outputs)[1]
         for place, sides in enumerate(zip(*self.aliases, strict=True)):
             if len(set(sides)) != len(sides):
@@ -164,14 +165,10 @@ class Signature:
                 raise self._refused(f"input {source} is {one}, and output {target} is {other}")
 
     def _refused(self, why: str) -> KernelError:
-        return KernelError(f"Signature(aliases={self.aliases}) is not accepted: {why}")
+        return KernelError(f"Signature(aliases={self.aliases!r}) is not accepted: {why}")
 
     def call(self, kernel: str, arguments: tuple[Any, ...], out: Any = None) -> LaunchArguments:
-        """The arguments of a launch, with new outputs where ``out`` is ``None``.
-
-        Raises:
-            KernelError: they are not what the signature says; the text has what was expected and what was given.
-        """
+        """Returns the arguments of a launch, with new outputs where ``out`` is ``None``."""
         names, leaves, specs = self._matched(kernel, "arguments", (*self.inputs, *self.inout), arguments)
         device = _one_device(kernel, names, leaves, out)
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
@@ -200,7 +197,6 @@ class Signature:
     def _matched(
         self, kernel: str, what: str, expected: tuple[Any, ...], given: tuple[Any, ...]
     ) -> tuple[list[str], list[Any], list[Any]]:
-        """Where each value of ``given`` stands, the value, and what is expected there."""
         names, specs, structure = flatten_with_names(expected)
         given_names, leaves, given_structure = flatten_with_names(given)
         if structure != given_structure:
@@ -231,16 +227,6 @@ class Signature:
         return leaves, names
 
 
-def _checked_pairs(given: Any) -> tuple[tuple[int, int], ...]:
-    """``aliases`` of a signature; raises ``KernelError`` for what is no pairs of whole numbers."""
-    rows = isinstance(given, tuple | list) and all(isinstance(pair, tuple | list) for pair in given)
-    if not rows or not all(len(pair) == 2 and all(map(is_whole, pair)) for pair in given):
-        raise KernelError(
-            f"Signature(aliases={given!r}) is not accepted: it is pairs of whole numbers, such as ((0, 0),)"
-        )
-    return tuple((int(source), int(target)) for source, target in given)
-
-
 def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> torch.device:
     """That of the arguments; where none of them is a tensor, that of the caller's outputs, and a CPU without them."""
     found = {leaf.device: name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
@@ -253,7 +239,6 @@ def _one_device(kernel: str, names: list[str], leaves: list[Any], out: Any) -> t
 
 
 def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: set[int]) -> None:
-    """Raises ``KernelError`` where what is written shares memory with another tensor."""
     begins = [one.data_ptr() for one in tensors]
     ends = [begin + math.prod(one.shape) * one.dtype.itemsize for begin, one in zip(begins, tensors, strict=True)]
     for place in written:
@@ -268,7 +253,6 @@ def _check_apart(kernel: str, names: list[str], tensors: list[Tensor], written: 
 
 
 def _check(what: str, spec: TensorSpec | Scalar, value: Any, device: torch.device) -> None:
-    """Raises ``KernelError`` where a value is not what is expected."""
     if isinstance(spec, Scalar):
         if not _holds(spec.dtype, value):
             raise KernelError(f"{what}: expected {spec}, and got {value!r}")

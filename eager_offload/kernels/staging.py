@@ -236,9 +236,7 @@ class LaunchSpec:
     @property
     def shared_bytes(self) -> int:
         """Scratch memory of a block, in bytes."""
-        if isinstance(self.shared, StagingTree):
-            return self.shared.nbytes
-        return self.shared or 0
+        return self.shared.nbytes if isinstance(self.shared, StagingTree) else self.shared or 0
 
 
 def _refused(given: str, why: str) -> KernelError:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eager_offload.compile.cost import OperatorCall
+from eager_offload.compile.decide import OperatorCall
 from eager_offload.core.selection import footprint
 from eager_offload.marks import Mark
 from eager_offload.planning.numbers import state_of_others

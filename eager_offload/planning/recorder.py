@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import marks
-from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
+from eager_offload.compile.decide import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.core.selection import logical_bytes, reason_to_stay
 from eager_offload.errors import PlanError
 from eager_offload.planning.blocks import Block, Blocks, Calls, SavedBlock, Use, written_by

@@ -107,35 +107,6 @@ library: Callable[[str, str], Any] = torch.library.Library  # which has no types
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
-#: The code of frames in which a module is called.
-_CALL = torch.nn.Module._call_impl.__code__
-#: How many frames up to look for a module: mostly its forward calls the operator itself.
-_MOST_FRAMES = 24
-
-
-def module_called_in(frame: FrameType) -> torch.nn.Module | None:
-    """Returns the module whose forward ``frame`` calls; ``None`` for any other frame.
-
-    The locals of other frames are not read: that would keep them, the user's tensors, until the frame ends.
-    """
-    return frame.f_locals["self"] if frame.f_code is _CALL else None
-
-
-def no_module() -> None:
-    """Stands for a weak reference to a module that is not known."""
-
-
-def module_reference() -> Callable[[], torch.nn.Module | None]:
-    """Returns a weak reference to the innermost module whose forward the calling thread runs, if its frame is near."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        if frame.f_code is _CALL:
-            return weakref.ref(frame.f_locals["self"])
-        frame = frame.f_back
-    return no_module
-
 
 def _as_another(function: Any) -> Any:
     """Returns a function that does the same as the one that Dynamo knows, and is another object."""

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from eager_offload import Offload, OffloadStats
 from eager_offload.compile import ops
 from eager_offload.compile.graphs import nbytes_of
-from eager_offload.compile.host_tensors import bytes_of
 from eager_offload.compile.insert import insert_asynchronous
+from eager_offload.compile.ops import bytes_of
 from tests.simulation.checker import Violation
 from tests.simulation.simulated import SimulatedRuntime
 

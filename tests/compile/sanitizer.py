@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eager_offload.compile import host_tensors
-from eager_offload.compile.host_tensors import HostBytes, bytes_of, flat_bytes, resolved
+from eager_offload.compile import ops
+from eager_offload.compile.ops import HostBytes, bytes_of, flat_bytes, resolved
 from eager_offload.engine.offloader import DeviceOffloader
 
 CHANGED = "a source was written over before the wait of its offload"
@@ -38,7 +38,7 @@ def sanitized() -> Iterator[list[str]]:
     """Watches every transfer that this process's compiled code starts; gives what it finds, in the order found."""
     found: list[str] = []
     sources: dict[int, _Source] = {}  # by the identity of what the host tensor stands for
-    offload, finish = host_tensors.offload, host_tensors._wait_for_offload
+    offload, finish = ops.move_out, ops._wait_for_offload
 
     def watched_offload(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: str | None) -> Tensor:
         watched = not wait and source.device.type == "cpu" and source.nbytes <= LARGEST
@@ -59,6 +59,6 @@ def sanitized() -> Iterator[list[str]]:
         finish(stands_for, keepalive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_tensors, "offload", watched_offload)
-        patch.setattr(host_tensors, "_wait_for_offload", watched_wait)
+        patch.setattr(ops, "move_out", watched_offload)
+        patch.setattr(ops, "_wait_for_offload", watched_wait)
         yield found

@@ -165,6 +165,6 @@ def assert_moves_exactly(
         assert after.bytes_out > before.bytes_out, "nothing moved"
         assert after.bytes_in > before.bytes_in, "nothing came back"
         if not dynamic:
-            assert after.bytes_out - before.bytes_out == choice.moved_bytes()
+            assert after.bytes_out - before.bytes_out == sum(group.nbytes for group in choice.groups)
     assert len(choices) == 1, f"compiled {len(choices)} times"
     return one, choice

@@ -18,9 +18,9 @@ from torch._inductor import custom_graph_pass, scheduler
 from torch._inductor.virtualized import V
 
 import eager_offload as eo
-from eager_offload.compile import aot_hooks
+from eager_offload.compile import insert
 from eager_offload.compile.backend import eager_offload as backend
-from eager_offload.compile.inductor import OrderTransfers, with_pass
+from eager_offload.compile.order import OrderTransfers, with_pass
 from eager_offload.torch_private import inductor
 from tests.processes import ROOT, printed_by
 from tests.threads import collect, on_a_thread
@@ -246,7 +246,7 @@ def test_a_compiler_that_inlines_no_hooks_is_offloaded_around_its_graphs(
     one = model()
     expected = step(one, list(one.parameters()))
     monkeypatch.setattr("eager_offload.torch_private.inductor._HOOK_INLINING", "no_such_name")
-    monkeypatch.setattr(aot_hooks, "patches", aot_hooks.patches.__wrapped__)  # which has not asked yet
+    monkeypatch.setattr(insert, "patches", insert.patches.__wrapped__)  # which has not asked yet
     compiled = torch.compile(one, backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="does not let saved-tensor hooks into compiled graphs"), offload:
         results = step(compiled, list(one.parameters()))

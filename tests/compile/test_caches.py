@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import eager_offload as eo
-from eager_offload.compile.cache_key import cache_key, key_of
-from eager_offload.compile.hooks import hook_pair
-from eager_offload.compile.inductor import OrderTransfers
+from eager_offload.compile.keys import cache_key, hook_pair, key_of
+from eager_offload.compile.order import OrderTransfers
 from tests.compiler_caches import give_machine_code, take_machine_code
 from tests.processes import printed_by
 
@@ -226,7 +225,7 @@ import torch
 for place in sys.argv[1:]:
     if os.fork() == 0:
         sys.path.insert(0, place)
-        import eager_offload.compile.cache_key as one
+        import eager_offload.compile.keys as one
         print(one.cache_key(), one.__file__.startswith(place), flush=True)
         os._exit(0)
     os.wait()

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import ops
-from eager_offload.compile.cost import bandwidth_of, flops_of, roofline, traffic_of
+from eager_offload.compile.decide import bandwidth_of, flops_of, roofline, traffic_of
 from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine
 from eager_offload.runtime.base import Direction
 from tests.simulation.simulated import SimulatedRuntime

@@ -18,7 +18,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.compile import aot_hooks
+from eager_offload.compile import insert
 from eager_offload.tiers.disk import DiskSlot
 from tests.compile.compiled import (
     BOTH,
@@ -437,7 +437,7 @@ def test_h45_a_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.Mo
         raise IndexError("a defect")
 
     moved = compare(deep_step, "aot_eager")
-    monkeypatch.setattr(aot_hooks, "insert_into_pair", fails)
+    monkeypatch.setattr(insert, "insert_into_pair", fails)
     with pytest.warns(RuntimeWarning, match="a compiled graph is not offloaded.*IndexError: a defect"):
         stats = compare(deep_step, "aot_eager", moves=False)
     assert stats.bytes_out == 0

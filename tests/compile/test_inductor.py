@@ -16,8 +16,8 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.compile import inductor, ops
-from eager_offload.compile.cost import counts_flops
+from eager_offload.compile import ops, order
+from eager_offload.compile.decide import counts_flops
 from eager_offload.compile.graphs import copied
 from eager_offload.compile.order import pin_in_place
 from tests.compile.compiled import compiler, fresh_compiler, results_of, step_of
@@ -66,8 +66,8 @@ def compiled_step(monkeypatch: pytest.MonkeyPatch, *, prefetch_bytes: int) -> Co
         return found
 
     monkeypatch.setattr(memory, "estimate_peak_memory", estimate_peak_memory)
-    monkeypatch.setattr(inductor, "pin_in_place", pin)
-    monkeypatch.setattr(inductor, "bandwidth_of", lambda *_: 1.0)
+    monkeypatch.setattr(order, "pin_in_place", pin)
+    monkeypatch.setattr(order, "bandwidth_of", lambda *_: 1.0)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     x = torch.randn(ROWS, WIDTH)

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import eager_offload as eo
 from eager_offload import torch_private
-from eager_offload.compile import inductor
-from eager_offload.compile.inductor import OrderTransfers
+from eager_offload.compile import order
+from eager_offload.compile.order import OrderTransfers
 
 pytestmark = pytest.mark.xdist_group("inert")
 
@@ -67,8 +67,8 @@ def test_what_an_interrupt_has_left_there_is_not_put_around_itself() -> None:
 def test_options_of_inductor_go_back_when_the_last_offload_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inductor, "_users", weakref.WeakSet())  # those of other tests may be open
-    inductor.uninstall(monkeypatch)
+    monkeypatch.setattr(order, "_users", weakref.WeakSet())  # those of other tests may be open
+    order.uninstall(monkeypatch)
     before = config.post_grad_custom_post_pass
     assert not isinstance(before, OrderTransfers)
     one, other = make_offload(tmp_path), make_offload(tmp_path)

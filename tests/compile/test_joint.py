@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import eager_offload as eo
-from eager_offload.compile import aot_hooks, boundary_of
+from eager_offload.compile import boundary_of, insert
 from tests.compile.compiled import fresh_compiler
 from tests.compile.split import config_of, moving, reasons, stats_of, with_transfers
 from tests.compile.test_insert import Attention, tokens
@@ -67,7 +67,7 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
         assert later.bytes_out > earlier.bytes_out
         assert later.bytes_in - earlier.bytes_in == later.bytes_out - earlier.bytes_out
         if mode == "fake":
-            assert later.bytes_out - earlier.bytes_out == choice.moved_bytes()
+            assert later.bytes_out - earlier.bytes_out == sum(group.nbytes for group in choice.groups)
 
 
 def test_a_graph_that_does_not_tell_is_refused(model: nn.Module) -> None:
@@ -97,7 +97,7 @@ def test_an_exported_joint_graph_is_exact() -> None:
         ours, theirs = moved(*inputs), module(*inputs)
     assert all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
     assert len(tree_leaves(ours)) == 1 + 7
-    assert stats_of(config).bytes_in - before.bytes_in == choice.moved_bytes()
+    assert stats_of(config).bytes_in - before.bytes_in == sum(group.nbytes for group in choice.groups)
 
 
 def test_a_joint_graph_that_is_exported_and_compiled_for_an_offload_is_served_by_it(offload: eo.Offload) -> None:
@@ -114,7 +114,7 @@ def test_a_joint_graph_that_is_exported_and_compiled_for_an_offload_is_served_by
     with fresh_compiler():
         expected = run(nullcontext())
         assert offload.stats().compiled_regions == 0
-        assert all(map(same_bits, run(aot_hooks.compiling_for(offload.config_key)), expected))
+        assert all(map(same_bits, run(insert.compiling_for(offload.config_key)), expected))
     stats = assert_settled(offload)
     assert stats.compiled_regions == 1
     assert stats.bytes_in > 0

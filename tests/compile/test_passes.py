@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 import eager_offload as eo
 from benchmarks.models import Shape, Stack
 from eager_offload.compile import choose, insert_asynchronous, insert_synchronous, ops
-from eager_offload.compile.cost import roofline
+from eager_offload.compile.decide import roofline
 from eager_offload.compile.order import pin, prefetch, sink_waits
 from eager_offload.planning.machine import Machine
 from tests.compile.split import Split, split

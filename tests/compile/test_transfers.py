@@ -14,7 +14,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.compile import ops
-from eager_offload.compile.host_tensors import bytes_of
+from eager_offload.compile.ops import bytes_of
 from eager_offload.runtime.base import Direction, Layout, Stream
 from tests.compile.sanitizer import CHANGED, OTHER
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, offloader_of

@@ -18,9 +18,11 @@ from eager_offload.kernels import (
     Signature,
     TensorSpec,
     as_torch_kernel,
-    compiled,
 )
-from eager_offload.kernels.compiled import kept
+from eager_offload.kernels import (
+    kernel as home,
+)
+from eager_offload.kernels.kernel import kept
 from tests.threads import collect
 
 SPEC = LaunchSpec((1, 1, 1), (32, 1, 1))
@@ -54,13 +56,13 @@ def kernel_of(body: Any, *inputs: Any, impl: str = "inductor", **fields: Any) ->
 
 def kept_count() -> int:
     """How many compiled kernels are alive."""
-    return len(compiled._kept)
+    return len(home._kept)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a test compiles goes with it."""
-    monkeypatch.setattr(compiled, "_kept", weakref.WeakValueDictionary())
+    monkeypatch.setattr(home, "_kept", weakref.WeakValueDictionary())
     yield
     collect()
     assert kept_count() == 0
@@ -185,7 +187,7 @@ def test_threads_that_call_a_new_kernel_at_once_compile_it_once(monkeypatch: pyt
         made.append(text)
         return kept(text, compile_it)
 
-    monkeypatch.setattr("eager_offload.kernels.compiled.kept", counting)
+    monkeypatch.setattr("eager_offload.kernels.kernel.kept", counting)
     kernel = kernel_of(lambda x, y: y.copy_(x * 2))
     threads = [threading.Thread(target=lambda: results.append(kernel(torch.ones(8)))) for _ in range(3)]
     for thread in threads:

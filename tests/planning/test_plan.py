@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import eager_offload as eo
-from eager_offload.compile.cost import OperatorCall, flops_of
+from eager_offload.compile.decide import OperatorCall, flops_of
 from eager_offload.planning.machine import TABLE
 from tests.planning.programs import CONFIG, planned, slow
 

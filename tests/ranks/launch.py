@@ -152,7 +152,7 @@ def main() -> None:
     # while one of them holds a lock waits for it for ever. The first `with` in a process with a compiler imports
     # Inductor's part.
     modules = dict.fromkeys(f"tests.ranks.{name.partition('.')[0]}" for name in names)
-    multiprocessing.set_forkserver_preload(["eager_offload.compile.inductor", "tests.ranks.launch", *modules])
+    multiprocessing.set_forkserver_preload(["eager_offload.compile.order", "tests.ranks.launch", *modules])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

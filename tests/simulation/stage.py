@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eager_offload import Machine, Offload
-from eager_offload.compile.cost import OperatorCall, flops_of, is_single, traffic_of
+from eager_offload.compile.decide import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.torch_private.calls import OpOverload, TorchDispatchMode
 from eager_offload.torch_private.memory import storage_key, tree_iter
 from tests.simulation.checker import Checker

@@ -20,7 +20,7 @@ _FIRST = {
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
     "compile": "compile/order compile/select compile/insert compile/hazards_compiled compile/backend",
-    "compile/host_tensors": "compile/transfers compile/operations",
+    "compile/ops": "compile/transfers compile/operations",
     "contexts": "hazards/overlapping foreign_hooks what_is_told contract",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "engine/captured": "",
@@ -62,9 +62,9 @@ _FIRST = {
 }
 #: What the virtual device is asked about, which takes longest: modules by the beginning of their path.
 _ON_THE_DEVICE = (
-    "engine/captured eager/offloading eager/packing eager/reloading eager/saved_tensors eager/saving graphs "
+    "engine/captured eager/moves eager/gather eager/saves graphs "
     "observe/doctor runtime/accelerator runtime/base runtime/pinned runtime/staging "
-    "compile/host_tensors engine"
+    "compile/ops engine"
 )
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eager_offload import Offload
-from eager_offload.compile import host_tensors, ops
+from eager_offload.compile import ops
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
 
@@ -20,7 +20,7 @@ def test_h26_what_stays_on_the_device_is_read_after_it_was_copied_and_lives_unti
     virtual: VirtualDevice, offloads: Callable[..., Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One stream copies and is late; another one reads, while whatever stood for the copy is dropped."""
-    monkeypatch.setattr(host_tensors, "_homes", lambda device, nbytes: [device])  # the host has no memory left
+    monkeypatch.setattr(ops, "_homes", lambda device, nbytes: [device])  # the host has no memory left
     one, other = torch.Stream(device=NAME), torch.Stream(device=NAME)
     device, offload = torch.device(NAME), offloads(host_budget=1)
     config = offload.config.to_text()
