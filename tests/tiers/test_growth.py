@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers.base import MustGrow
-from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.pool import Pool
 from tests.simulation.log import region_of
 from tests.threads import on_a_thread
 from tests.tiers.files import failure
-from tests.tiers.rig import MIB, Made, System, Verdicts, equal, noise, reserve, stored
+from tests.tiers.rig import MIB, Made, Verdicts, equal, noise, reserve, stored
 
 WAITS = 60  # seconds, for what comes at once where all is well
 
@@ -74,17 +72,6 @@ def test_h41_two_threads_that_need_growth_at_once_take_one_where_one_does(what: 
     assert made.taken_bytes == (64 * MIB if what == "disk" else MIB)
 
 
-def test_what_another_thread_has_taken_of_a_budget_meanwhile_is_not_taken_twice(pool: Pool, system: System) -> None:
-    tier, other = HostTier(pool, 4 * MIB), HostTier(pool, 64 * MIB)
-    reserve(tier, 2 * MIB)
-    taken = []
-    system.meanwhile = lambda: taken.append(on_a_thread(lambda: reserve(tier, 2 * MIB)))
-    assert tier.reserve(3 * MIB) is None
-    assert tier.used_bytes == tier.held_bytes == tier.peak_bytes == 2 * MIB
-    assert len(system.alive) == 1, "the slab is back"
-    assert other.used_bytes == 0
-
-
 @pytest.mark.parametrize("what", ["an interrupt", "a refusal", "another growth", "a close"])
 def test_h10_what_ends_a_growth_leaves_nothing_behind(what: str, made: Made) -> None:
     tier, reached = made.tier, []
@@ -117,19 +104,6 @@ def test_h10_what_ends_a_growth_leaves_nothing_behind(what: str, made: Made) -> 
     assert tier.held_bytes == made.taken_bytes or what == "an interrupt", "a file keeps what an interrupt gave it"
     assert equal([on_a_thread(lambda: stored(tier, noise(10 * MIB)))], [0])
     assert tier.held_bytes == made.taken_bytes <= 64 * MIB
-
-
-def test_what_is_at_hand_takes_nothing_from_the_system(made: Made) -> None:
-    tier = made.tier
-    with pytest.raises(MustGrow):
-        tier.at_hand(8192)
-    assert tier.held_bytes == tier.peak_bytes == made.taken_bytes == 0
-    slot = reserve(tier, 8192)
-    other = tier.at_hand(8192)
-    assert other is not None
-    assert region_of(other) != region_of(slot)
-    assert tier.peak_bytes == 2 * 8192
-    assert tier.at_hand(256 * MIB) is None, "the budget has no room, and the system need not be asked"
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
