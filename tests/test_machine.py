@@ -19,7 +19,7 @@ from eager_offload.planning.machine import TABLE, disk_link, here, link_of, mach
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers import malloc
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rates import LinkRates, Rate
+from eager_offload.tiers.rates import LinkRates
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 
@@ -78,12 +78,6 @@ def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one
     (rate,) = machine._rates(CPU, [work])
     assert rate.median == 6.0
     assert rate.spread > 1.5
-
-
-def test_a_rate_has_the_deciles_of_its_measurements_as_its_spread() -> None:
-    assert Rate.of(8.0, [2.0] * 5) == (4.0, 1.0)
-    assert Rate.of(8.0, [2.0]) == (4.0, 1.0)
-    assert Rate.of(1.0, [1 / rate for rate in range(1, 12)]) == (pytest.approx(6.0), pytest.approx(5.0))
 
 
 def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Path) -> None:
@@ -329,11 +323,3 @@ def test_what_is_freed_goes_back_where_a_process_has_grown(trims: list[int]) -> 
     trim.look(lambda: 700 * mib, 1013 * mib)
     trim.look(lambda: 700 * mib, 1012 * mib)
     assert trims == [0, 0, 0], "it is measured by the most that was in use"
-
-
-@of_glibc
-def test_no_memory_goes_back_by_a_c_library_without_the_call(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(malloc, "ctypes", SimpleNamespace(CDLL=lambda _: object()))
-    with eo.Offload():
-        pass
-    assert not malloc.trim.is_on

@@ -67,9 +67,6 @@ def test_the_full_way_is_exact_and_lacks_each_of_its_edges_in_turn(at_once: bool
         assert all(race.earlier.number < index <= race.later.number for race in lacking.violations)
 
 
-# -- the end of a transfer --------------------------------------------------------------------------------------------
-
-
 # -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
 
 
@@ -109,6 +106,3 @@ def test_h17_h18_copies_run_as_late_as_the_order_allows(ordered: bool, rig: Rig)
     if ordered:
         runtime.wait(rig.main, runtime.record(rig.inward))  # compute after the reload
     assert bool(early.clone().eq(9).all()) == ordered
-
-
-# -- the clock: how long things take, what stalls and what overlaps ---------------------------------------------------
