@@ -64,22 +64,6 @@ def test_a_tier_that_is_none_is_an_error() -> None:
         measure(CPU, disk_path=Path())
 
 
-def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, seconds = 0.0, iter([50.0, 1.0, 50.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
-
-    def run() -> None:
-        nonlocal now
-        now += next(seconds)
-
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
-    work = machine._sized(CPU, lambda scale: machine._Work(run, 6.0))
-    (rate,) = machine._rates(CPU, [work])
-    assert rate.median == 6.0
-    assert rate.spread > 1.5
-
-
 def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Path) -> None:
     class Counted(SimulatedRuntime):
         times = 0
@@ -309,17 +293,3 @@ def test_an_offload_for_an_accelerator_changes_nothing_of_malloc(
     with eo.Offload():
         pass
     assert trims == []
-
-
-@of_glibc
-def test_what_is_freed_goes_back_where_a_process_has_grown(trims: list[int]) -> None:
-    mib, trim = 1 << 20, malloc.trim
-    trim.begin("auto", lambda: 800 * mib)
-    trim.look(lambda: 0, 900 * mib)
-    assert trims == [0], "an 8th may stay"
-    trim.look(lambda: 900 * mib, 901 * mib)
-    trim.look(lambda: 700 * mib, 1000 * mib)
-    assert trims == [0, 0]
-    trim.look(lambda: 700 * mib, 1013 * mib)
-    trim.look(lambda: 700 * mib, 1012 * mib)
-    assert trims == [0, 0, 0], "it is measured by the most that was in use"
