@@ -75,8 +75,6 @@ class Limit:
     what: str
     measured: float
     bound: float
-    #: Whether the bound is the most that is allowed; else it is the least.
-    most: bool
     met: bool
 
 
@@ -138,10 +136,7 @@ class Report:
         self._clock = time.perf_counter()
 
     def at_most(self, what: str, measured: float, bound: float) -> None:
-        self.limits.append(Limit(what, measured, bound, True, measured <= bound))
-
-    def at_least(self, what: str, measured: float, bound: float) -> None:
-        self.limits.append(Limit(what, measured, bound, False, measured >= bound))
+        self.limits.append(Limit(what, measured, bound, measured <= bound))
 
     def finish(self, samples: object, summary: object) -> int:
         """Prints the limits, writes the file, and returns the exit status: 1 for a miss with ``--check``."""
@@ -164,7 +159,7 @@ class Report:
             {
                 "limit": limit.what,
                 "measured": float(limit.measured),
-                "bound": f"{'<=' if limit.most else '>='} {limit.bound:,g}",
+                "bound": f"<= {limit.bound:,g}",
                 "": "pass" if limit.met else "MISS",
             }
             for limit in self.limits

@@ -3,9 +3,6 @@
     python -m benchmarks.planning
     python -m benchmarks.planning --parts cost
 
-``choice`` plans models of many kinds for several devices and budgets, and compares the step over one without transfers
-with the same of a search that tried thousands of decisions, which was recorded once in
-``benchmarks/results/planning_searched.json`` (with the machines of then, and saves as of a CPU's kernels).
 ``cost`` plans a large model on meta in processes of their own: seconds of the processor, since one thread does it all,
 and resident bytes. ``cpu`` trains with the disk tier and the settings of plans: the predicted peak
 and step beside resident bytes and seconds.
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +27,6 @@ from torch import Tensor
 import eager_offload as eo
 from benchmarks.common import Report, command_line, drive, in_process, listed, named, parse, show
 from benchmarks.models import Shape, Stack
-from benchmarks.programs import STEPS
 from benchmarks.training import release_or_refuse, reset_peak, status_bytes, text, tiny_text, windows
 
 from lm.model import LanguageModel
@@ -39,9 +34,6 @@ from lm.model import LanguageModel
 #: Goals: seconds and bytes of a plan; by how much peak and step of training are off what was predicted.
 PLAN_SECONDS, PLAN_BYTES = 4.0, 300 << 20
 CPU_PEAK, CPU_STEP = 0.05, 0.10
-#: By how much steps may take longer than those that a search had found.
-CHOICE_MEDIAN, CHOICE_WORST = 0.99, 1.05
-SEARCHED = Path(__file__).parent / "results" / "planning_searched.json"
 #: Of the model that is planned.
 TOKENS, WIDTH, HIDDEN, HEADS = 32 << 10, 4096, 11_008, 32
 SHARES = "budgets, by the part of the way from the least one to the one for which nothing moves"
@@ -159,58 +151,12 @@ def _off(found: Sequence[OnCpu], ratio: Callable[[OnCpu], float]) -> float:
     return max(abs(median(ratio(one) for one in found if one.part == part) - 1) for part in parts)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One plan, in a process for each model. Times are multiples of a step without transfers."""
-
-    model: str
-    device: str
-    #: Of the bytes that could move, the part that the budget has no room for.
-    share: float
-    fits: bool
-    peak: float
-    times: float
-    searched: float
-    window: int
-    seconds: float
+PARTS = {"cost": cost, "cpu": cpu}
 
 
-def choices_of(name: str) -> Iterator[Choice]:
-    """Plans in this process, for the devices and budgets of which a search was recorded."""
-    searched = {(one["model"], one["device"], one["share"]): one for one in json.loads(SEARCHED.read_text())}
-    model, inputs, loss = STEPS[name]()
-    fields = {"loss": loss, "optimizer": None}
-    for device in dict.fromkeys(device for known, device, _ in searched if known == name):
-        whole = eo.plan(model, inputs, device=device, device_budget=1 << 50, **fields)
-        for share in (share for known, other, share in searched if (known, other) == (name, device)):
-            budget = int(whole.peak_bytes - share * whole.movable_bytes)
-            began = time.process_time()
-            plan = eo.plan(model, inputs, device=device, device_budget=budget, **fields)
-            seconds, before = time.process_time() - began, searched[name, device, share]["times"]
-            times, peak = plan.step_seconds / plan.compute_seconds, plan.peak_bytes / budget
-            yield Choice(name, device, share, plan.fits, peak, times, before, plan.window_bytes, seconds)
-
-
-def choice(options: argparse.Namespace, report: Report) -> list[Choice]:
-    names = list(STEPS)[: 1 if options.quick else None]
-    found = [Choice(**one) for name in names for one in in_process("planning", f"choice={name}")]
-    show("Plans beside what a search found", found)
-    ratios = [one.times / one.searched for one in found if one.fits]
-    report.at_most("choice: step over the searched one's, median", median(ratios), CHOICE_MEDIAN)
-    report.at_most("choice: step over the searched one's, worst", max(ratios), CHOICE_WORST)
-    report.at_most("choice: peak over the budget, where it fits", max(one.peak for one in found if one.fits), 1.0)
-    return found
-
-
-PARTS = {"cost": cost, "cpu": cpu, "choice": choice}
-
-
-def work(name: str, options: argparse.Namespace) -> Iterator[Cost | OnCpu | Choice]:
+def work(name: str, options: argparse.Namespace) -> Iterator[Cost | OnCpu]:
     part, _, argument = name.partition("=")
-    if part == "choice":
-        yield from choices_of(argument)
-    else:
-        yield cost_of(float(argument), options) if part == "cost" else on_cpu(float(argument), options)
+    yield (cost_of if part == "cost" else on_cpu)(float(argument), options)
 
 
 def run(report: Report, options: argparse.Namespace) -> tuple[object, object]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import eager_offload as eo
 
@@ -41,15 +39,6 @@ def windows(options: argparse.Namespace, tier: str = "disk") -> dict[str, Any]:
         "max_inflight_bytes": options.window,
         "prefetch_bytes": options.window,
     }
-
-
-def hash_gradients(model: nn.Module) -> str:
-    """Of the bytes of every gradient."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        digest.update(parameter.grad.view(torch.uint8).numpy(force=True).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def release_or_refuse() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor
 
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
-from eager_offload.runtime.base import ALIGNMENT, Direction, Layout
+from eager_offload.runtime.base import Direction
 from eager_offload.runtime.host import HostRuntime, TransferThread
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.memory import view_of
@@ -76,23 +73,6 @@ def raising(error: BaseException) -> Callable[[], None]:
 # -- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_operations_of_a_stream_run_in_order_and_an_event_stands_for_all_before_it(runtime: HostRuntime) -> None:
-    out, ran = stream(runtime), []
-    first = threading.Event()
-    out.submit(first.wait)
-    events = []
-    for number in range(50):
-        out.submit(lambda number=number: ran.append(number))
-        events.append(runtime.record(out))
-    assert not any(runtime.query(event) for event in events)
-    first.set()
-    assert len({*events}) == 50, "each is a moment of its own"
-    for number, event in enumerate(events):
-        runtime.synchronize(event)
-        assert ran[: number + 1] == list(range(number + 1))
-        assert runtime.query(event)
-
-
 @pytest.mark.parametrize("by_stream", [False, True])
 @pytest.mark.parametrize("direction", Direction)
 def test_a_copy_comes_after_what_it_or_its_stream_waits_for_and_the_host_goes_on(
@@ -145,58 +125,6 @@ def test_whatever_a_tier_raises_is_a_transfer_error_of_its_own_event_and_of_no_o
     slot.before = lambda: None
     runtime.synchronize(runtime.copy(slot, noise(77), out))
     assert torch.equal(slot.content, noise(77)), "the queue goes on"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_when_a_copy_is_over_its_thread_and_its_event_hold_on_to_nothing(runtime: HostRuntime, fails: bool) -> None:
-    out, slot, source = stream(runtime), Memory(5000), noise(5000)
-    if fails:
-        slot.before = raising(OSError(errno.EIO, "broken"))
-    bytes_gone, slot_gone = weakref.ref(source.untyped_storage()), weakref.ref(slot)
-    gc.disable()
-    try:
-        event = runtime.copy(slot, source, out)
-        del slot, source
-        for _ in range(2):
-            with pytest.raises(eo.TransferError) if fails else nullcontext():
-                runtime.synchronize(event)
-        assert bytes_gone() is None
-        assert slot_gone() is None
-    finally:
-        gc.enable()
-
-
-# -- time -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_lies_between_the_moments_around_it_and_one_that_failed_has_no_time(runtime: HostRuntime) -> None:
-    slot, between = Memory(5000), runtime.seconds_between
-    before = runtime.moment(None)
-    runtime.synchronize(copied := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
-    after = runtime.moment(runtime.current_stream(CPU))
-    (span,) = runtime.spans(copied)
-    for waits in (False, True):
-        parts = [between(before, span.began, synchronize=waits), between(span.ended, after, synchronize=waits)]
-        assert all(seconds is not None and seconds >= 0 for seconds in parts)
-    assert runtime.copy_seconds(copied) == pytest.approx(between(span.began, span.ended))
-    slot.before = raising(OSError(errno.EIO, "broken"))
-    with pytest.raises(eo.TransferError):
-        runtime.synchronize(failed := runtime.copy(slot, noise(5000), stream(runtime), timed=True))
-    assert runtime.spans(failed) == ()
-    assert runtime.copy_seconds(failed) is None
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [1, 63, 64, 4000, 4096, 100_001, 9 << 20])
-def test_targets_have_their_size_and_alignment_offset(runtime: HostRuntime, nbytes: int) -> None:
-    offsets = range(ALIGNMENT) if nbytes < 1 << 20 else (0, 1, 63)
-    targets = [runtime.allocate(Layout(nbytes, one), CPU, runtime.current_stream(CPU)).fill_(one) for one in offsets]
-    for alignment_offset, target in zip(offsets, targets, strict=True):
-        assert target.data_ptr() % ALIGNMENT == alignment_offset
-        assert (target.dtype, target.shape, target.is_contiguous()) == (torch.uint8, (nbytes,), True)
-        assert target.eq(alignment_offset).all(), "no byte is shared"
 
 
 # -- the life of a thread -------------------------------------------------------------------------------------------

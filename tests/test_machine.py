@@ -18,8 +18,9 @@ from eager_offload.planning import machine
 from eager_offload.planning.machine import TABLE, disk_link, here, link_of, machine_of, measure
 from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers import host as host_tier
-from eager_offload.tiers.base import LinkRates, Rate
+from eager_offload.tiers.base import LinkRates
 from eager_offload.tiers.disk import DiskTier
+from eager_offload.tiers.rates import LinkRates
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 
@@ -62,28 +63,6 @@ def test_a_tier_that_is_none_is_an_error() -> None:
         measure(CPU, tier="tape")
     with pytest.raises(eo.ConfigError, match='disk_path goes with tier="disk" only'):
         measure(CPU, disk_path=Path())
-
-
-def test_a_rate_is_the_median_of_several_measurements_after_one_however_slow_one_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, seconds = 0.0, iter([50.0, 1.0, 50.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0])
-
-    def run() -> None:
-        nonlocal now
-        now += next(seconds)
-
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now)
-    work = machine._sized(CPU, lambda scale: machine._Work(run, 6.0))
-    (rate,) = machine._rates(CPU, [work])
-    assert rate.median == 6.0
-    assert rate.spread > 1.5
-
-
-def test_a_rate_has_the_deciles_of_its_measurements_as_its_spread() -> None:
-    assert Rate.of(8.0, [2.0] * 5) == (4.0, 1.0)
-    assert Rate.of(8.0, [2.0]) == (4.0, 1.0)
-    assert Rate.of(1.0, [1 / rate for rate in range(1, 12)]) == (pytest.approx(6.0), pytest.approx(5.0))
 
 
 def test_a_link_is_measured_once_and_the_disk_of_a_cpu_is_its_tier(tmp_path: Path) -> None:
@@ -315,25 +294,3 @@ def test_an_offload_for_an_accelerator_changes_nothing_of_malloc(
     with eo.Offload():
         pass
     assert trims == []
-
-
-@of_glibc
-def test_what_is_freed_goes_back_where_a_process_has_grown(trims: list[int]) -> None:
-    mib, trim = 1 << 20, host_tier.trim
-    trim.begin("auto", lambda: 800 * mib)
-    trim.look(lambda: 0, 900 * mib)
-    assert trims == [0], "an 8th may stay"
-    trim.look(lambda: 900 * mib, 901 * mib)
-    trim.look(lambda: 700 * mib, 1000 * mib)
-    assert trims == [0, 0]
-    trim.look(lambda: 700 * mib, 1013 * mib)
-    trim.look(lambda: 700 * mib, 1012 * mib)
-    assert trims == [0, 0, 0], "it is measured by the most that was in use"
-
-
-@of_glibc
-def test_no_memory_goes_back_by_a_c_library_without_the_call(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "ctypes", SimpleNamespace(CDLL=lambda _: object()))
-    with eo.Offload():
-        pass
-    assert not host_tier.trim.is_on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,6 @@ def split(
     change: Change = lambda split: None,
     partition: str = "default",
     dynamic: bool = False,
-    decompositions: Mapping[Any, Any] | None = None,
 ) -> tuple[Split, Callable[..., Any]]:
     """Compiles ``function`` and returns its graphs, and the function that runs them."""
     found: list[Split] = []
@@ -87,7 +86,7 @@ def split(
         return make_boxed_func(module.forward)
 
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=changed, decompositions=decompositions)
+    backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=changed)
     run = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     run(*inputs)
     assert found, "nothing was to be differentiated"

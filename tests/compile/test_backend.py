@@ -280,12 +280,6 @@ def test_what_the_backend_does_not_take_it_names(arguments: dict[str, Any], mess
         backend(graph, [], **arguments)
 
 
-def test_an_error_of_the_backend_comes_through_torch_compile() -> None:
-    compiled = torch.compile(model(), backend=backend, options={"min_byte": 1})
-    with pytest.raises(Exception, match="unknown option 'min_byte'"):
-        compiled(torch.randn(4, 16))
-
-
 def test_compile_of_an_offload_refuses_the_backend_that_has_a_configuration_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(eo.ConfigError, match=r"has a configuration of its own.*options=\{\.\.\.\}"):
         eo.Offload(disk_path=tmp_path).compile(model(), backend="eager_offload")

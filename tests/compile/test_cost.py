@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import ops
-from eager_offload.compile.decide import bandwidth_of, flops_of, roofline, traffic_of
-from eager_offload.planning.machine import UNKNOWN_BANDWIDTH, Machine
+from eager_offload.compile.decide import bandwidth_of, flops_of, traffic_of
+from eager_offload.planning.machine import UNKNOWN_BANDWIDTH
 from eager_offload.runtime.base import Direction
 from tests.simulation.simulated import SimulatedRuntime
 
@@ -58,14 +58,6 @@ def test_an_operator_counts_its_operations_and_its_bytes(
     (node,) = (node for target, node in nodes_of(function, *inputs).items() if name in target)
     assert flops_of(node) == flops
     assert traffic is None or traffic_of(node) == traffic
-
-
-def test_the_longer_of_operations_and_bytes_is_what_an_operator_takes() -> None:
-    product = nodes_of(torch.mm, torch.ones(8, 16), torch.ones(16, 4))["aten.mm.default"]
-    assert roofline(Machine("test", flops=1e9, single_flops=1024.0, memory=1e9))(product) == 1.0
-    assert roofline(Machine("test", flops=1e9, single_flops=1e9, memory=float(traffic_of(product))))(product) == 1.0
-    halves = nodes_of(torch.mm, torch.ones(8, 16).bfloat16(), torch.ones(16, 4).bfloat16())["aten.mm.default"]
-    assert roofline(Machine("test", flops=2048.0, single_flops=1.0, memory=1e9))(halves) == 0.5
 
 
 def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:

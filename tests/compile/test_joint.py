@@ -76,30 +76,6 @@ def test_a_graph_that_does_not_tell_is_refused(model: nn.Module) -> None:
         boundary_of(module.graph)
 
 
-def test_an_exported_joint_graph_is_exact() -> None:
-    """AOTAutograd's own joint graph: its nodes say what they are, and its outputs are nested."""
-    torch.manual_seed(0)
-    model, x = Attention(), tokens(2, 8)
-    with ExitStack() as stack:
-        module = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
-    config = config_of()
-    boundary = boundary_of(module.graph)
-    moved, choice = with_transfers(module, boundary, config)
-    assert len(choice.groups) > 5
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    tags = [node.meta.pop("partitioner_tag") for node in nodes]
-    begin = nodes.index(boundary)
-    assert tags == ["is_forward"] * begin + ["is_backward"] * (len(nodes) - begin)
-    assert boundary_of(module.graph) is boundary, "sequence numbers tell it too"
-    inputs = [*model.parameters(), x], [torch.ones(2, 8, 16)]
-    before = stats_of(config)
-    with torch.no_grad():
-        ours, theirs = moved(*inputs), module(*inputs)
-    assert all(map(same_bits, tree_leaves(ours), tree_leaves(theirs)))
-    assert len(tree_leaves(ours)) == 1 + 7
-    assert stats_of(config).bytes_in - before.bytes_in == sum(group.nbytes for group in choice.groups)
-
-
 def test_a_joint_graph_that_is_exported_and_compiled_for_an_offload_is_served_by_it(offload: eo.Offload) -> None:
     def run(around: AbstractContextManager[object]) -> list[Tensor | None]:
         torch.manual_seed(0)

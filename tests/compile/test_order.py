@@ -74,18 +74,6 @@ def _seconds_between(first: Node, last: Node) -> float:
     return seconds
 
 
-def test_a_link_carries_one_reload_after_another() -> None:
-    def program(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
-        x, y = ops.reload(a, CPU, config=CONFIG), ops.reload(b, CPU, config=CONFIG)
-        for _ in range(8):
-            grad = grad.sin()
-        return torch.addcmul(grad, x, y)
-
-    graph = asynchronous(program, X, X + 1, X + 2)
-    ready = prefetch(graph, 1 << 20, NBYTES / 2, one_second, margin=1.0)
-    assert in_order(ready) == "ccccrccrccwwc"
-
-
 def test_a_view_of_what_comes_back_is_no_use_of_it() -> None:
     graph = asynchronous(backward, X, X + 1, X + 2)
     assert of_kind(graph, torch.ops.aten.view.default)[0].prev.target is ops.wait_tensor
@@ -96,17 +84,6 @@ def test_a_view_of_what_comes_back_is_no_use_of_it() -> None:
     ran = run(ready, X, X + 1, X)
     assert ran.violations == []
     assert ran.stats.bytes_in == 2 * NBYTES
-
-
-def test_reloads_start_behind_the_inputs_however_slow_the_link_is() -> None:
-    ready = prefetch(asynchronous(backward, X, X + 1, X + 2), 1 << 20, 1e-9, one_second)
-    assert labels(ready)[:5] == ["placeholder"] * 3 + ["reload"] * 2
-
-
-def test_a_reload_starts_right_behind_a_product_where_it_can_be_pinned() -> None:
-    ready = prefetch(asynchronous(chain(4), X, WEIGHT), 1 << 20, NBYTES / 2, one_second)
-    before = [node.prev.target for node in of_kind(ready, ops.reload)]
-    assert before == [ops.wait_tensor, ops.reload, torch.ops.aten.mm.default, torch.ops.aten.mm.default]
 
 
 @pytest.mark.parametrize("comes_first", [False, True])

@@ -74,16 +74,6 @@ def test_other_sizes_compile_as_often_as_without(offload: eo.Offload) -> None:
     assert offload.stats(synchronize=True).bytes_in > 0
 
 
-def test_a_nested_equal_offload_compiles_nothing_and_the_inner_one_counts(disk: DiskBackend) -> None:
-    run, outer, inner = Counted(), disk.offload(), disk.offload()
-    run.step(outer)
-    before = outer.stats(synchronize=True).bytes_out
-    with outer:
-        assert run.step(inner) == 1
-    assert outer.stats(synchronize=True).bytes_out == before
-    assert inner.stats(synchronize=True).bytes_out == before
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_nothing_moves_where_there_will_be_no_backward(mode: Any) -> None:
     def step(compile: Compile, around: AbstractContextManager[object]) -> list[Tensor]:

@@ -9,19 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
-from benchmarks import models
 from eager_offload.compile import Choice, choose_joint
-from eager_offload.compile.graphs import nbytes_of, outputs_of, storage_of, tensor_of
-from eager_offload.stats import KeepReason
-from tests.compile.split import PARTITIONERS, Split, assert_moves_exactly, config_of, moving, owner, reasons, split
+from eager_offload.compile.graphs import nbytes_of, storage_of
+from tests.compile.split import Split, assert_moves_exactly, config_of, moving, owner, reasons, split
 from tests.programs import leaf
-
-from lm.model import Block
 
 
 def chosen(function: Callable[..., Any], *inputs: Tensor, **fields: Any) -> tuple[Split, Choice]:
@@ -253,40 +247,6 @@ def test_h35_what_an_operator_hands_back_undeclared_stays() -> None:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 WIDTH, HEADS = 64, 4
-#: A GPT has one projection for queries, keys and values, a Llama three.
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT": lambda: Block(WIDTH, HEADS),
-    "Llama": lambda: models.Block(models.Shape(1, WIDTH, 3 * WIDTH, HEADS)),
-}
-
-
-@pytest.mark.parametrize("partitioner", PARTITIONERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_nearly_all_that_nothing_else_holds_is_freed_and_little_more_travels(model: str, partitioner: str) -> None:
-    # Inductor hands decomposed graphs to the one; the other is what ``aot_eager`` uses.
-    decompositions = select_decomp_table() if partitioner == "min_cut" else None
-    blocks = nn.Sequential(*(MODELS[model]() for _ in range(2)))
-    halves, _ = split(blocks, torch.randn(2, 64, WIDTH), partition=partitioner, decompositions=decompositions)
-    outputs, inputs = outputs_of(halves.forward.graph), halves.forward.graph.find_nodes(op="placeholder")
-    results, values = outputs[: halves.num_outputs], outputs[halves.num_outputs :]
-    outside = {storage_of(one) for one in (*inputs, *results, *outputs_of(halves.backward.graph))}
-    saved = [one for one in values if tensor_of(one) is not None and storage_of(one) not in outside]
-    storages: dict[object, list[Node]] = {}
-    for node in saved:
-        assert isinstance(node, Node)
-        storages.setdefault(storage_of(node), []).append(node)
-
-    def freed(moving: set[Node]) -> int:
-        """Bytes of storages of which every saved value moves."""
-        return sum(nbytes_of(nodes[0].meta["val"]) for nodes in storages.values() if moving.issuperset(nodes))
-
-    choice = halves.choose(eo.OffloadConfig(min_bytes="4KiB", keep_last_bytes=0))
-    ours = freed({node for group in choice.groups for node in group.members})
-    total = freed(set(saved))
-    assert total > 900_000
-    assert ours >= 0.95 * total
-    assert sum(group.nbytes for group in choice.groups) <= 1.01 * ours
-    assert KeepReason.LAYOUT not in choice.kept_bytes()
 
 
 class Loss(nn.Module):

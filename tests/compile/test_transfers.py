@@ -15,10 +15,9 @@ from torch import Tensor
 import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.compile.ops import bytes_of
-from eager_offload.runtime.base import Direction, Layout, Stream
+from eager_offload.runtime.base import Layout, Stream
 from tests.compile.sanitizer import CHANGED, OTHER
 from tests.hazards.backends import Backend, DiskBackend, SimulatedBackend, offloader_of
-from tests.simulation.log import Recorded, Waited, WrittenLog
 from tests.simulation.simulated import SimulatedRuntime
 from tests.threads import collect
 
@@ -88,42 +87,6 @@ def test_a_reload_without_room_is_tried_again_when_nothing_is_on_its_way(
     ops.wait_tensor(leaving, other)
     assert torch.equal(come_back(offload, host), make(1)), "the next one finds room"
     assert not offload.stats(synchronize=True).is_approximate
-
-
-def test_many_are_on_their_way_at_once(backend: Backend, offload: eo.Offload) -> None:
-    sources = [make(seed) for seed in range(6)]
-    hosts = [leave(offload, x) for x in sources]
-    if isinstance(backend, SimulatedBackend):  # real threads may be done with the first before the last begins
-        assert offload.stats().inflight_bytes_peak == sum(x.nbytes for x in sources)
-    for host, x in zip(hosts, sources, strict=True):
-        ops.wait_tensor(host, x)
-        x.zero_()
-    assert offloader_of(offload).census().in_flight == 0
-    targets = [come_back(offload, host, late=True) for host in reversed(hosts)]
-    for seed, host, target in zip(reversed(range(6)), reversed(hosts), targets, strict=True):
-        ops.wait_tensor(target, host)
-        assert torch.equal(target * 1, make(seed))
-    assert offloader_of(offload).resident_bytes == 0
-
-
-def test_a_slot_is_written_again_after_its_last_read() -> None:
-    """Reading is so slow here that the next tensor comes to the slot while it is still being read."""
-    simulated, recording = SimulatedRuntime(in_bandwidth=1e4), WrittenLog()
-    offload = eo.Offload(runtime=simulated, tier="host")
-    with simulated.checked(recording) as checker, closing(offload), offload:
-        for seed in range(4):
-            x = make(seed)
-            host = leave(offload, x)
-            ops.wait_tensor(host, x)
-            back = come_back(offload, host, late=True)
-            del host
-            ops.wait_tensor(back)  # by a stream: the host does not know when that will be
-            assert torch.equal(back * 1, make(seed))
-    checker.assert_clean()
-    out, into = (simulated.transfer_stream(CPU, direction) for direction in (Direction.OUT, Direction.IN))
-    reads = {entry.event for entry in recording.entries if isinstance(entry, Recorded) and entry.stream is into}
-    waits = [entry for entry in recording.entries if isinstance(entry, Waited) and entry.stream is out]
-    assert any(entry.event in reads for entry in waits), "no slot was used again while it was being read"
 
 
 def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for() -> None:

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
-from eager_offload.config import OffloadConfig
-from eager_offload.core.schedule import ResidentQueue, Windows
-from eager_offload.core.step_table import StepLog
-from eager_offload.eager.readings import Readings
+from eager_offload.core.schedule import Windows
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
-from eager_offload.engine.transfer_log import Entry, TransferLog, Waited
-from eager_offload.runtime.base import Direction, Event, Layout, Moment, Stream
-from eager_offload.stats import Accounts, Counters
+from eager_offload.engine.transfer_log import TransferLog
+from eager_offload.runtime.base import Direction, Event, Layout, Stream
+from eager_offload.stats import Accounts
 from eager_offload.tiers.base import Fence, Slot, Tier
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.pool import Pool
@@ -209,101 +206,3 @@ def test_h18_a_slot_knows_of_an_interrupted_copy_and_of_all_uses_before_it(enque
     assert len(slot.fences) == 2, "its next owner has to wait for the copy, too"
     runtime.synchronize_all()
     assert runtime.faults == []
-
-
-# -- the log ----------------------------------------------------------------------------------------------------------
-
-
-class Behind(SimulatedRuntime):
-    """A device behind its host: of its moments, tuples of a second, it tells those that it has come to."""
-
-    reached = 0.0
-
-    def seconds_between(self, before: Moment, after: Moment, *, synchronize: bool = False) -> float | None:
-        assert isinstance(before, tuple)
-        assert isinstance(after, tuple)
-        if synchronize:
-            self.reached = max(self.reached, *after)
-        return after[0] - before[0] if self.reached >= after[0] else None
-
-    def waited(self, start: float, stop: float, counters: Counters) -> Waited:
-        return Waited(torch.device("cpu"), self, "reload", True, (start,), (stop,), 0.0, counters)
-
-
-def test_the_log_holds_a_wait_until_its_device_has_passed_it_and_all_have_read_it() -> None:
-    runtime, counters, log = Behind(), Counters(), TransferLog()
-    other, first, second = log.reader(), runtime.waited(0.0, 1.0, counters), runtime.waited(5.0, 7.0, counters)
-    log.write(first)
-    log.count_stalls()
-    assert counters.stall_seconds == 0.0, "the device is not there yet"
-    assert log.uncounted() == list(log.read(other)) == [first]
-    late = log.reader()
-    log.write(second)
-    first.synchronize()
-    log.count_stalls()
-    assert counters.stall_seconds == counters.window_stall_seconds == 1.0
-    assert log.uncounted() == [second]
-    second.synchronize()
-    log.count_stalls()
-    assert counters.stall_seconds == 3.0
-    assert (log.begin, log.end) == (1, 2), "two have not read the second one"
-    assert list(log.read(late, end=1)) == []
-    assert list(log.read(late)) == list(log.read(other)) == [second]
-    log.count_stalls()
-    assert log.begin == log.end
-
-
-class Lagging(Behind):
-    """The same, which the host runs ahead of by a step."""
-
-    enqueued = 0.0
-
-    def moment(self, stream: Stream | None) -> Moment:
-        return (self.enqueued,)
-
-
-def test_a_step_is_exposed_by_its_own_waits_for_transfers() -> None:
-    """Not by those that a tier grows in, nor by those of the next step, which are enqueued before it is read."""
-    runtime, accounts, log, cpu = Lagging(), Accounts(), TransferLog(), torch.device("cpu")
-    offloader = DeviceOffloader(cpu, runtime, [], accounts, log, windows=Windows(1 << 20, 1 << 20))
-    readings, queue, read = Readings(offloader, OffloadConfig(policy="free")), ResidentQueue(0), []
-    for _ in range(12):
-        readings.begin(queue)
-        readings.note_step(StepLog(), queue)
-        read += [(one.exposed, one.seconds) for one in readings.timed()]
-        log.write(runtime.waited(0.0, 1.0, accounts.counters))
-        log.write(runtime.waited(0.0, 5.0, accounts.counters)._replace(what=""))
-        runtime.reached, runtime.enqueued = runtime.enqueued, runtime.enqueued + 10.0
-    assert read == [(1.0, 10.0)] * 10, "one step is going on, and the device is in the midst of one"
-
-
-def test_the_log_is_bounded_and_a_reader_that_goes_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eager_offload.engine.transfer_log._MOST", 4)
-    runtime, log, seen = Behind(), TransferLog(), list[Entry]()
-    reader, traced = log.reader(), log.reader()
-    written = [runtime.waited(start, start + 1.0, Counters()) for start in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)]
-    log.on_entry = lambda: seen.extend(log.read(traced))
-    for entry in written:
-        log.write(entry)
-    assert seen == written, "a trace reads in the call that writes"
-    assert list(log.read(reader)) == log.uncounted() == written[2:]
-    late = log.reader()
-    log.write(written[0])
-    runtime.reached = 6.0
-    log.count_stalls()
-    assert list(log.read(reader)) == written[:1]
-    assert log.begin < log.end
-    del late
-    log.count_stalls()
-    assert log.begin == log.end
-
-
-def test_what_nobody_reads_is_not_written(backend: Backend) -> None:
-    offload, written = backend.offload(min_bytes=0, keep_last_bytes=0), list[Entry]()
-    offload._offloaders.transfer_log.write = written.append  # type: ignore[method-assign]
-    with offload:
-        loss = leaf(64, 64).exp().sum()
-    offload.stats(synchronize=True)
-    loss.backward()
-    assert offload.stats(synchronize=True).bytes_in > 0
-    assert all(isinstance(entry, Waited) for entry in written)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -212,29 +211,3 @@ def test_h10_what_finds_no_room_to_be_gathered_stays(
     assert stats.kept_bytes["failed"] == 32 * 8 * 4 * len(refused) > 0
     assert gathered.offloaded_bytes - stats.offloaded_bytes == stats.kept_bytes["failed"]
     assert stats.bytes_out > 0, "the rest has left"
-
-
-def test_what_is_on_its_way_out_makes_room_for_what_is_needed(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload = backend.offload(prefetch_bytes=0)
-
-    def saved(around: Around, count: int) -> list[Any]:
-        with around:
-            return [offload._hooks.pack(leaf(32, 32, seed=seed, grad=False) * 1) for seed in range(count)]
-
-    handles = saved(Settled(offload), 2)
-    with backend.gate() as gate:
-        later = saved(offload, 3)
-        sources = [weakref.ref(handle.storage.origin()) for handle in later if handle.storage.origin() is not None]
-        allocations = Allocations(
-            backend.runtime, monkeypatch, lambda _: any(source() is not None for source in sources)
-        )
-        gate.open()
-        back = handles[1].unpack()
-    assert torch.equal(back, leaf(32, 32, seed=1) * 1)
-    assert allocations.refused or backend.name == "disk", "on a real disk they may have arrived meanwhile"
-    del back, handles, later
-    stats = assert_settled(offload)
-    assert_moved(stats)
-    assert stats.bytes_in > 0

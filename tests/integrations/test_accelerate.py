@@ -195,13 +195,6 @@ def test_a_plugin_that_is_gone_makes_room_for_the_next(plugin: OffloadPlugin, tm
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def test_the_fields_in_force_are_its_attributes() -> None:
-    plugin = OffloadPlugin(min_bytes="2MiB", tier=None)
-    assert plugin.config == plugin.offload.config
-    assert (plugin.min_bytes, plugin.tier, plugin.enabled) == (2 << 20, "auto", True)
-    assert not hasattr(plugin, "no_such_field")
-
-
 def test_files_of_the_documentation_are_read_and_accelerate_s_takes_no_field_of_ours(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "accelerate.md").read_text()
     ours, theirs = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
-import functools
 import importlib
 import importlib.metadata
 import pickle
@@ -88,28 +86,6 @@ def test_parameters_are_the_same_bit_for_bit(package: str, mode: str, offload: e
     assert all(hooked == training for training, hooked in seen[1])
 
 
-@pytest.mark.filterwarnings("ignore:eager_offload. compiled code waits:RuntimeWarning")
-@pytest.mark.long
-def test_a_compiled_module_offloads_inside_of_its_graphs(offload: eo.Offload, tmp_path: Path) -> None:
-    compiled = functools.partial(torch.compile, backend="aot_eager")
-    expected = fit(tmp_path, None, wrap=compiled)
-    found = fit(tmp_path, OffloadCallback(offload), wrap=compiled)
-    assert exact(expected, found, offload).compiled_regions > 0
-
-
-@pytest.mark.long
-def test_inductor_and_the_compiler_backend_serve_a_trainer(tmp_path: Path) -> None:
-    options = fields(tmp_path)
-    named = functools.partial(torch.compile, backend="eager_offload", options=options)
-    expected = fit(tmp_path, None, wrap=torch.compile)
-    for offload, wrap in (eo.Offload(**options), torch.compile), (eo.Offload.serving(**options), named):
-        callback = OffloadCallback(offload) if wrap is torch.compile else None
-        exact(expected, fit(tmp_path, callback, wrap=wrap), offload)
-        offload.close()
-    beside = eo.Offload(**options)  # of the configuration that the graphs are compiled for: it serves them
-    exact(expected, fit(tmp_path, OffloadCallback(beside), wrap=named), beside)
-
-
 # -- a Trainer's other callbacks --------------------------------------------------------------------------------------
 
 
@@ -187,30 +163,6 @@ def test_h24_what_hides_saved_tensors_is_warned_of_once(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="'net.blocks.1' the first of them") as warned:
         trainer_of(tmp_path, OffloadCallback(**fields(tmp_path))).fit(module, loader())
     assert len([one for one in warned if "offload_wrapper" in str(one.message)]) == 1
-
-
-# -- what it logs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [({"log_every_n_steps": 2}, [1, 3]), ({"accumulate_grad_batches": 2}, [0, 1, 2])],
-    ids=["every other", "accumulated"],
-)
-def test_figures_are_logged_every_so_many_steps_for_one_batch(
-    settings: dict[str, Any], steps: list[int], tmp_path: Path
-) -> None:
-    callback = OffloadCallback(log_metrics="all", **fields(tmp_path))
-    logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path, name="", version="")
-    fit(tmp_path, callback, batches=5, logger=logger, **settings)
-    with (tmp_path / "metrics.csv").open() as file:
-        logged = list(csv.DictReader(file))
-    stats = callback.offload.stats(synchronize=True)
-    assert [int(row["step"]) for row in logged] == steps
-    for row in logged:
-        assert float(row["offload/saved_bytes"]) == stats.saved_bytes / 5
-        assert 0 < float(row["offload/offloaded_bytes"]) <= stats.saved_bytes / 5
-    assert 0 < float(logged[-1]["offload/bytes_out"]) <= stats.bytes_out
 
 
 # -- copies, checkpoints, ranks ---------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from eager_offload.runtime.host import host_runtime
 from tests.integrations.training import (
-    FIGURES,
     cached_loss,
     exact,
     fails,
@@ -39,7 +38,6 @@ from tests.threads import collect
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = {"callback": OffloadTrainerCallback, "mixin": ForMixin}
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 LAYER = WithCallback.block
 
 
@@ -112,34 +110,6 @@ def test_a_model_that_is_not_called_is_told_once_with_the_reason(tmp_path: Path)
         (said,) = [str(one.message) for one in caught if "eager_offload" in str(one.message)]
         assert "LlamaForCausalLM is not trained by model(x)" in said
         assert "OffloadTrainerMixin" in said
-
-
-# -- what is logged ---------------------------------------------------------------------------------------------------
-
-
-class Tracker(TrainerCallback):
-    """Notes what it is given, as those of ``report_to`` do."""
-
-    def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        self.logged.append(dict(logs))
-
-
-@every_kind
-def test_figures_are_in_the_history_and_with_callbacks_behind(kind: Any, tmp_path: Path) -> None:
-    given, tracker = kind(eo.Offload(**fields(tmp_path)), log_metrics="all"), Tracker()
-    trainer = trainer_of(tmp_path, given, callbacks=[tracker], max_steps=4, logging_steps=2)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [2, 4]
-    for entry, logs in zip(steps, tracker.logged, strict=False):
-        assert {**logs, "step": entry["step"]} == entry
-        assert entry["offload/saved_bytes"] > 0
-    assert sum(2 * entry["offload/saved_bytes"] for entry in steps) == given.offload.stats().saved_bytes
-    assert not FIGURES & trainer.state.log_history[-1].keys(), "the summary is of no step"
-    assert "train_loss" in trainer.state.log_history[-1]
 
 
 # -- failure, and going on --------------------------------------------------------------------------------------------
@@ -318,28 +288,3 @@ def test_the_callback_refuses_what_is_compiled_around_it(
     trainer = trainer_of(tmp_path, OffloadTrainerCallback(**fields(tmp_path)), torch_compile_backend="aot_eager")
     with pytest.raises(eo.ConfigError, match=rf"{option}=True.*OffloadTrainerMixin.*{variable}"):
         trainer.train()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("_nothing_compiled_before")
-def test_inductor_by_the_arguments_and_our_backend_in_place(tmp_path: Path) -> None:
-    small = {"num_hidden_layers": 1}
-    expected = run(trainer_of(tmp_path, None, llama(**small), torch_compile=True))
-    assert expected.owner.args.torch_compile_backend == "inductor"
-
-    torch._dynamo.reset()
-    given: Any = ForMixin(eo.Offload(**fields(tmp_path)))
-    stats = exact(expected, run(trainer_of(tmp_path, given, llama(**small), torch_compile=True)), given.offload)
-    assert stats.compiled_regions == 3
-    assert "unpinned" not in stats.fallbacks
-
-    torch._dynamo.reset()
-    model = llama(**small)
-    model.compile(backend="eager_offload", options=fields(tmp_path))
-    given = OffloadTrainerCallback(eo.Offload.serving(**fields(tmp_path)), log_metrics="all")
-    found = run(trainer_of(tmp_path, given, model))
-    stats = exact(expected, found, given.offload)
-    assert stats.compiled_regions == 3
-    assert sum(entry["offload/saved_bytes"] for entry in found.logged) == stats.saved_bytes > 0
-    given.offload.close()

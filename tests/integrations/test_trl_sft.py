@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 import eager_offload as eo
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from tests.integrations.training import exact, fields
-from tests.integrations.transformers_training import ForMixin, checkpointing, llama, run, settings
+from tests.integrations.transformers_training import ForMixin, llama, run, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,15 +64,6 @@ def test_parameters_are_equal_and_figures_beside_those_of_trl(lora: bool, tmp_pa
         exact(expected, found, offload)
         assert found.logged[0]["offload/device_peak_mib"] > 0
         assert "mean_token_accuracy" in found.owner.state.log_history[0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_lora_and_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    changes = {"lora": True, **checkpointing(use_reentrant=reentrant)}
-    expected = run(sft(tmp_path, **changes))
-    given = ForMixin(offload := eo.Offload(**fields(tmp_path)))
-    exact(expected, run(sft(tmp_path, given, **changes)), offload)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload.observe.timeline import SliceKind
@@ -24,12 +23,10 @@ from tests.observe.steps import (
     Net,
     assert_sound,
     of,
-    saved,
     step,
     traced,
     traced_step,
 )
-from tests.programs.parts.wrappers import two
 from tests.threads import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
@@ -150,36 +147,6 @@ def test_what_is_too_much_is_counted_and_the_last_sample_stays(
     assert sum(group.count for group in trace.saved) == len(trace.memory) == 5
     assert trace.memory[-1][1:] == (0, 0, 0, 0)
     assert trace.dropped > trace.stats["saved_tensors"] - 5 > 0
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_lies_inside_the_backward_that_asks_for_it(
-    path: Path, reentrant: bool, net: Net, offload: eo.Offload
-) -> None:
-    def work() -> None:
-        x = torch.ones(64, 64, requires_grad=True)
-        with offload:
-            for layer in net.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-        x.sum().backward()
-
-    trace = traced(offload, path, work)
-    assert_sound(trace)
-    assert len([one for one in trace.slices if one.name == "Layer"]) == 2, "forward, and again in backward"
-
-
-def test_wrappers_are_counted_by_what_is_inside(path: Path, disk: DiskBackend) -> None:
-    offload = disk.offload()
-
-    def work() -> None:
-        x = two(lambda number: torch.full((64, 64), float(number))).requires_grad_()
-        with offload:
-            loss = (x.sin() * x.cos()).exp().sum()
-        loss.backward()
-
-    trace = traced(offload, path, work)
-    assert saved(trace, "offloaded") == trace.stats["offloaded_bytes"] > 0
-    assert saved(trace, "shared") == trace.stats["shared_bytes"]
 
 
 def test_a_second_trace_begins_anew(path: Path, net: Net, offload: eo.Offload) -> None:

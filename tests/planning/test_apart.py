@@ -81,21 +81,6 @@ def test_inside_of_a_context_nothing_is_seen_of_it(reentrant: bool | None, tmp_p
     offload.close()
 
 
-def test_hooks_of_others_are_put_back_too() -> None:
-    model, x = wide()
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        planned(model, x)
-        assert packed == []
-        model(x)
-    assert packed
-
-
 class Drawing(nn.Module):
     """Draws numbers that steer, while another thread draws too."""
 

@@ -6,7 +6,6 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -239,27 +238,3 @@ def test_checkpoints_leave_nothing_behind_whatever_happens() -> None:
     with pytest.raises(eo.ConfigError, match=r"a module 'parts\.7', which this one does not have"):
         checkpointed(model, ["parts.0", "parts.7"]).__enter__()
     assert state_of(model) == before
-
-
-def test_copies_that_are_made_meanwhile_have_no_checkpoints_and_wrapped_models_have_their_names() -> None:
-    model, x = Dropping(), torch.randn(8, 32)
-    most, wrapper = packs(lambda: model(x)), nn.Module()
-    wrapper.module = model
-    with checkpointed(wrapper, ["parts.0"]):
-        assert len(packs(lambda: model(x))) < len(most)
-        copied = copy.deepcopy(model)
-        assert packs(lambda: copied(x)) == most
-    assert state_of(copied)[:2] == state_of(model)[:2]
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
-def test_what_is_put_around_a_checkpointed_module_meanwhile_stays() -> None:
-    model, x = Dropping(), torch.randn(8, 32)
-    most = packs(lambda: model(x))
-    with ExitStack() as region:
-        with checkpointed(model, ["parts.0"]):
-            offload = eo.Offload(skip=["parts.0"])
-            offload.skip_in(model)
-            region.callback(offload.close)
-        assert packs(lambda: model(x)) == most, "the checkpoint is not in force any more"
-    assert packs(lambda: model(x)) == most

@@ -16,7 +16,6 @@ from eager_offload.core.budget import hidden
 from eager_offload.core.step_table import Fate, StepTable
 from eager_offload.planning.replay import Replay
 from tests.planning.programs import CONFIG, Made, Stack, budget_of, planned, shared, simulated, slow, small, wide
-from tests.programs import architectures as models
 from tests.simulation.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,8 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OFF, OFF_PEAK = 0.005, 0.01
 
 
-def _made(model: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]]) -> Made:
-    return lambda: (model(), batch(1))
+class Convolutions(nn.Sequential):
+    """With BatchNorm, which writes to the statistics that it has saved; (batch, 8, 16, 16) to a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()  # type: ignore[no-any-return]
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    kinds = [(nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for _ in range(6)]
+    return Convolutions(*(layer for three in kinds for layer in three)), torch.randn(4, 8, 16, 16)
 
 
 #: Each makes a model and what that is called with.
@@ -34,8 +42,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "stack": wide,
     "long stack": lambda: (Stack(4, 32, 4, 2, 64), wide()[1].repeat(2, 1)),
     "shared": shared,
-    "llama": _made(models.llama, models.words),
-    "resnet": _made(models.ResNet, models.images),
+    "convolutions": convolutions,
 }
 
 

@@ -138,7 +138,6 @@ def test_fields_that_do_not_contradict_it_are_taken(half: eo.Plan) -> None:
         ("MIN_BYTES", "2KiB"),
         ("PREFETCH_BYTES", "1MiB"),
         ("POLICY", "free"),
-        ("MAX_SLOWDOWN", "0.05"),
     ],
 )
 def test_a_variable_that_a_plan_was_not_made_for_is_an_error(

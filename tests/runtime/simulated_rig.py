@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eager_offload.errors import TransferError
 from eager_offload.runtime.base import Direction, Layout
 from eager_offload.tiers.base import Slot
 from eager_offload.tiers.memory import view_of
@@ -43,33 +42,26 @@ class MemorySlot(Slot):
 
 
 class DistantSlot(Slot):
-    """Bytes that only the slot can reach, and that fail on demand."""
+    """Bytes that only the slot can reach."""
 
     tier: ClassVar[str] = "disk"
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, ())
         self.bytes = b""
-        self.failing = False
 
     @property
     def region(self) -> ByteRegion:
         return ByteRegion(("distant", id(self)), 0, self.nbytes)
 
     def write(self, source: Tensor) -> None:
-        self._fail()
         self.bytes = bytes(source.tolist())
 
     def read(self, target: Tensor) -> None:
-        self._fail()
         target.copy_(torch.tensor(list(self.bytes), dtype=torch.uint8))
 
     def memory(self) -> memoryview:
         raise AssertionError("these bytes have no address")
-
-    def _fail(self) -> None:
-        if self.failing:
-            raise TransferError("no", errno=5, tier=self.tier, nbytes=self.nbytes)
 
 
 def flat(tensor: Tensor) -> Tensor:

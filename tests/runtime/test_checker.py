@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -123,17 +122,6 @@ def test_the_verdict_equals_that_of_reachability(compact_at: int, monkeypatch: p
 # -- what is reported, and what is forgotten -------------------------------------------------------------------------
 
 
-def test_what_came_before_an_ordered_write_is_not_reported_beside_it() -> None:
-    checker = Checker()
-    checker.write(Operation("a", (), (BLOCK,), "write"))
-    checker.write(Operation("a", (BLOCK,), (), "read"))
-    checker.write(Recorded("a", event := Event()))
-    checker.write(Waited("b", event))
-    checker.write(Operation("b", (), (BLOCK,), "ordered write"))
-    checker.write(Operation("c", (), (BLOCK,), "late write"))
-    assert [race.earlier.what for race in checker.violations if race.earlier is not None] == ["ordered write"]
-
-
 def test_the_report_says_who_where_and_what_to_do() -> None:
     checker = Checker()
     checker.write(Operation(OUT, (BLOCK,), (SLOT,), "offload"))
@@ -152,27 +140,3 @@ def test_the_report_says_who_where_and_what_to_do() -> None:
         checker.write(entry)
         with pytest.raises(OrderingError, match="never recorded"):
             checker.assert_clean()
-
-
-def test_h25_memory_stays_bounded_over_many_steps() -> None:
-    checker = Checker()
-    sizes = set()
-    for step in range(20_000):
-        event = Event()
-        region = ByteRegion("device", 64 * (step % 97), 64 * (step % 97) + 64 + step % 13)
-        checker.write(Operation(MAIN, (), (region,), "produce"))
-        checker.write(Recorded(MAIN, event))
-        checker.write(Synchronized(event))
-        if step % 1000 == 999:
-            sizes.add(checker.cells)
-    checker.assert_clean()
-    assert max(sizes) < 1000
-
-
-def test_h25_an_event_that_nothing_holds_is_forgotten() -> None:
-    checker = Checker()
-    event = Event()
-    checker.write(Recorded(MAIN, event))
-    gone = weakref.ref(event)
-    del event
-    assert gone() is None

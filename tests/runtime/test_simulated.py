@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eager_offload.errors import TransferError
-from tests.runtime.simulated_rig import DistantSlot, Rig, flat
+from tests.runtime.simulated_rig import Rig, flat
 from tests.simulation.checker import Checker, OrderingError
 from tests.simulation.log import WrittenLog
 from tests.simulation.simulated import SimulatedRuntime, SimulatedStream
-from tests.simulation.timeline import StreamSpan
 
 
 @pytest.fixture
@@ -69,24 +67,6 @@ def test_the_full_way_is_exact_and_lacks_each_of_its_edges_in_turn(at_once: bool
         assert all(race.earlier.number < index <= race.later.number for race in lacking.violations)
 
 
-# -- the end of a transfer --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["wait", "synchronize"])
-def test_h27_a_failed_transfer_is_raised_where_it_is_waited_for(rig: Rig, how: str) -> None:
-    source, slot = torch.randn(16), DistantSlot(64)
-    slot.failing = True
-    before = rig.runtime.record(rig.out)
-    failed = rig.runtime.copy(slot, flat(source), rig.out)
-    after = rig.runtime.record(rig.out)
-    rig.runtime.synchronize(before)
-    for _ in range(2):
-        with pytest.raises(TransferError):
-            rig.runtime.synchronize(failed) if how == "synchronize" else rig.runtime.wait(rig.main, failed)
-    assert rig.runtime.query(failed)
-    rig.runtime.synchronize(after)
-
-
 # -- copies run as late as the ordering allows, so a missing edge gives wrong bytes -----------------------------------
 
 
@@ -126,36 +106,3 @@ def test_h17_h18_copies_run_as_late_as_the_order_allows(ordered: bool, rig: Rig)
     if ordered:
         runtime.wait(rig.main, runtime.record(rig.inward))  # compute after the reload
     assert bool(early.clone().eq(9).all()) == ordered
-
-
-# -- the clock: how long things take, what stalls and what overlaps ---------------------------------------------------
-
-
-def test_work_takes_its_bytes_over_their_rate_and_compute_stalls_for_as_long_as_it_waits() -> None:
-    runtime = SimulatedRuntime(out_bandwidth=1024.0, in_bandwidth=2048.0, compute_rate=1024.0, launch_seconds=0.0)
-    rig = Rig(runtime)
-    slot, source, target = rig.slot(1024), torch.zeros(256), rig.target(1024)
-    runtime.advance(rig.main, 0.25, "first")
-    runtime.wait(rig.out, runtime.record(rig.main))
-    runtime.copy(slot, flat(source), rig.out)
-    out = runtime.record(rig.out)
-    runtime.copy(target, slot, rig.inward)
-    inward = runtime.record(rig.inward)
-    assert (out.time, inward.time) == (1.25, 0.5)
-    assert not runtime.query(out)
-    runtime.synchronize(inward)
-    assert (runtime.now, runtime.query(out), runtime.query(inward)) == (0.5, False, True)
-    runtime.wait(rig.main, out)
-    assert runtime.timeline.stall_seconds == 0.0, "no work waits yet"
-    runtime.advance(rig.main, 0.5, "second")
-    assert runtime.timeline.spans == [
-        StreamSpan(rig.main, 0.0, 0.25, "first", 0, False),
-        StreamSpan(rig.out, 0.25, 1.25, "offload", 1024, True),
-        StreamSpan(rig.inward, 0.0, 0.5, "reload", 1024, True),
-        StreamSpan(rig.main, 0.5, 1.25, "stall", 0, False),
-        StreamSpan(rig.main, 1.25, 1.75, "second", 0, False),
-    ]
-    assert (runtime.timeline.stall_seconds, runtime.timeline.host_wait_seconds) == (0.75, 0.5)
-    with runtime.checked():
-        source + source
-    assert (runtime.timeline.spans[-1].what, runtime.timeline.spans[-1].seconds) == ("aten.add.Tensor", 3.0)

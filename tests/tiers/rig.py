@@ -17,7 +17,7 @@ from eager_offload.tiers.forking import ReentrantLock
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import anonymous_slab
 from eager_offload.tiers.pool import Pool
-from tests.tiers.files import Cached, Watched
+from tests.tiers.files import Watched
 
 MIB = 1 << 20
 
@@ -97,7 +97,7 @@ class Made:
     """A tier of one kind, what it takes its room from, and its locks.
 
     Args:
-        kind: ``"host"``, ``"disk"`` or ``"page cache"`` (a disk without direct I/O).
+        kind: ``"host"`` or ``"disk"``.
         one_slab: whether room of all of ``budget`` is taken at once, and all slots are cut from that.
     """
 
@@ -109,7 +109,7 @@ class Made:
             self.tier = HostTier(self.owner, budget)
         else:
             Watched.opened.clear()
-            self.owner = self.tier = DiskTier(directory, budget, file_type=Cached if kind == "page cache" else Watched)
+            self.owner = self.tier = DiskTier(directory, budget, file_type=Watched)
             self.files = list(Watched.opened)
         if one_slab:
             reserve(self.tier, 4096)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eager_offload.errors import CapacityError, ConfigError, TransferError
+from eager_offload.errors import ConfigError, TransferError
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.memory import PAGE, anonymous_slab
+from eager_offload.tiers.memory import anonymous_slab
 from eager_offload.tiers.spill import FLOOR_BYTES, FLOOR_SHARE, Usage
 from tests.simulation.log import region_of
 from tests.tiers.files import Cached, Halting, Picky, Watched, failure
@@ -47,17 +47,6 @@ def test_h27_the_page_cache_keeps_nothing_even_without_direct_io(directory: Path
     assert file.cached_pages() == 0
     assert torch.equal(content(slot), source)
     assert file.cached_pages() == 0
-
-
-def test_h27_asking_what_the_page_cache_has_brings_nothing_in(directory: Path) -> None:
-    tier, file = open_tier(directory)
-    slot = stored(tier, noise(MIB))
-    assert file.written >= slot.nbytes
-    file.set_direct(False)
-    # A read that does not wait would have the page read ahead, and find it the next time, or at once.
-    assert not any(file.is_cached(page * PAGE) for page in range(MIB // PAGE) for _ in range(8))
-    assert file.read_into(memoryview(bytearray(100)), 5 * PAGE) == 100
-    assert file.is_cached(5 * PAGE)
 
 
 def test_h27_a_device_that_asks_for_more_alignment_than_the_probe_found_gets_it(directory: Path) -> None:
@@ -121,18 +110,6 @@ def test_h33_a_neighbour_that_changes_while_it_leaves_is_not_taken_for_a_fault_o
     assert not torch.equal(source, noise(100_000))
     assert equal([slot], [0])
     assert file.written >= 100_000
-
-
-def test_measuring_moves_little_and_leaves_no_trace(directory: Path) -> None:
-    tier, file = open_tier(directory)
-    state = torch.get_rng_state()
-    first = tier.measure()
-    assert torch.equal(torch.get_rng_state(), state), "the next dropout would differ"
-    assert 0 < file.written <= 65 * MIB
-    assert min(first.out.median, first.back.median) > 0
-    assert tier.used_bytes == 0
-    with pytest.raises(CapacityError, match="no room"):
-        DiskTier(directory, MIB).measure()
 
 
 # -- room -------------------------------------------------------------------------------------------------------------

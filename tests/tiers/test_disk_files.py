@@ -80,10 +80,3 @@ def test_where_files_have_names_at_first_an_interrupt_leaves_none(
     if call == "open":  # what was interrupted is the call that would have told the descriptor
         os.close(opened[0])
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_without_a_budget_the_tier_takes_a_share_of_what_is_free(directory: Path) -> None:
-    tier = DiskTier(directory, None)
-    free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
-    assert 0 < tier._budget < free
-    assert equal([stored(tier, noise(5000))], [0])

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from eager_offload.tiers.base import MustGrow
-from eager_offload.tiers.host import HostTier
-from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.pool import Pool
 from tests.simulation.log import region_of
 from tests.threads import on_a_thread
 from tests.tiers.files import failure
-from tests.tiers.rig import MIB, Made, System, Verdicts, equal, noise, reserve, stored
+from tests.tiers.rig import MIB, Made, equal, noise, stored
 
 WAITS = 60  # seconds, for what comes at once where all is well
 
@@ -74,17 +71,6 @@ def test_h41_two_threads_that_need_growth_at_once_take_one_where_one_does(what: 
     assert made.taken_bytes == (64 * MIB if what == "disk" else MIB)
 
 
-def test_what_another_thread_has_taken_of_a_budget_meanwhile_is_not_taken_twice(pool: Pool, system: System) -> None:
-    tier, other = HostTier(pool, 4 * MIB), HostTier(pool, 64 * MIB)
-    reserve(tier, 2 * MIB)
-    taken = []
-    system.meanwhile = lambda: taken.append(on_a_thread(lambda: reserve(tier, 2 * MIB)))
-    assert tier.reserve(3 * MIB) is None
-    assert tier.used_bytes == tier.held_bytes == tier.peak_bytes == 2 * MIB
-    assert len(system.alive) == 1, "the slab is back"
-    assert other.used_bytes == 0
-
-
 @pytest.mark.parametrize("what", ["an interrupt", "a refusal", "another growth", "a close"])
 def test_h10_what_ends_a_growth_leaves_nothing_behind(what: str, made: Made) -> None:
     tier, reached = made.tier, []
@@ -117,41 +103,3 @@ def test_h10_what_ends_a_growth_leaves_nothing_behind(what: str, made: Made) -> 
     assert tier.held_bytes == made.taken_bytes or what == "an interrupt", "a file keeps what an interrupt gave it"
     assert equal([on_a_thread(lambda: stored(tier, noise(10 * MIB)))], [0])
     assert tier.held_bytes == made.taken_bytes <= 64 * MIB
-
-
-def test_what_is_at_hand_takes_nothing_from_the_system(made: Made) -> None:
-    tier = made.tier
-    with pytest.raises(MustGrow):
-        tier.at_hand(8192)
-    assert tier.held_bytes == tier.peak_bytes == made.taken_bytes == 0
-    slot = reserve(tier, 8192)
-    other = tier.at_hand(8192)
-    assert other is not None
-    assert region_of(other) != region_of(slot)
-    assert tier.peak_bytes == 2 * 8192
-    assert tier.at_hand(256 * MIB) is None, "the budget has no room, and the system need not be asked"
-
-
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_call_in_the_midst_of_a_change_changes_nothing(kind: str, directory: Path) -> None:
-    """Of a signal handler, say, or of a finalizer of what dies then; a question of a fence comes in the midst of it."""
-    made, verdicts = Made(kind, directory, MIB, one_slab=True), Verdicts()
-    tier, asked = made.tier, list[tuple[int, int]]()
-    doomed = [reserve(tier, 8192), reserve(tier, 8192)]
-    stored(tier, noise(8192)).fences += (verdicts.fence("reload"),)
-
-    def meanwhile() -> None:
-        doomed.clear()
-        tier.restart_peak()
-        asked.append((tier.used_bytes, tier.held_bytes))
-        for take in (tier.at_hand, tier.reserve):
-            with pytest.raises(RuntimeError, match="in the midst of a call"):
-                take(8192)
-
-    verdicts.meanwhile = meanwhile
-    slot = stored(tier, noise(250 * PAGE, 1))  # for which what is free has to be joined
-    assert asked == [(2 * 8192, MIB)]
-    assert (tier.used_bytes, tier.held_bytes) == (slot.nbytes, MIB)
-    others = [stored(tier, noise(8192, seed)) for seed in (2, 3)]
-    assert len({region_of(one) for one in (slot, *others)}) == 3
-    assert equal([slot, *others], (1, 2, 3))

@@ -90,20 +90,6 @@ def test_memory_is_refused_where_no_descriptor_is_free_to_look_with(
     assert tier.reserve(64 * MIB) is not None
 
 
-def test_looks_are_few_far_from_the_limit_and_more_near_it(readings: Readings) -> None:
-    readings.available, readings.total = 800 * GIB, 1024 * GIB
-    bound = HostBound()
-    for _ in range(1000):
-        bound.admit(64 * MIB, 0)
-    assert readings.looks <= 1000 // 16
-    readings.available = 65 * GIB
-    bound.forget()
-    before = readings.looks
-    for _ in range(8):
-        bound.admit(64 * MIB, 0)
-    assert 1 < readings.looks - before <= 8
-
-
 def test_h26_what_was_refused_is_refused_again_without_a_look_but_not_for_ever_and_not_less(
     readings: Readings,
 ) -> None:
@@ -168,14 +154,3 @@ def test_a_budget_that_follows_the_machine_is_half_of_what_there_is_and_more_whe
     slots.append(tier.reserve(32 * MIB))
     assert slots[-1] is not None, "what is held serves on"
     assert tier.reserve(GIB) is None
-
-
-def test_a_call_that_must_not_wait_is_refused_without_a_look_where_the_last_look_has_refused(
-    readings: Readings,
-) -> None:
-    tier, _ = guarded(readings)
-    slots = fill(tier, 64 * MIB)
-    looks = readings.looks
-    assert tier.at_hand(64 * MIB) is None
-    assert readings.looks == looks
-    assert slots

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.tiers.pool import ExactSizes, Pool, PowersOfTwo, SlabSizes
 from tests.sampling import search
 from tests.simulation.log import region_of
-from tests.threads import collect
 from tests.tiers.files import failure
 from tests.tiers.rig import MIB, Made, System, Verdicts, noise, reserve, stored
 
@@ -82,40 +79,6 @@ def pages_of(slot: Slot) -> range:
 
 def largest_hole(uses: list[set[Fence] | None]) -> int:
     return max(map(len, "".join("x" if use is None else "." for use in uses).split("x")))
-
-
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_slot_takes_the_smallest_room_that_holds_it(kind: str, directory: Path) -> None:
-    tier = Made(kind, directory, MIB, one_slab=True).tier
-    slots = {pages: reserve(tier, pages * PAGE) for pages in (1, 10, 2, 6, 3, 20, 214)}
-    rooms = {pages: region_of(slots.pop(pages)) for pages in (10, 6, 20)}
-    for pages, room in ((5, 6), (7, 10), (21, None), (20, 20)):
-        slots[-pages] = slot = tier.reserve(pages * PAGE)
-        assert (slot is None) == (room is None)
-        if slot is not None:
-            assert rooms[room].start <= region_of(slot).start < region_of(slot).stop <= rooms[room].stop
-
-
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_h18_a_slot_has_the_uses_of_its_own_bytes_and_none_where_there_is_room_without(
-    kind: str, directory: Path
-) -> None:
-    verdicts = Verdicts()
-    for over in ((), ("one", "two")):
-        tier = Made(kind, directory, MIB, one_slab=True).tier
-        slots = [reserve(tier, pages * PAGE) for pages in (1, 10, 10, 10, 225)]
-        used = {name: slots.pop(1) for name in ("one", "two", "three")}
-        for name, slot in used.items():
-            slot.fences += (verdicts.fence(name),)
-        regions = {name: region_of(slot) for name, slot in used.items()}
-        used.clear()
-        del slot
-        verdicts.over = set(over)
-        for pages in (12, 8, 8) if over else (10, 4, 6):
-            slots.append(slot := reserve(tier, pages * PAGE))
-            uses = [name for name, region in regions.items() if region.start <= region_of(slot).start < region.stop]
-            assert slot.fences == tuple(verdicts.fence(name) for name in uses if name not in over)
-        assert bool(slot.fences), "what is in use serves when nothing else is left"
 
 
 def test_h18_memory_does_not_go_back_before_its_last_use_is_over(system: System) -> None:
@@ -187,48 +150,6 @@ def test_what_is_held_for_a_step_is_at_most_5_percent_more_than_it_saves(step: s
     assert sum(taken) <= 1.05 * asked
 
 
-def test_held_stays_near_used_for_ragged_sizes_that_come_and_go() -> None:
-    def check(sizes: list[int], seed: int) -> None:
-        chance = random.Random(seed)
-        pool = Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta"), idle_bytes=0)
-        slots = []
-        for nbytes in sizes:
-            slots.append(pool.allocate(nbytes))
-            if chance.random() < 0.3:
-                del slots[chance.randrange(len(slots))]
-        assert pool.used_bytes == sum(slot.nbytes for slot in slots if slot)
-        # Holes that shared slabs got from the slots that went, at most one growth step of each kind, and rounding.
-        assert pool.held_bytes <= 1.05 * sum(sizes) + MIB
-
-    search(check, st.lists(st.integers(2**16, 2**26), min_size=200, max_size=400), st.integers(0, 2**32), fixed=20)
-
-
-def test_what_an_idle_slab_has_left_of_a_smaller_request_serves_others(pool: Pool, system: System) -> None:
-    pool.allocate(10 * MIB)
-    slots = [pool.allocate(9 * MIB), pool.allocate(MIB - PAGE), pool.allocate(PAGE)]
-    assert system.sizes == [10 * MIB]
-    assert pool.used_bytes == pool.held_bytes == sum(slot.nbytes for slot in slots if slot)
-    slots.clear()
-    pool.allocate(10 * MIB)
-    assert system.sizes == [10 * MIB], "it is whole again"
-
-
-def test_h25_a_thousand_steps_leave_everything_as_it_was(made: Made) -> None:
-    tier, seen = made.tier, set()
-    collect()
-    for _ in range(1000):
-        step = [reserve(tier, nbytes) for nbytes in (100, 70_000, 300_000, 3 * MIB)]
-        step[0].write(noise(100))
-        del step
-        descriptors = len(os.listdir("/proc/self/fd"))
-        blocks = sum(file.stat.st_blocks for file in made.files)
-        seen.add((tier.used_bytes, tier.held_bytes, made.taken_bytes, len(made.system.sizes), blocks, descriptors))
-    ((used, held, taken, *_),) = seen
-    assert used == 0
-    assert held == taken <= 64 * MIB
-    assert all(file.written >= 1000 * PAGE for file in made.files)
-
-
 # -- budgets, the system, and what goes back --------------------------------------------------------------------------
 
 
@@ -265,16 +186,6 @@ def test_idle_memory_beyond_the_allowance_goes_back_at_once_and_the_rest_serves_
         assert len(system.sizes) == given, "an idle slab serves first"
     pool.release_idle()
     assert pool.held_bytes == len(system.alive) == 0
-
-
-def test_the_process_shrinks_when_memory_goes_back() -> None:
-    resident, pool = psutil.Process().memory_info, Pool(slab_bytes=8 * MIB, idle_bytes=0)
-    before = resident().rss
-    leases = [pool.lease(16 * MIB).fill_(1) for _ in range(4)]
-    assert resident().rss - before > 60 * MIB
-    leases.clear()
-    pool.poll()
-    assert resident().rss - before < 4 * MIB
 
 
 def test_a_system_without_room_is_no_room_for_a_slot_and_an_error_for_a_lease(pool: Pool, system: System) -> None:

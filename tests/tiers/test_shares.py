@@ -59,31 +59,6 @@ def test_h26_budgets_by_the_machine_are_one_budget_however_many_have_it(
     assert late.reserve(4096) is None, "nor is that of another budget its own"
 
 
-def test_memory_goes_back_with_the_last_tier_and_what_only_a_closed_one_had_a_budget_for_at_once(
-    pool: Pool, system: System
-) -> None:
-    one, other = HostTier(pool, 8 * MIB), HostTier(pool, 8 * MIB)
-    slots = [stored(one, noise(3 * MIB)), reserve(other, 2 * MIB), reserve(other, 3 * MIB)]
-    del slots[1]
-    one.close()
-    one.close()
-    assert equal(slots[:1], [0]), "a slot outlives its tier"
-    assert other.held_bytes == 8 * MIB, "the other one's idle slab stays"
-    slots.append(reserve(other, 2 * MIB))
-    assert len(system.sizes) == 3
-    del slots[0]
-    assert other.held_bytes == 8 * MIB, "and so does what comes back within its budget"
-    third = HostTier(pool, 2 * MIB)
-    slots.clear()
-    other.close()
-    assert third.held_bytes == sum(slab.numel() for slab in system.alive) <= 2 * MIB
-    slots.append(reserve(third, 2 * MIB))
-    third.close()
-    assert third.held_bytes == third.used_bytes == 2 * MIB
-    slots.clear()
-    assert third.held_bytes == third.used_bytes == one.used_bytes == len(system.alive) == 0
-
-
 @pytest.mark.filterwarnings("ignore:eager_offload. tier=.host. on a CPU device")
 def test_every_offload_shares_the_memory_of_its_runtime_and_the_last_gives_it_back() -> None:
     offloads = [Offload(tier="host", min_bytes=0, keep_last_bytes=0, host_budget=GIB) for _ in range(2)]

@@ -18,11 +18,10 @@ class Api:
 
     Args:
         patch: puts torch's own back.
-        skew: bytes by which a block is off the addresses that its allocator hands out.
         can_register: whether memory can be pinned where it lies.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, skew: int = 0, can_register: bool = True) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *, can_register: bool = True) -> None:
         self._faults: dict[str, deque[Exception]] = defaultdict(deque)
         #: The calls that pin and unpin memory, in order.
         self.calls: list[str] = []
@@ -34,16 +33,13 @@ class Api:
         driver = torch.get_device_module(NAME).cudart()
 
         def empty_(*size: Any, **named: Any) -> torch.Tensor:
-            if size[1:] or type(size[0]) is not int or named.get("dtype") is not torch.uint8:
-                return empty(*size, **named)
-            if named.get("pin_memory"):
+            is_bytes = not size[1:] and type(size[0]) is int and named.get("dtype") is torch.uint8
+            if is_bytes and named.get("pin_memory"):
                 self.calls.append(f"empty_pinned {size[0]}")
                 self._fail("empty_pinned")
-            elif torch.device(named.get("device") or "cpu").type == NAME:
+            elif is_bytes and torch.device(named.get("device") or "cpu").type == NAME:
                 self._fail("empty")
-            else:
-                return empty(*size, **named)
-            return empty(size[0] + skew, **named)[skew:]
+            return empty(*size, **named)
 
         def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             if target.dtype is source.dtype is torch.uint8:

@@ -15,7 +15,7 @@ _STEPS = (
 )
 #: By the beginning of the module's path in the package; the longest that fits counts.
 _FIRST = {
-    "=simulated": "runtime/simulated runtime/checker runtime/observer",
+    "=simulated": "runtime/simulated runtime/checker",
     "=host": "host_runtime",
     "=disk": "tiers/pool tiers/disk tiers/growth tiers/interrupts tiers/disk_files",
     "": "",
@@ -24,7 +24,7 @@ _FIRST = {
     "contexts": "hazards/overlapping foreign_hooks what_is_told contract",
     "engine": "hazards/in_between hazards/copies compile/transfers compile/operations",
     "engine/captured": "",
-    "eager/gather": "hazards/copies hazards/interrupts selection",
+    "eager/gather": "hazards/copies hazards/interrupts hazards/what_is_counted",
     "eager/handles": "hazards/versions hazards/lifetime",
     "eager/keeping": "how_much_moves",
     "eager/saved_tensors": "hazards/versions hazards/copies hazards/in_between hazards/interrupts",
@@ -52,7 +52,7 @@ _FIRST = {
     "runtime/pinned": "",
     "runtime/staging": "",
     "runtime/transfer_threads": "=host",
-    "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/leases tiers/shares hazards/copies",
+    "tiers/pool": "tiers/pool tiers/growth tiers/interrupts tiers/shares hazards/copies",
     "tiers/host": "tiers/shares tiers/pool hazards/short_memory",
     "tiers/limits": "tiers/limits tiers/guard hazards/short_memory",
     "tiers/memory": "tiers/disk hazards/what_is_counted",

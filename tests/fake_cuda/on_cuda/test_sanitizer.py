@@ -17,7 +17,7 @@ def run(*arguments: str, **knobs: str) -> dict[str, Any]:
     return dict(json.loads(printed.splitlines()[-1]))
 
 
-CLEAN = ("train", "lossless", "beside another mode", "on side streams", "retained")
+CLEAN = ("train", "beside another mode", "on side streams", "retained")
 
 
 @pytest.mark.parametrize("program", CLEAN)

@@ -43,17 +43,14 @@ class Training:
         forwards: of one step, each followed by its backward: gradients are accumulated.
         scaled: whether a ``GradScaler`` leaves the optimizer's step out where gradients are not finite.
         compiled: whether a compiler runs the block.
-        fails: whether a call raises behind its backward, where it is captured.
     """
 
-    def __init__(
-        self, forwards: int = 1, *, scaled: bool = False, compiled: bool = False, fails: Callable[[], bool] = bool
-    ) -> None:
+    def __init__(self, forwards: int = 1, *, scaled: bool = False, compiled: bool = False) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model = Block().to(NAME)
         self.block: Any = torch.compile(self.model, backend="aot_eager") if compiled else self.model
-        self.rate, self._forwards, self._fails = DeviceScalar(1e-2), forwards, fails
+        self.rate, self._forwards = DeviceScalar(1e-2), forwards
         self.parameters = [*self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate.tensor, fused=True)
         self.scaler = torch.amp.GradScaler(NAME, init_scale=16.0, growth_interval=3, enabled=scaled)
@@ -63,8 +60,6 @@ class Training:
         for _ in range(self._forwards):
             loss = (self.block(x) - y).square().mean()
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if self._fails():
-            raise KeyError("of the step")
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.scaler.step(self.optimizer)

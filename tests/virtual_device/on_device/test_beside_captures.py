@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,17 +16,14 @@ from torch import Tensor
 
 from eager_offload import Offload, OffloadError
 from eager_offload.errors import (
-    CaptureInvalidatedError,
     CaptureStateError,
     HostAllocationUnderCaptureError,
     StaleEventError,
 )
-from eager_offload.graphs import make_graphed_callable
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.captures import CAPTURES, Capture, CaptureMode
 from eager_offload.runtime.pinned import unregister
 from eager_offload.tiers.memory import PAGE
-from eager_offload.torch_private import captures
 from tests.hazards.backends import assert_settled, hooks_are_gone
 from tests.hazards.programs import assert_identical
 from tests.threads import collect, on_a_thread
@@ -34,9 +31,7 @@ from tests.virtual_device import NAME, VirtualDevice
 from tests.virtual_device.api import Api
 from tests.virtual_device.backend import side_stream
 from tests.virtual_device.graphs import capturing
-from tests.virtual_device.on_device.steps import graphs_alive
 
-HERE = torch.device(NAME, 0)
 MESSAGE = "being captured into a graph.*Leave the capture out of `with offload:`"
 
 
@@ -134,51 +129,6 @@ def test_the_runtime_asks_for_nothing_in_a_capture_that_is_refused(
     collect()
     runtime.poll()
     assert len(api.registered) == (beside.slab is not None), "what has gone is unpinned after the capture"
-
-
-@pytest.mark.parametrize("voids", [False, True])
-@pytest.mark.parametrize("abandons", [False, True])
-def test_workspaces_are_forgotten_before_a_capture_and_before_its_graph_gives_its_memory_back(
-    runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch, abandons: bool, voids: bool
-) -> None:
-    """torch has a workspace for each stream, and takes it from all graphs of a stream with the first one that goes."""
-    made = list[str]()
-    forget, begin = captures.forget_workspaces, captures.begin_graph
-    monkeypatch.setattr(
-        "eager_offload.torch_private.captures.forget_workspaces", lambda: made.append("forget_workspaces") or forget()
-    )
-    monkeypatch.setattr(
-        "eager_offload.torch_private.captures.begin_graph", lambda *given: made.append("begin_graph") or begin(*given)
-    )
-    begun = runtime.begin_capture(side_stream(), CaptureMode.THREAD_LOCAL)
-    if voids:
-        with pytest.raises(RuntimeError, match="not permitted"):
-            torch.accelerator.synchronize()
-    with suppress(CaptureInvalidatedError):
-        (runtime.abandon_capture if abandons else runtime.end_capture)(begun)
-    assert made == ["forget_workspaces", "begin_graph", "forget_workspaces"]
-
-
-@pytest.mark.parametrize("where", [here, on_a_thread])
-@pytest.mark.parametrize("mode", CaptureMode)
-def test_a_graph_that_goes_in_a_capture_is_destroyed_after_it(
-    virtual: VirtualDevice, mode: CaptureMode, where: Callable[..., object]
-) -> None:
-    """And one that has gone while it ran is destroyed before it, so that the capture has its memory."""
-    alive, x, runtime = graphs_alive(virtual), torch.ones(4, device=NAME), accelerator_runtime()
-    graphs = [make_graphed_callable(lambda: x + 1) for _ in range(2)]
-    for graph in graphs:
-        graph.launch()
-    del graph
-    graphs.pop()
-    with Beside(runtime, mode):
-        assert virtual.graphs_alive == alive + 2, "the one that is held, and the capture"
-        if where is here or mode is CaptureMode.GLOBAL:
-            where(lambda: (graphs.clear(), collect(), runtime.poll()))
-            assert virtual.graphs_alive == alive + 2
-        else:
-            where(graphs.clear)
-    assert graphs_alive(virtual) == alive
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

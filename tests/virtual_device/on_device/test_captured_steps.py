@@ -38,7 +38,7 @@ from eager_offload.graphs import (
 )
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.captures import CAPTURES, AcceleratorEvent, CapturedEvent
+from eager_offload.runtime.captures import AcceleratorEvent
 from eager_offload.stats import KeepReason
 from tests.threads import collect
 from tests.virtual_device import NAME, VirtualDevice
@@ -181,82 +181,6 @@ def link(monkeypatch: pytest.MonkeyPatch, part: float, seed: int) -> None:
 
 # -- waits that are left out ------------------------------------------------------------------------------------------
 
-#: By the stream that waits, and the one of which it waits for an event.
-WAITS = {
-    "a copy out for its source": ("out", "compute"),
-    "a source for its copy out": ("compute", "out"),
-    "a copy out for the last copy back from its place": ("out", "in"),
-    "a copy back for its target": ("in", "compute"),
-    "compute for a copy back": ("compute", "in"),
-}
-
-
-class Pipeline:
-    """Three forwards, then their backwards: what leaves late takes the places of what has come back."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._weights = [(torch.randn(32, 32, generator=generator) / 8).to(NAME).requires_grad_() for _ in range(6)]
-        self.batches = [torch.randn(16, 32, generator=generator).to(NAME) for _ in range(FEW)]
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        losses = []
-        for number in range(3):
-            h = x + number
-            for weight in self._weights:
-                h = (h @ weight).tanh().exp()
-            losses.append(h.square().mean())
-        return tuple(value for loss in losses for value in torch.autograd.grad(loss, self._weights))
-
-    def capture(self, offload: Offload) -> CapturedStep:
-        return capture_step(self, (torch.zeros(16, 32, device=NAME),), offload=offload, debug=True)
-
-    def results(self, one: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-        return [value.cpu() for x in self.batches for value in one(x)]
-
-
-@pytest.fixture
-def pipeline(offloads: Callable[..., Offload]) -> Callable[[], CapturedStep]:
-    offload = offloads(max_inflight_bytes="8KiB", prefetch_bytes="16KiB", keep_last_bytes=0)
-    return lambda: Pipeline().capture(offload)
-
-
-def test_replays_of_forwards_that_overlap_are_exact(
-    virtual: VirtualDevice, pipeline: Callable[[], CapturedStep]
-) -> None:
-    step, eager = pipeline(), Pipeline()
-    assert not violations(nodes_of(step.graph._graph))
-    with virtual.replays(1):
-        assert same(eager.results(eager), eager.results(step))
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_a_wait_that_is_left_out_is_reported_and_shows(
-    name: str, virtual: VirtualDevice, pipeline: Callable[[], CapturedStep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, back = accelerator_runtime().capture_streams(torch.device(NAME, 0))
-    kinds, left_out = {out: "out", back: "in"}, list[CapturedEvent]()
-    wait_on, joins = CapturedEvent.wait_on, CapturedTransfers.join
-
-    def wait(event: CapturedEvent, stream: torch.Stream) -> None:
-        is_meant = WAITS[name] == (kinds.get(stream, "compute"), kinds.get(event.recorded_on, "compute"))
-        if is_meant and CAPTURES.of(stream) is not None:  # else the stream is not captured at all, which is an error
-            left_out.append(event)
-        else:
-            wait_on(event, stream)
-
-    def join(transfers: CapturedTransfers) -> None:  # else the capture has no end
-        monkeypatch.setattr(CapturedEvent, "wait_on", wait_on)
-        joins(transfers)
-
-    monkeypatch.setattr(CapturedEvent, "wait_on", wait)
-    monkeypatch.setattr(CapturedTransfers, "join", join)
-    step, eager = pipeline(), Pipeline()
-    assert left_out
-    assert violations(nodes_of(step.graph._graph))
-    with virtual.replays(1):
-        assert not same(eager.results(eager), eager.results(step))
-
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_compute_waits_for_what_comes_back_in_vain_before_its_memory_has_a_new_owner(
@@ -287,22 +211,6 @@ def test_compute_waits_for_what_comes_back_in_vain_before_its_memory_has_a_new_o
     if waits:
         with virtual.replays(1):
             assert torch.equal(captured(x), step(x))
-
-
-def test_streams_of_copies_that_do_not_join_are_an_error(
-    pipeline: Callable[[], CapturedStep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CapturedTransfers, "join", lambda transfers: None)
-    out, _ = accelerator_runtime().capture_streams(torch.device(NAME, 0))
-    wait_on = CapturedEvent.wait_on
-
-    def wait(event: CapturedEvent, stream: torch.Stream) -> None:
-        if event.recorded_on != out:
-            wait_on(event, stream)
-
-    monkeypatch.setattr(CapturedEvent, "wait_on", wait)
-    with pytest.raises(UnjoinedStreamError):
-        pipeline()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -399,19 +307,6 @@ def test_after_a_step_that_cannot_be_captured_everything_works(
 def within(offload: Offload, step: Callable[..., Tensor], *values: Tensor) -> Tensor:
     with offload:
         return step(*values)
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. nothing of this Offload:RuntimeWarning")
-def test_steps_that_begin_without_gradients_go_on_after_a_capture_that_failed(offloads: Any) -> None:
-    """It has left gradients in which nothing stands."""
-    trained = Training(fails=lambda: capture_status().is_capturing)
-    trained(*(value.to(NAME) for value in next(inputs(1))[:2]))
-    state = trained.state()
-    expected = trained.run(trained, state, 5)
-    for offload in (None, offloads()):
-        with pytest.raises(KeyError):
-            trained.capture(offload)
-        assert same(trained.run(trained, state, 5), expected)
 
 
 def sealed() -> CapturePool:
@@ -586,18 +481,6 @@ def test_a_copy_that_differs_is_an_error_though_the_step_has_gone_on(offloads: A
 
 
 # -- pools, streams and memory ----------------------------------------------------------------------------------------
-
-
-def test_inputs_of_a_call_do_not_overtake_the_replay_before_on_another_stream(virtual: VirtualDevice) -> None:
-    total, other = torch.zeros(8, device=NAME), torch.Stream(device=NAME)
-    step = capture_step(lambda x: total.add_(x), (torch.ones(8, device=NAME),), warmup=1)
-    batches = [torch.full((8,), float(number), device=NAME) for number in range(4)]
-    torch.accelerator.synchronize()
-    for number, x in enumerate(batches):
-        with other if number % 2 else torch.Stream(device=NAME), virtual.slow_compute(0.005, add=0.02):
-            step(x)
-    torch.accelerator.synchronize()
-    assert total.unique().tolist() == [7.0]
 
 
 def test_a_graph_takes_less_of_the_device_with_offload_and_hands_memory_on(offloads: Any) -> None:

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 from eager_offload.tiers.memory import PAGE, anonymous_slab
 from eager_offload.torch_private.captures import host_registration
@@ -65,24 +64,3 @@ def test_the_host_that_touches_device_memory_dies_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode < 0
     assert "the host touched its memory at 0x" in done.stderr
-
-
-# -- operators --------------------------------------------------------------------------------------------------------
-
-
-def test_what_draws_numbers_takes_one_from_the_generator_and_does_not_wait(virtual: VirtualDevice) -> None:
-    def draws() -> list[Tensor]:
-        return [torch.randn(5, device=NAME), torch.nn.functional.dropout(ones, 0.5), torch.rand(5, device=NAME)]
-
-    ones = torch.ones(1 << 10, device=NAME)
-    torch.manual_seed(3)
-    with virtual.held():
-        waits = virtual.host_waits
-        first = draws()
-        assert virtual.host_waits == waits
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    assert all(torch.equal(one, other) for one, other in zip(first, draws(), strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(first[0], draws()[0])
-    assert 400 < (first[1] == 2).sum().item() < 624

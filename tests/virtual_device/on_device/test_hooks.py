@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from eager_offload.observe.timeline import SliceKind
 from eager_offload.observe.trace import read_trace
-from eager_offload.planning.machine import measure
 from eager_offload.runtime.accelerator import accelerator_runtime
 from eager_offload.runtime.base import Direction
 from tests.virtual_device import NAME, VirtualDevice
@@ -71,16 +70,6 @@ def test_no_step_that_is_traced_makes_the_host_wait_and_each_copy_is_timed(
     assert kinds[SliceKind.COMPUTE] > STEPS
     assert all(0 <= one.start <= one.stop <= trace.seconds for one in trace.slices)
     assert kinds[SliceKind.OFFLOAD] == (stats.offloaded_tensors if tells_time else 0)
-
-
-def test_stalls_that_nobody_asks_about_hold_no_events(virtual: VirtualDevice, offloads: Any) -> None:
-    offload = offloads(prefetch_bytes=1)
-    with virtual.slow_links(bandwidth=2e8):
-        train(offload, virtual)
-        with virtual.noted() as calls:
-            train(offload, virtual)
-    assert calls.count("make_event") < sum(call.startswith("copy") for call in calls) / 8
-    assert offload.stats(synchronize=True).stall_seconds > 0
 
 
 def test_compute_stalls_for_a_reload_while_the_host_goes_on(virtual: VirtualDevice, offloads: Any) -> None:
@@ -166,13 +155,6 @@ def test_copies_that_a_slow_link_cannot_make_in_time_hold_no_sources(
         plain, offload = peak(nullcontext()), offloads(tier=tier)
         assert max(peak(offload) for _ in range(2)) <= plain + 6 * MIB, "two copies and one target"
     assert offload.stats(synchronize=True).bytes_out > 0
-
-
-def test_products_are_timed_until_the_device_has_made_them(virtual: VirtualDevice) -> None:
-    """What is measured is the device's own speed, not that at which the host hands work over."""
-    with virtual.slow_compute(0.0, mm=0.03):
-        found = measure(torch.device(NAME, 0))
-    assert 0 < found.single_flops <= 2 * 4096**3 / 0.03, "a product of the largest size"
 
 
 # -- a device that is full, by its own account ------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from eager_offload.graphs import GraphCaptureGuard
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
 from eager_offload.runtime.base import Direction
-from eager_offload.runtime.pinned import register, unregister
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
-from eager_offload.tiers.pool import Pool, PowersOfTwo
+from eager_offload.tiers.pool import Pool
 from tests.hazards.backends import assert_settled
 from tests.hazards.programs import Settled
 from tests.processes import printed_by
@@ -50,29 +49,6 @@ def runtime(api: Api) -> Iterator[AcceleratorRuntime]:
 
 def tier_of(runtime: AcceleratorRuntime) -> HostTier:
     return HostTier(Pool(runtime.host_buffer, sizes=runtime.slab_sizes()), GIB)
-
-
-@pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE, 5 * MIB + PAGE])
-def test_a_slab_is_registered_to_the_byte_and_the_page(api: Api, runtime: AcceleratorRuntime, nbytes: int) -> None:
-    slab, pageable = runtime.host_buffer(nbytes), runtime.host_buffer(nbytes, pin_memory=False)
-    assert (slab.shape, slab.dtype, pageable.shape) == ((nbytes,), torch.uint8, (nbytes,))
-    assert api.registered == {slab.data_ptr(): nbytes}
-    assert slab.data_ptr() % PAGE == pageable.data_ptr() % PAGE == 0
-    assert (slab.is_pinned(), pageable.is_pinned()) == (True, False)
-    assert api.calls == [f"register {PAGE}", "unregister", f"register {nbytes}"]
-
-
-@pytest.mark.parametrize("skew", [0, 64])
-def test_a_machine_that_cannot_register_pins_through_torch(
-    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, skew: int
-) -> None:
-    api = Api(monkeypatch, can_register=False, skew=skew)
-    runtime = AcceleratorRuntime()
-    slabs = [runtime.host_buffer(MIB) for _ in range(3)]
-    once = [f"empty_pinned {MIB}", *([f"empty_pinned {MIB + PAGE - 1}"] if skew else [])]
-    assert api.calls == once * 3, "room to spare would double the slab"
-    assert all(slab.data_ptr() % PAGE == 0 and slab.shape == (MIB,) and slab.is_pinned() for slab in slabs)
-    assert isinstance(runtime.slab_sizes(), PowersOfTwo)
 
 
 def test_a_slab_is_unregistered_before_its_pages_go_and_not_in_its_finalizer(
@@ -111,15 +87,6 @@ def test_a_slab_that_cannot_be_unregistered_is_kept_until_it_can(api: Api, runti
     runtime.poll()
     assert not api.registered
     assert pages() is None
-
-
-def test_an_error_of_the_driver_is_that_of_the_call(virtual: VirtualDevice) -> None:
-    """It stays behind until a kernel is launched, whichever accelerator that is on."""
-    pages = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=r"cudaHostRegister of 0 bytes failed with error 1"):
-        register(pages.data_ptr(), 0)
-    with pytest.raises(RuntimeError, match="cudaHostUnregister failed with error 713"):
-        unregister(pages.data_ptr())
 
 
 def test_each_slab_is_registered_by_itself_and_all_go_with_the_last_user(api: Api, runtime: AcceleratorRuntime) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from eager_offload.errors import OffloadError
 from eager_offload.runtime import accelerator
 from eager_offload.runtime.accelerator import AcceleratorRuntime, accelerator_runtime
-from eager_offload.runtime.base import ALIGNMENT, Direction, Event, Layout
+from eager_offload.runtime.base import Direction, Event, Layout
 from eager_offload.tiers.host import HostTier
 from eager_offload.tiers.memory import PAGE
 from eager_offload.tiers.pool import HostSlot, Pool
@@ -100,31 +100,6 @@ def test_h15_a_copy_costs_so_many_calls_and_the_host_does_not_wait(
     ], "events are recorded again once what they stood for is of no use to anyone"
 
 
-def test_an_event_is_recorded_again_out_of_use_and_waited_for_where_order_is_not_given_already(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    compute, out = runtime.current_stream(HERE), runtime.transfer_stream(HERE, Direction.OUT)
-    there = f"0/{out.stream_id}"
-    with virtual.held():
-        with virtual.noted() as calls:
-            first, second = runtime.record(compute), runtime.record(out)
-            assert first != second
-            runtime.wait(compute, first)
-            runtime.wait(out, first)  # before the event's next record, which the wait has nothing to do with
-            assert not runtime.query(first)
-            del first
-            again = runtime.record(compute)
-            runtime.record(runtime.current_stream(THERE))
-        assert calls.count("make_event") == 3, "an event belongs to its device"
-        assert [call for call in calls if call.startswith("wait")] == [f"wait_event {there}"]
-    runtime.synchronize(again)
-    with virtual.noted() as calls:
-        assert runtime.query(again)
-        runtime.wait(out, again)
-        runtime.synchronize(again)
-    assert calls == []
-
-
 @pytest.mark.parametrize("call", [None, "copy", "empty", "set_stream"])
 def test_h10_h30_a_copy_on_another_device_restores_what_was_selected_even_where_it_fails(
     api: Api, runtime: AcceleratorRuntime, call: str | None
@@ -164,37 +139,7 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
     assert on_threads(2, work) == [True, True]
 
 
-def test_transfer_streams_are_made_once_whichever_thread_asks_first(runtime: AcceleratorRuntime) -> None:
-    start = threading.Barrier(8)
-
-    def ask(number: int) -> int:
-        start.wait(timeout=30)
-        return id(runtime.transfer_stream(HERE, Direction.OUT))
-
-    assert len({*on_threads(8, ask)}) == 1
-    assert len({runtime.transfer_stream(device, way) for device in (HERE, THERE) for way in Direction}) == 4
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("skew", [0, 16, 7])
-def test_a_target_has_its_size_offset_and_stream_whatever_the_allocator_aligns_to(
-    virtual: VirtualDevice, monkeypatch: pytest.MonkeyPatch, skew: int
-) -> None:
-    Api(monkeypatch, skew=skew)
-    runtime, noted, before = AcceleratorRuntime(), torch.Stream(device=HERE), selection()
-    with virtual.noted() as calls:
-        target = runtime.allocate(Layout(NBYTES), HERE, noted)
-    made = [call for call in calls if call.startswith("empty")]
-    assert all(call.endswith(f" on 0/{noted.stream_id}") for call in made)
-    assert skew or made == [f"empty {NBYTES} on 0/{noted.stream_id}"], "no byte more than its size"
-    assert selection() == before
-    for nbytes in (0, 1, 4096):
-        for offset in (0, 1, 4, 16, 32, 63):
-            target = runtime.allocate(Layout(nbytes, offset), HERE, noted)
-            assert (target.shape, target.dtype) == ((nbytes,), torch.uint8)
-            assert not nbytes or target.data_ptr() % ALIGNMENT == offset
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

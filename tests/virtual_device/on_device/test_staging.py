@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from eager_offload.runtime.staging import Staging
 from eager_offload.tiers.disk import DiskSlot
 from tests.hazards.backends import assert_settled, gate_before
 from tests.hazards.programs import Settled, assert_identical, assert_moved, copies_given_at_once
-from tests.programs import leaf
 from tests.programs.parts.blocks import Step
 from tests.runtime.simulated_rig import DistantSlot
 from tests.threads import collect
@@ -97,24 +96,6 @@ def test_a_step_with_checksums_and_staging_memory_for_one_tensor_at_a_time(
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_next_copies_leave_the_device_while_the_first_is_written(
-    virtual: VirtualDevice, offload: Offload, runtime: AcceleratorRuntime
-) -> None:
-    step, expected, copied = Step(1), Step(1).forward(nullcontext()).backward(), virtual.copied_bytes[0]
-    with gate_before(DiskSlot, "write") as gate:
-        step.forward(offload)
-        gate.wait_until_reached()
-        runtime.transfer_stream(HERE, Direction.OUT).synchronize()
-        offload.stats()
-        runtime.transfer_stream(HERE, Direction.OUT).synchronize()
-        left = offload.stats().offloaded_bytes
-        assert virtual.copied_bytes[0] - copied > step.x.nbytes, "several have left while nothing is on the disk yet"
-        assert offload.stats().inflight_bytes_peak == left
-    offload.stats(synchronize=True)
-    assert_identical(expected.result, step.backward().result)
-    assert_moved(assert_settled(offload))
 
 
 def test_pack_goes_on_where_all_staging_room_is_taken(
@@ -416,40 +397,3 @@ def test_h28_a_child_forked_in_mid_step_touches_nothing_of_its_parents(
     assert_identical(expected.result, step.backward().result)
     del step
     assert_moved(assert_settled(offload))
-
-
-# -- without one wait -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("thread", [None, "write", "read"])
-def test_without_the_wait_of_a_thread_for_the_device_gradients_differ(
-    virtual: VirtualDevice,
-    offload: Offload,
-    runtime: AcceleratorRuntime,
-    limited: Callable[[int], Staging],
-    monkeypatch: pytest.MonkeyPatch,
-    thread: str | None,
-) -> None:
-    """The writer's for the copy into its room, the reader's for the last copy out of its room."""
-    limited(1 << 14)
-    synchronize = runtime.synchronize
-
-    def forgetful(event: Any) -> None:
-        if thread is None or not threading.current_thread().name.endswith(f"-{thread}"):
-            synchronize(event)
-
-    def gradient(around: AbstractContextManager[object]) -> Tensor:
-        x = leaf(64, 64)  # 16 KiB
-        with around:
-            y = x
-            for _ in range(6):
-                y = (y * 1.01).sin()
-            loss = y.sum()
-        return torch.autograd.grad(loss, x)[0]
-
-    expected = gradient(nullcontext())
-    with virtual.slow_links(latency=0.01), monkeypatch.context() as patch:
-        patch.setattr(runtime, "synchronize", forgetful)
-        found = gradient(Settled(offload))
-        assert torch.equal(expected, found) is (thread is None)
-    assert offload.stats(synchronize=True).bytes_in > 0
