@@ -20,7 +20,6 @@ from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers import host as host_tier
 from eager_offload.tiers.base import LinkRates
 from eager_offload.tiers.disk import DiskTier
-from eager_offload.tiers.rates import LinkRates
 from tests.processes import printed_by
 from tests.simulation.simulated import SimulatedRuntime
 
