@@ -21,8 +21,7 @@ from eager_offload.compile.keys import hook_pair, serve_compiled_backwards, text
 from eager_offload.config import TAKES_NO_MODEL, OffloadConfig, OffloadFields, parse_size, size_text, switched_on
 from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.core.budget import Controller
-from eager_offload.core.module_calls import show_to_compilers
-from eager_offload.core.modules import MatchedModules
+from eager_offload.core.modules import MatchedModules, show_to_compilers
 from eager_offload.core.step_table import StepTable
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader

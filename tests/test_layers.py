@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "stats": {"config", "tiers", "torch_private"},
     "core": {"config", "errors", "schedule", "stats", "tiers", "torch_private"},
     "marks": {"core", "errors", "tiers", "torch_private"},
-    "modules": {"config", "core", "errors", "marks", "torch_private"},
+    "modules": {"errors", "marks", "tiers", "torch_private"},
     "contexts": {"config", "errors", "tiers", "torch_private"},
     "kernels": {"errors", "torch_private"},
     "chooser": {"config", "core", "errors", "runtime", "schedule", "stats", "tiers", "torch_private"},
@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
     "eager_offload": {
         *("chooser", "config", "core", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
     },
-    "integrations": {"config", "core", "eager_offload", "errors", "observe", "tiers", "torch_private"},
+    "integrations": {"config", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"},
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
     "running": {"config", "contexts", "errors", "observe", "offload", "stats", "tiers", "torch_private"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},

@@ -1,7 +1,7 @@
 """What the transfers of one ``Offload`` do, in one list: the engine writes it, others read it.
 
     stats      read waits, each once its device has passed it     here
-    budgets    read the waits of a step                           eager/readings.py
+    budgets    read the waits of a step                           eager/keeping.py
     traces     read everything, at once                           observe/trace.py
 
 [Note: entries of the log]

@@ -15,7 +15,7 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload, OffloadConfig
 from eager_offload.config import FIELDS
-from eager_offload.core.module_calls import ModuleCall, show_to_compilers
+from eager_offload.core.modules import ModuleCall, show_to_compilers
 from eager_offload.errors import FORKED, warn, warn_once
 from eager_offload.observe.memory import watch
 from eager_offload.torch_private.calls import module_call

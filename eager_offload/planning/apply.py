@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eager_offload.core.module_calls import ModuleCall
-from eager_offload.core.modules import INNER_MODULES, modules_by_name
+from eager_offload.core.modules import INNER_MODULES, ModuleCall, modules_by_name
 from eager_offload.errors import ConfigError, tell, warn
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward

@@ -29,7 +29,6 @@ _FIRST = {
     "eager/keeping": "how_much_moves",
     "eager/saved_tensors": "hazards/versions hazards/copies hazards/in_between hazards/interrupts",
     "eager/saving": "hazards/versions hazards/lifetime compile/transfers",
-    "eager/readings": "how_much_moves planning/settings",
     "eager/hooks": "hazards/versions contract",
     "eager/reloading": "hazards/copies hazards/in_between hazards/interrupts",
     "eager/ownership": "hazards/versions matrix",
