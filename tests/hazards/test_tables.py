@@ -236,7 +236,7 @@ def misled(backend: Backend, table: StepTable, **fields: Any) -> Offload:
     facts = [(row.nbytes, row.storage_nbytes, row.requires_grad, row.owner) for row in table.rows]
     offload, known = backend.offload(step_tables=True, **fields), KnownTable(table, facts)
     known.times = 1
-    saves = offload._hooks.saved_tensors(torch.device("cpu"))
+    saves = offload._hooks.saved_tensors(leaf(1, 1).device)
     saves.tables._known.append(known)
     saves.keeping.leaves_early = True
     return offload
