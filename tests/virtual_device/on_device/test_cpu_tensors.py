@@ -87,9 +87,9 @@ def test_h51_neither_waits_for_what_the_other_did_with_a_slot(
 ) -> None:
     made, elsewhere, used = DiskSlot.__init__, Mock(query=lambda event: False), list[int]()
 
-    def used_elsewhere(slot: DiskSlot, *arguments: Any) -> None:
+    def used_elsewhere(slot: DiskSlot, *arguments: Any, **named: Any) -> None:
         """By a runtime whose events are not over yet, as far as anybody can see."""
-        made(slot, *arguments)
+        made(slot, *arguments, **named)
         slot.fences = (*slot.fences, Fence(elsewhere, object()))
         used.append(slot.nbytes)
 
