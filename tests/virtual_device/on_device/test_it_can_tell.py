@@ -172,12 +172,10 @@ def the_sources_stay_until_their_copies_are_over(patch: pytest.MonkeyPatch) -> N
 def the_keepalive_of_targets(patch: pytest.MonkeyPatch) -> None:
     """The program does not hold what was to be written by reloads that were abandoned."""
 
-    def enqueue(
-        self: DeviceOffloader, table: dict[Transfer, object], transfer: Transfer, *rest: Any, **named: Any
-    ) -> None:
-        intact(self, table, transfer, *rest, **named)
-        if table is self._in:
-            table[transfer] = None
+    def enqueue(self: DeviceOffloader, transfer: Transfer, *rest: Any) -> None:
+        intact(self, transfer, *rest)
+        if transfer in self._in:
+            self._in[transfer] = None
 
     intact = DeviceOffloader._enqueue
     patch.setattr(DeviceOffloader, "_enqueue", enqueue)
