@@ -191,19 +191,6 @@ def test_h19_a_save_that_shares_what_has_left_holds_nothing_on_the_device(backen
 
 
 @pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
-def test_h49_what_was_never_touched_neither_travels_nor_counts(disk: Backend) -> None:
-    """Two workspaces of 40 MiB, 4 of which are touched: within newest bytes of 16 MiB nothing has to move."""
-    program = PROGRAMS["H49-workspaces-that-are-touched-in-part"]
-    for stats in same_gradients(lambda around: program(Run(around)), disk):
-        assert 8 * MIB <= stats.bytes_out <= 12 * MIB
-        assert stats.bytes_in <= 2 * stats.bytes_out
-    offload = disk.offload(keep_last_bytes=16 * MIB)
-    assert_identical(program(Run()), program(Run(offload)))
-    stats = assert_settled(offload)
-    assert (stats.bytes_out, stats.kept_bytes["newest"]) == (0, 80 * MIB)
-
-
-@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
 @pytest.mark.parametrize("saves", [4, 9, 10, 11, 32])
 def test_h49_a_step_that_saves_hardly_more_than_what_stays_is_not_moved_once_it_is_known(
     saves: int, backend: Backend
