@@ -134,7 +134,7 @@ class ResidentQueue:
     latest when the context is left. Nothing leaves before.
 
     [Note: the last save]
-    A copy serves the saves that were made before it started, and no later one: [Note: sharing] in ``eager/saving.py``.
+    A copy serves the saves that were made before it started, and no later one: [Note: sharing] in ``eager/saves.py``.
     To start it early frees nothing, since the tensor that is saved again holds the storage until then. So a storage
     stays until another one is saved; and where a step like this one has shown that it is saved again after that, until
     that save.
