@@ -54,7 +54,7 @@ def different_budgets_agree(ranks: Ranks) -> None:
     plan = eo.plan(model(), x, device=FAR, device_budget=own, recompute=True, config=config)
     assert plan.fits
     assert plan.device_budget == most - (1 + ranks.size) * gap
-    reported = (plan.device_budget, plan.again, plan.moves, str(plan))
+    reported = (plan.device_budget, plan.again, plan.moved_bytes, str(plan))
     assert ranks.gathered(reported) == [reported] * ranks.size
     assert plan.again
 
