@@ -33,7 +33,10 @@ NOT_LOOKED_UP = Path(__file__).with_name("not_looked_up.txt")
 
 #: Programs of which ``aot_eager`` alone, without an ``Offload``, has other bits than eager code: several parts of one
 #: gradient are added up in another order where one graph's backward returns some of them together.
-ADDED_UP_OTHERWISE = ("H02-compiled-graphs-in-any-order", "graph-breaks", "outputs-that-are-each-other")
+ADDED_UP_OTHERWISE = (
+    *("H02-compiled-graphs-in-any-order", "graph-breaks", "outputs-that-are-each-other"),
+    "H31-upsampling",  # which the compiler takes apart into other operators
+)
 #: Programs whose backward asks for no input of the checkpoint that has left: what it computes again is computed from
 #: what the program holds, or is not asked for.
 NOTHING_BACK_TO_A_CHECKPOINT = ("H06-tied", "outputs-that-are-inputs-and-views-of-them")
