@@ -17,8 +17,8 @@ ON_AN_H100 = {
 }
 #: Of the peak of a way of ours: which source goes before which block is asked for depends on the host's threads.
 TOLERANCE = 1 / 512
-#: Of a budget, the least and the most that steps 2 to 4 use: it is held from the fifth on, and a source that goes late in
-#: the first known step changes the fraction of the others.
+#: Of a budget, the least and the most that steps 2 to 4 use: it is held from the fifth on, and a source that goes late
+#: in the first known step changes the fraction of the others.
 USED, EXCEEDED = 0.9, 1.05
 
 
