@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eager_offload.config import OffloadConfig, size_text
+from eager_offload.errors import warn_once
 from eager_offload.tiers.forking import FinalizerRecord, ForkSafeLock
 from eager_offload.torch_private.memory import storage_key, storage_of
 
@@ -439,7 +440,7 @@ class Counters:
             self.began = time.perf_counter()
         self.step_begins |= step
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         self.step_begins = False
         self.steps += 1
         if self.stage < Stage.SIZED:
@@ -447,7 +448,7 @@ class Counters:
 
     def kept(self, reason: KeepReason, nbytes: int) -> None:
         if self.step_begins:
-            self.begin_step()
+            self._begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.kept_bytes[reason] += nbytes
@@ -465,7 +466,7 @@ class Counters:
 
     def shared(self, nbytes: int) -> None:
         if self.step_begins:
-            self.begin_step()
+            self._begin_step()
         self.saved_tensors += 1
         self.saved_bytes += nbytes
         self.shared_bytes += nbytes
@@ -528,6 +529,12 @@ class Accounts(ForkSafeLock):
         self.counters = Counters()
         #: The keys of the warnings that were given, see ``warn_once``.
         self.said: set[str] = set()
+
+    def fall_back(self, kind: str, message: str | Callable[[], str] | None) -> None:
+        """Counts a fallback, and warns with ``message`` of the first of its kind; callers hold the lock."""
+        self.counters.fall_back(kind)
+        if message is not None:
+            warn_once(kind, message, self.said)
 
 
 def kept_by_graph(region: str) -> dict[KeepReason, int]:

@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors", "schedule"},
     "tiers": {"config", "errors"},
     "runtime": {"config", "errors", "tiers", "torch_private"},
-    "stats": {"config", "tiers", "torch_private"},
+    "stats": {"config", "errors", "tiers", "torch_private"},
     "core": {"config", "errors", "schedule", "stats", "tiers", "torch_private"},
     "marks": {"core", "errors", "tiers", "torch_private"},
     "modules": {"errors", "marks", "tiers", "torch_private"},

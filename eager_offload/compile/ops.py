@@ -57,7 +57,7 @@ from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import KEPT, BytesRecord, Transfer
 from eager_offload.engine.transfer_log import GraphOffloaded
 from eager_offload.engine.transfers import Transfers
-from eager_offload.errors import CapacityError, OffloadError, warn_once
+from eager_offload.errors import CapacityError, OffloadError
 from eager_offload.marks import inside
 from eager_offload.runtime.base import ALIGNMENT, Event, Layout
 from eager_offload.stats import Counters, KeepReason
@@ -194,27 +194,23 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
 
 
 def _begin_region(transfers: Transfers, region: str, *, waits: bool) -> int:
-    counters, said = transfers.accounts.counters, transfers.accounts.said
+    accounts, counters = transfers.accounts, transfers.accounts.counters
     counters.begin(step=not contexts.thread.contexts)  # nothing of it need run inside a `with`
     counters.compiled_regions += 1
     counters.graphs.add(region)
     if waits:
-        counters.fall_back("unpinned")
-        warn_once(
+        accounts.fall_back(
             "unpinned",
             "compiled code waits for each of its transfers: the pass that would order them did not run. It runs under "
             "Inductor, unless the options of torch.compile replace post_grad_custom_post_pass: compile with "
             "offload.compile(model, ...), which keeps both",
-            said,
         )
     if inside.keeps:
-        counters.fall_back("region")
-        warn_once(
+        accounts.fall_back(
             "region",
             "compiled code moves what it saves although it is called in a no_offload() region, which changes nothing "
             "of it: its graphs are made beforehand. Begin the region inside of what is compiled (for a pattern, "
             "compile the module that it names, or one around it), or call it outside of `with offload:`",
-            said,
         )
     return counters.kept_by_graph(region)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from eager_offload.eager.handles import SavedStorage, SavedView, without_bytes
 from eager_offload.engine.transfers import Transfers
-from eager_offload.errors import warn_once
 from eager_offload.runtime.base import Layout, Stream
 from eager_offload.torch_private.calls import set_over
 from eager_offload.torch_private.memory import is_out_of_memory
@@ -30,12 +29,10 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    transfers.accounts.counters.fall_back("device_full")
-    warn_once(
+    transfers.accounts.fall_back(
         "device_full",
         f"{transfers.device} has no memory left to gather the {nbytes} bytes of a saved tensor before they leave: "
         "they stay, with the storage that they are a part of",
-        transfers.accounts.said,
     )
     return None
 

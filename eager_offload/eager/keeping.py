@@ -39,7 +39,7 @@ from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
 from eager_offload.core.step_table import Link, Step, StepLog, StepTables
 from eager_offload.engine.transfer_log import Reader, Waited
 from eager_offload.engine.transfers import Transfers
-from eager_offload.errors import ConfigError, warn_once
+from eager_offload.errors import ConfigError
 from eager_offload.runtime.base import DeviceMemory, Moment
 from eager_offload.tiers.forking import Living
 
@@ -389,12 +389,10 @@ class Keeping:
         assert controller is not None
         kept = one.log.kept
         if one.peak > budget:
-            accounts = self._transfers.accounts
-            accounts.counters.fall_back("over_budget")
             for queue in self._queues:  # what was to stay leaves, unless backward comes first
                 queue.stay_no_longer()
-            if kept == 0:
-                warn_once("over_budget", partial(self._why, one.peak, budget), accounts.said)
+            why = partial(self._why, one.peak, budget) if kept == 0 else None
+            self._transfers.accounts.fall_back("over_budget", why)
         if (known := one.log.kind) is not None:
             movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
             controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)

@@ -123,12 +123,10 @@ class Offloaders:
             except OSError as error:
                 if not lacks_descriptor(error):
                     raise
-                self._accounts.counters.fall_back("no_descriptor")
-                warn_once(
+                self._accounts.fall_back(
                     "no_descriptor",
                     f"nothing moves as long as this process has no free file descriptor ({error.strerror}): close "
                     "files, or raise the limit (ulimit -n)",
-                    self._accounts.said,
                 )
                 return KeepReason.FAILED
 

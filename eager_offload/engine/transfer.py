@@ -109,11 +109,7 @@ class CountedBytes:
         if live.on_device > counters.device_bytes_peak or live.without_offload > counters.without_offload_bytes_peak:
             counters.note_live()
         self.state, self.shared_bytes, self.asked, self.is_gone = WAITING, 0, False, False
-        if counters.step_begins:
-            counters.begin_step()
-        counters.saved_tensors += 1
-        counters.saved_bytes += nbytes
-        counters.kept_bytes[reason] += nbytes
+        counters.kept(reason, nbytes)
 
     def keep_beside(self, nbytes: int) -> None:
         """Counts ``nbytes`` bytes more as alive for as long as the owner lives."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from eager_offload.core.schedule import Rate, Windows
 from eager_offload.engine.transfer import AWAY, LEAVING, CountedBytes, Transfer
 from eager_offload.engine.transfer_log import Copied, TransferLog
-from eager_offload.errors import OffloadError, TransferError, warn_once
+from eager_offload.errors import OffloadError, TransferError
 from eager_offload.runtime.base import Direction, Event, Layout, Runtime, Stream
 from eager_offload.stats import Accounts, KeepReason
 from eager_offload.tiers.base import Fence, MustGrow, Slot, Tier
@@ -202,8 +202,7 @@ class Transfers:
                 f"{reason}. To change that, {remedy}"
             )
 
-        self.accounts.counters.fall_back(kind := f"{first.name}_to_{tier.name}")
-        warn_once(kind, message, self.accounts.said)
+        self.accounts.fall_back(f"{first.name}_to_{tier.name}", message)
 
     def _note_no_room(self, nbytes: int, fallback: str | None = None) -> None:
         """Counts, and warns once, that no tier has room; ``fallback`` says what becomes of the bytes."""
@@ -221,8 +220,7 @@ class Transfers:
                 f"The reason: {why}. To change that, {cure}"
             )
 
-        self.accounts.counters.fall_back("budget")
-        warn_once("budget", message, self.accounts.said)
+        self.accounts.fall_back("budget", message)
 
     def offload(
         self,
@@ -457,8 +455,7 @@ class Transfers:
         if is_traced:
             self.transfer_log.write(Copied(self.device, what, slot.nbytes, slot.tier, event, key))
         if runtime.ran_inline(event):
-            self.accounts.counters.fall_back("no_thread")
-            warn_once("no_thread", _NO_THREAD, self.accounts.said)
+            self.accounts.fall_back("no_thread", _NO_THREAD)
 
     def _failure_of(self, event: Event) -> OffloadError | None:
         """Returns what made a copy that is over fail, if anything."""
@@ -488,9 +485,8 @@ class Transfers:
             counters.bytes_out -= transfer.moved
             is_parents = isinstance(failure, UnderWayAtFork)  # nothing is wrong with it there
             if not is_parents:
-                self.accounts.counters.fall_back("write_failed")
                 message = f"offloading failed, {record.fallback.format(device=self.device)}: {failure}"
-                warn_once("write_failed", message, self.accounts.said)
+                self.accounts.fall_back("write_failed", message)
             record.stay(KeepReason.FAILED)
         record.on_transferred(transfer, failure)
 

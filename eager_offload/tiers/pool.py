@@ -574,8 +574,9 @@ class Pool:
 
     def _limit(self) -> int | None:
         """Returns the bytes that the quotas allow in all; ``None`` where only the machine bounds them."""
-        budgets = [quota.budget for quota in self._quotas]
-        return sum(budgets) if budgets and None not in budgets else None  # type: ignore[arg-type]
+        quotas = list(self._quotas)
+        budgets = [quota.budget for quota in quotas if quota.budget is not None]
+        return sum(budgets) if budgets and len(budgets) == len(quotas) else None
 
     def _new_slab(self, need: int, quota: Quota | None) -> MustGrow:
         """Returns the size of the slab that ``need`` calls for, or of a smaller one where that is all there is room
