@@ -396,6 +396,9 @@ class PrefetchOrder:
     A use whose graph is kept may be asked for again, as by a backward in two halves. It is *held* then: it stays
     promised until it is, as long as nothing that comes sooner needs the room. What was held last goes first.
 
+    A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large, the
+    walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
+
     The walk goes on from where it stopped, so its cost for each unpack is constant. It passes over storages that are
     gone, and over uses that this backward has asked for; where that follows no order, over uses that were asked for as
     often. The order is a hint: a use that was not promised is brought at once, and the look-ahead starts anew from
@@ -436,21 +439,18 @@ class PrefetchOrder:
                 del self._due[use]
                 self._held.pop(use, None)
 
-    def hold(self, use: Use) -> None:
-        """Has ``use``, which was asked for now and may be asked for again, stay if there is room."""
-        has_room = self.promised_bytes + use.nbytes <= self.limit or self.limit > 0 == self.promised_bytes
-        if use not in self._due and (use.storage in self.promised or has_room):
-            self._promise(use, self.unpacks)
-            self._held[use] = None
-
     def arrange(self, uses: StepUses, numbers: Iterable[int]) -> None:
         """Expects the saves of a step in this order from now on; see ``StepUses.arrange``."""
         uses.arrange(numbers)
         self._lost = True
         self._misses, self._follows_no_order = 0, False
 
-    def ask(self, uses: StepUses, use: Use, backward: int) -> Prefetch:
-        """Looks ahead from ``use``, one of ``uses``, which the backward of that number asks for now."""
+    def ask(self, uses: StepUses, use: Use, backward: int, *, again: bool = False) -> Prefetch:
+        """Looks ahead from ``use``, one of ``uses``, which the backward of that number asks for now.
+
+        Args:
+            again: whether ``use`` may be asked for again, so that it is held if there is room.
+        """
         self.unpacks += 1
         found, following = Prefetch(), use.following
         found.bring, found.drop = [], []
@@ -463,9 +463,7 @@ class PrefetchOrder:
             uses.expected, uses.is_asked = following, True
         is_promised = use in self._due
         if is_promised:
-            dropped = self._unpromise(use)
-            if dropped is not None:
-                found.drop.append(dropped)
+            self._unpromise(use, found)
         elif use is not self._next and use is not _living(self._next):
             self._expect_all_by_now()
         if self._lost or not is_promised:
@@ -482,14 +480,23 @@ class PrefetchOrder:
                 if passed_over == self.PATIENCE:
                     break
             elif ahead not in self._due:
-                is_brought = ahead.storage not in self.promised
-                is_full = is_brought and self.promised_bytes + ahead.nbytes > self.limit
-                if is_full and not self._make_room(ahead.nbytes, found):
-                    break
+                is_brought, needed = ahead.storage not in self.promised, self.promised_bytes + ahead.nbytes
+                if is_brought and needed > self.limit and (self.promised_bytes or self.limit == 0):
+                    given_up = next(reversed(self._held), None)
+                    if given_up is None:
+                        given_up, due = next(iter(self._due.items()), (None, 0))
+                        if given_up is None or self._follows_no_order or due + self.PATIENCE >= self.unpacks:
+                            break
+                    self._unpromise(given_up, found)
+                    continue  # with the same one, for which there may be room now
                 self._promise(ahead, self.unpacks + len(self._due) + 1)
                 if is_brought:
                     found.bring.append(ahead.storage)
             self._next = ahead.following
+        has_room = self.promised_bytes + use.nbytes <= self.limit or self.limit > 0 == self.promised_bytes
+        if again and use not in self._due and (use.storage in self.promised or has_room):
+            self._promise(use, self.unpacks)
+            self._held[use] = None
         return found
 
     def _judge(self, use: Use, expected: Use | None) -> None:
@@ -516,36 +523,16 @@ class PrefetchOrder:
             self.promised_bytes += use.nbytes
         promised.uses.add(use)
 
-    def _make_room(self, nbytes: int, found: Prefetch) -> bool:
-        """Gives up overdue promises, oldest first, until ``nbytes`` more fit; false where they do not.
-
-        A storage larger than the limit may be promised, alone, as it may leave alone: where activations are that large,
-        the walk would stop at each of them, and every one would come late. With a limit of 0 nothing is promised.
-        """
-        while self.promised_bytes + nbytes > self.limit and (self.promised_bytes or self.limit == 0):
-            if self._held:
-                use = next(reversed(self._held))
-            else:
-                oldest = next(iter(self._due.items()), None)
-                if oldest is None or self._follows_no_order or oldest[1] + self.PATIENCE >= self.unpacks:
-                    return False
-                use = oldest[0]
-            dropped = self._unpromise(use)
-            if dropped is not None:
-                found.drop.append(dropped)
-        return True
-
-    def _unpromise(self, use: Use) -> Stored | None:
-        """Ends a promise; returns the storage if no other promise needs it."""
+    def _unpromise(self, use: Use, found: Prefetch) -> None:
+        """Ends a promise; the storage goes if no other promise needs it."""
         del self._due[use]
         self._held.pop(use, None)
         promised = self.promised[use.storage]
         promised.uses.remove(use)
-        if promised.uses:
-            return None
-        del self.promised[use.storage]
-        self.promised_bytes -= promised.nbytes
-        return use.storage
+        if not promised.uses:
+            del self.promised[use.storage]
+            self.promised_bytes -= promised.nbytes
+            found.drop.append(use.storage)
 
 
 def _living(use: Use | None) -> Use | None:

@@ -39,7 +39,8 @@ def gather(transfers: Transfers, saved: SavedStorage) -> Tensor | None:
 
 def scatter(transfers: Transfers, view: SavedView, gathered: Tensor, stream: Stream) -> Tensor:
     """Returns new memory of ``stream`` with the gathered elements at the places that ``view`` has for them."""
-    place = transfers.runtime.allocate(view.storage.layout, transfers.device, stream)
+    layout = Layout(view.storage.footprint.nbytes, view.storage.layout.alignment_offset)
+    place = transfers.runtime.allocate(layout, transfers.device, stream)
     storage, first_byte = place.untyped_storage(), int(place.storage_offset())
     elements = _elements(storage, first_byte, view.size, view.stride, view.dtype)
     elements.copy_(_as_elements(gathered, elements))

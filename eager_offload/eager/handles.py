@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -95,14 +94,6 @@ def what_stays_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if type(tensor) is Tensor else detached(tensor)
 
 
-@dataclass(slots=True, eq=False)
-class Reload:
-    """Bytes on their way back, or there: the target, and the transfer whose event says when."""
-
-    target: Tensor
-    transfer: Transfer
-
-
 class Returned(NamedTuple):
     """A reloaded storage that was handed to autograd, where in it the footprint begins, and when it was there."""
 
@@ -126,7 +117,7 @@ class StorageRecord(BytesRecord["SavedStorage"]):
     name: Hashable
     #: That in which it waits to leave.
     queue: ResidentQueue | None
-    #: The copy that brings it back, or has.
+    #: The copy that brings it back, or has, whose event says when; ``SavedStorage.target`` is where.
     reload: Transfer | None
     #: Who saved it. Weak, since they hold the record.
     saves: weakref.ref[Any]
@@ -177,14 +168,13 @@ class SavedStorage:
     __slots__ = (
         "__weakref__",
         "aliases",
-        "alignment_offset",
         "first",
         "footprint",
         "given",
+        "layout",
         "number",
         "origin",
         "record",
-        "reload",
         "returned",
         "root",
         "saved_anew",
@@ -193,6 +183,7 @@ class SavedStorage:
         "started",
         "step",
         "stream",
+        "target",
         "times_saved",
     )
 
@@ -213,8 +204,9 @@ class SavedStorage:
         record.saves = weakref.ref(saves)
         self.origin = weak_storage(storage)
         self.footprint = footprint
-        #: The address of the footprint's first byte, modulo the alignment that reloads keep.
-        self.alignment_offset = (storage.data_ptr() + footprint.start) % ALIGNMENT
+        #: What memory must look like that its bytes come back to: at the address of the footprint's first byte, modulo
+        #: the alignment that reloads keep.
+        self.layout = Layout(footprint.moved, (storage.data_ptr() + footprint.start) % ALIGNMENT)
         self.saves = saves
         #: The step that saved it, the number of the save in that, and that of the first save of the same storage.
         self.step = step
@@ -232,17 +224,12 @@ class SavedStorage:
         #: Whether that has happened since, so that the library itself may hold what this one was copied from.
         self.saved_anew = False
         self.slot: Slot | None = None
-        #: Its transfer is known to the record as well.
-        self.reload: Reload | None = None
+        #: What ``record.reload`` brings it back to.
+        self.target: Tensor | None = None
         #: The reloaded storage after it was handed to autograd: served again for as long as it lives.
         self.returned: Returned | None = None
         #: What it owns of that: see the note in originals.py.
         self.given: tuple[Tensor, ...] = ()
-
-    @property
-    def layout(self) -> Layout:
-        """What memory must look like that its bytes are to be in again."""
-        return Layout(self.footprint.nbytes, self.alignment_offset)
 
     def source_bytes(self) -> Tensor:
         """The range of the storage that it is about, flat."""

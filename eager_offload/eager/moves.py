@@ -16,13 +16,13 @@ from torch import Tensor
 from eager_offload import marks
 from eager_offload.core.schedule import Prefetch, PrefetchOrder, ResidentQueue
 from eager_offload.eager.gather import gather, scatter
-from eager_offload.eager.handles import Reload, Returned, SavedStorage, SavedView, StorageRecord
+from eager_offload.eager.handles import Returned, SavedStorage, SavedView, StorageRecord
 from eager_offload.eager.keeping import Keeping
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import AWAY, KEPT, LEAVING, WAITING, Transfer
 from eager_offload.engine.transfers import FoundSlot, Lack
 from eager_offload.marks import Mark
-from eager_offload.runtime.base import Event, Layout, Stream
+from eager_offload.runtime.base import Event, Stream
 from eager_offload.stats import KeepReason
 from eager_offload.tiers.base import Slot
 from eager_offload.torch_private.autograd import current_backward, keeps_graph
@@ -119,38 +119,39 @@ class Moves:
             stream = runtime.current_stream(offloader.device)
             tensor = self._resident(view, stream)
             # 1. What is not resident comes back: for the stream of the pack as its own, for another one beside that.
-            reload = None if tensor is not None or stream != saved.stream else saved.reload
-            if reload is not None:
-                target = reload.target
+            target, transfer, is_own = None, None, stream == saved.stream
+            if tensor is None and is_own and (target := saved.target) is not None:
+                transfer = record.reload
                 if target.untyped_storage().nbytes() < target.storage_offset() + target.numel():
                     self._drop(saved)  # it was handed out before, and its new owner has resized it
-                    reload = None
-            if tensor is None and reload is None:
-                reload = self._bring(saved, stream, "reload")
-                if stream == saved.stream:
-                    saved.reload, record.reload = reload, reload.transfer
+                    target = transfer = None
+            if tensor is None and transfer is None:
+                # It is away: the host knows that its bytes have arrived, so no stream has to wait for that.
+                assert saved.slot is not None
+                target, transfer = offloader.reload(saved.slot, saved.layout, stream, "reload", key=record.key)
+                if is_own:
+                    saved.target, record.reload = target, transfer
             # 2. The look-ahead, along the table's order, says what is brought early and what goes.
             if not offloader.is_crashed:
                 if record.state is LEAVING or record.state is WAITING:
                     self._keep(saved)
                 if record.state is not KEPT:
-                    record.ask(resident=reload is None)
+                    record.ask(resident=transfer is None)
                 expected = step.asked(view.number, runtime.timestamp())
                 if expected is not None:  # other than before
                     order.arrange(step.uses, expected)
                 backward = current_backward()
-                plan = order.ask(step.uses, view.use, backward)
-                if reload is not None and reload is saved.reload and backward >= 0 and keeps_graph():
-                    order.hold(view.use)
+                again = transfer is not None and transfer is record.reload and backward >= 0 and keeps_graph()
+                plan = order.ask(step.uses, view.use, backward, again=again)
                 if plan.drop or plan.bring:
                     self._follow(plan, record)
-            if reload is None:
+            if transfer is None:
                 if record not in order.promised:
                     self._drop(saved)
                 assert tensor is not None
                 return tensor
         # 3. Compute waits without the lock: a wait of the host would stop the thread of the copy, which polls.
-        transfer = reload.transfer
+        assert target is not None
         try:
             has_waited = not runtime.query(transfer.event) or runtime.may_have_failed(transfer.event)
             if has_waited:
@@ -159,22 +160,22 @@ class Moves:
                 if has_waited:
                     offloader.take_up(transfer)
                 # 4. Autograd owns what was reloaded from here on, unless more of it is expected to be asked for.
-                place = scatter(offloader, view, reload.target, stream) if saved.footprint.gathered else reload.target
+                place = scatter(offloader, view, target, stream) if saved.footprint.gathered else target
                 storage, first_byte = place.untyped_storage(), int(place.storage_offset())
                 tensor, is_expected = view.over(storage, first_byte), record in order.promised
-                if saved.reload is reload:
+                if record.reload is transfer:
                     saved.returned = Returned(weak_storage(storage), first_byte, transfer.event)
                     if is_expected:
                         return tensor
-                    saved.reload = record.reload = None
+                    saved.target = record.reload = None
                 elif not is_expected:
                     self._drop(saved)  # the one on the stream of the pack, which this stream could not use
                 offloader.release(transfer)
                 return tensor
         except BaseException:
             with offloader.lock:
-                if saved.reload is reload:
-                    saved.reload = record.reload = None
+                if record.reload is transfer:
+                    saved.target = record.reload = None
                 offloader.release(transfer)
             raise
 
@@ -189,7 +190,7 @@ class Moves:
 
         Not where the storage was saved anew: that save would be taken for one that something else keeps alive.
         """
-        if saved.reload is None and not saved.footprint.gathered and not saved.saved_anew:
+        if saved.target is None and not saved.footprint.gathered and not saved.saved_anew:
             self._hold(saved, saved.source_bytes(), transfer.event, is_source=True)
 
     def _resident(self, view: SavedView, stream: Stream) -> Tensor | None:
@@ -201,7 +202,7 @@ class Moves:
         storage, first_byte, nbytes = saved.origin(), saved.footprint.start, saved.footprint.nbytes
         if storage is not None and storage.nbytes() >= first_byte + nbytes:
             # A part of a storage tells nothing: other parts of it that were saved may hold all of it.
-            is_new = not (saved.record.asked or saved.saved_anew) and saved.reload is None
+            is_new = not (saved.record.asked or saved.saved_anew) and saved.target is None
             if is_new and saved.footprint.whole:
                 saved.step.log.alive.add(saved.first)
             return view.over(storage, first_byte) if original is None else original
@@ -231,27 +232,19 @@ class Moves:
                 self._drop(record())
         for record in plan.bring:
             saved: SavedStorage | None = record()
-            if saved is None or record.state is not AWAY or saved.reload is not None or saved.origin() is not None:
+            if saved is None or record.state is not AWAY or saved.target is not None or saved.origin() is not None:
                 continue
             if saved.returned is not None and saved.returned.storage() is not None:
                 target = None if saved.footprint.gathered else saved.returned_bytes()
                 if target is not None:  # a node has it, with which it would go
                     self._hold(saved, target, saved.returned.event)
                 continue
+            assert saved.slot is not None
             try:
-                saved.reload = self._bring(saved, saved.stream, "prefetch")
-                record.reload = saved.reload.transfer
+                back = self._offloader.reload(saved.slot, saved.layout, saved.stream, "prefetch", key=record.key)
             except (torch.OutOfMemoryError, MemoryError):
                 return  # prefetch is a hint: what is needed now may still fit
-
-    def _bring(self, saved: SavedStorage, stream: Stream, what: str) -> Reload:
-        """Starts a reload into a new target that belongs to ``stream``."""
-        assert saved.slot is not None
-        assert saved.record.state is AWAY, "the host knows that the bytes have arrived: no stream has to wait for that"
-        area = saved.footprint
-        # What was gathered is scattered later, into other memory.
-        layout = Layout(area.moved) if area.gathered else Layout(area.nbytes, saved.alignment_offset)
-        return Reload(*self._offloader.reload(saved.slot, layout, stream, what, key=saved.record.key))
+            saved.target, record.reload = back
 
     def _hold(self, saved: SavedStorage, target: Tensor, event: Event, *, is_source: bool = False) -> None:
         """Keeps ``target``, in which the bytes of a storage are that is promised, as what was reloaded is kept."""
@@ -259,11 +252,11 @@ class Moves:
         back = Transfer(saved.slot, saved.footprint.nbytes, saved.record.counters)
         back.event = event
         self._offloader.hold(back.nbytes, None if is_source else back)
-        saved.reload, saved.record.reload = Reload(target, back), back
+        saved.target, saved.record.reload = target, back
 
     def _drop(self, saved: SavedStorage | None) -> None:
         """Lets go of what was brought back early and is not expected soon any more; a copy on its way holds its
         target."""
-        if saved is not None and saved.reload is not None:
-            self._offloader.release(saved.reload.transfer)
-            saved.reload = saved.record.reload = None
+        if saved is not None and saved.record.reload is not None:
+            self._offloader.release(saved.record.reload)
+            saved.target = saved.record.reload = None
