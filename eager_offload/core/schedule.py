@@ -461,18 +461,29 @@ class PrefetchOrder:
             if self._misses or use is not expected:
                 self._judge(use, _living(expected))
             uses.expected, uses.is_asked = following, True
-        is_promised = use in self._due
-        if is_promised:
-            self._unpromise(use, found)
-        elif use is not self._next and use is not _living(self._next):
-            self._expect_all_by_now()
-        if self._lost or not is_promised:
+        given_up = use if use in self._due else None
+        if given_up is None and use is not self._next and use is not _living(self._next):
+            for other, due in self._due.items():  # promised along another order: due by now, and late soon
+                self._due[other] = min(due, self.unpacks)
+        if self._lost or given_up is None:
             self._next = following
             self._lost = False
         use.asked += 1
         use.asked_in = backward
         passed_over = 0
-        while (ahead := self._next) is not None:  # promises the uses that come next
+        while True:
+            if given_up is not None:  # a promise ends; the storage goes if no other one needs it
+                del self._due[given_up]
+                self._held.pop(given_up, None)
+                promised = self.promised[given_up.storage]
+                promised.uses.remove(given_up)
+                if not promised.uses:
+                    del self.promised[given_up.storage]
+                    self.promised_bytes -= promised.nbytes
+                    found.drop.append(given_up.storage)
+                given_up = None
+            if (ahead := self._next) is None:  # else it is promised
+                break
             if ahead.storage.is_gone:
                 pass
             elif ahead.asked_in == backward or (self._follows_no_order and ahead.asked >= use.asked):
@@ -487,7 +498,6 @@ class PrefetchOrder:
                         given_up, due = next(iter(self._due.items()), (None, 0))
                         if given_up is None or self._follows_no_order or due + self.PATIENCE >= self.unpacks:
                             break
-                    self._unpromise(given_up, found)
                     continue  # with the same one, for which there may be room now
                 self._promise(ahead, self.unpacks + len(self._due) + 1)
                 if is_brought:
@@ -508,11 +518,6 @@ class PrefetchOrder:
         if self._misses in (0, self.MISSES):
             self._follows_no_order = self._misses > 0
 
-    def _expect_all_by_now(self) -> None:
-        """Makes all that was promised along another order due at once, and late soon."""
-        for use, due in self._due.items():
-            self._due[use] = min(due, self.unpacks)
-
     def _promise(self, use: Use, due: int) -> None:
         """Promises ``use``, which is expected by unpack ``due``."""
         self._due[use] = due
@@ -522,17 +527,6 @@ class PrefetchOrder:
             promised.nbytes, promised.uses = use.nbytes, set()
             self.promised_bytes += use.nbytes
         promised.uses.add(use)
-
-    def _unpromise(self, use: Use, found: Prefetch) -> None:
-        """Ends a promise; the storage goes if no other promise needs it."""
-        del self._due[use]
-        self._held.pop(use, None)
-        promised = self.promised[use.storage]
-        promised.uses.remove(use)
-        if not promised.uses:
-            del self.promised[use.storage]
-            self.promised_bytes -= promised.nbytes
-            found.drop.append(use.storage)
 
 
 def _living(use: Use | None) -> Use | None:

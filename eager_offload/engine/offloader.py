@@ -208,7 +208,7 @@ class DeviceOffloader(Transfers):
         """
         runtime, counters = self.runtime, self.accounts.counters
         compute = runtime.current_stream(self.device) if stream is None else stream
-        before = None if runtime.is_capturing(self.device) else runtime.moment(compute)
+        before = None if runtime.has_one_stream or runtime.is_capturing(self.device) else runtime.moment(compute)
         called = runtime.moment(None)
         try:
             yield

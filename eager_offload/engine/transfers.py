@@ -304,10 +304,11 @@ class Transfers:
                     return
             what = self._held_back.pop(transfer)
             self._held_back_bytes -= transfer.moved
-            if (failure := replaced(transfer)) is not None:
-                self._fail(transfer, failure)
-            else:
+            source = None if transfer.source is None else transfer.source()
+            if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
                 self._enqueue(transfer, what.slot, what.source, what.slot, what.after, "offload", what.key)
+            else:
+                self._fail(transfer, _replaced(transfer))
 
     def _fail(self, transfer: Transfer, failure: OffloadError) -> None:
         """A copy out could not be enqueued."""
@@ -349,7 +350,13 @@ class Transfers:
         transfer.held_after = held_after
         self._enqueue(transfer, target, slot, slot, after, what, key)
         counters.bytes_in += slot.nbytes
-        self.hold(transfer.nbytes, transfer)
+        # As in `hold`, which would be a call more.
+        live = transfer.live = counters.live
+        transfer.live_nbytes = layout.nbytes
+        live.on_device += layout.nbytes
+        self.resident_bytes += layout.nbytes
+        if self.resident_bytes > counters.resident_bytes_peak or live.on_device > counters.device_bytes_peak:
+            counters.note_resident(self.resident_bytes)
         return target, transfer
 
     # -- either way -------------------------------------------------------------------------------------------------
@@ -469,7 +476,10 @@ class Transfers:
         """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
         if self._out.pop(transfer, self) is self:
             return
-        failure = replaced(transfer) or failure
+        source = None if transfer.source is None else transfer.source()
+        if source is not None and (source.data_ptr() != transfer.address or source.nbytes() < transfer.source_nbytes):
+            failure = _replaced(transfer)
+        del source  # which goes with the record's aliases
         counters, record = transfer.counters, transfer.record
         assert record is not None
         self._leaving.pop(record, None)
@@ -491,17 +501,14 @@ class Transfers:
         record.on_transferred(transfer, failure)
 
 
-def replaced(transfer: Transfer) -> TransferError | None:
-    """The error of a copy during which its source was given other memory.
+def _replaced(transfer: Transfer) -> TransferError:
+    """Returns the error of a copy during which its source was given other memory.
 
     [Note: memory that is replaced]
     A storage keeps its identity while ``share_memory_()``, a queue of ``torch.multiprocessing`` or ``resize_()`` gives
     it other memory with the same values and frees the old one at once, even in the midst of a read. So a copy during
     which that happened counts as a write that failed, and the storage stays with its new memory.
     """
-    source = None if transfer.source is None else transfer.source()
-    if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
-        return None
     nbytes = transfer.slot.nbytes
     return TransferError(
         f"the memory of {nbytes} bytes was replaced while it was copied to the {transfer.tier} tier: by "
