@@ -270,15 +270,6 @@ def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: 
         return call(*arguments, **named)
 
 
-def _attribute_of_inner(module: nn.Module) -> str | None:
-    """Returns the attribute of a wrapper that holds its inner module; ``None`` if ``module`` is not a wrapper.
-
-    Classes are recognized by name, so that nothing has to be imported.
-    """
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
-
-
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of ``model`` by name, without wrappers and the parts that they add to names."""
     inside: dict[str, tuple[nn.Module, str]] = {}

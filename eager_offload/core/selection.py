@@ -107,12 +107,6 @@ def logical_bytes(tensor: Tensor) -> int:
         return hint(tensor.numel(), default=1) * tensor.element_size()
 
 
-def root_of(tensor: Tensor) -> Tensor:
-    """Returns the base of a view, or ``tensor`` itself. Views of one root share one version counter."""
-    base = base_of(tensor)
-    return tensor if base is None else base
-
-
 def is_parameter(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a parameter, a view of one, or the cast of one that autocast caches.
 

@@ -30,7 +30,7 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -74,7 +74,7 @@ class Fate(StrEnum):
 _KEEP, _SHARE, _MOVE, _STAY = Fate
 
 #: Of a save what a step is compared by: the fields of a ``Row`` up to ``owner``, in that order.
-_Facts: TypeAlias = tuple[int, int, bool, int]
+Facts: TypeAlias = tuple[int, int, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class StepLog:
     )
 
     def __init__(self) -> None:
-        self.facts: list[_Facts] = []
+        self.facts: list[Facts] = []
         #: When each was packed, and the bytes that were on their way out before it.
         self.packed_at: list[float] = []
         self.ahead: list[int] = []
@@ -286,12 +286,12 @@ class KnownTable:
 
     __slots__ = ("_shared", "facts", "kind", "misses", "order", "seen", "table", "timed", "times")
 
-    def __init__(self, table: StepTable, facts: list[_Facts]) -> None:
+    def __init__(self, table: StepTable, facts: list[Facts]) -> None:
         self.facts = facts
         #: How many steps were like it, and how many of the last ones in a row differed.
         self.times = self.misses = 0
-        #: The state of its kind for a controller, where there is one.
-        self.kind: Kind | None = None
+        #: The state of its kind, for a controller.
+        self.kind = Kind()
         #: Of the second step like it: the first one may have met kernels and memory that were not there yet.
         self.seen: Times | None = None
         #: The first step of it that the device was asked for the times of.
@@ -322,7 +322,11 @@ class KnownTable:
         return self._shared[1:]
 
     def decide(self, times: Times) -> float | None:
-        """Returns the part of the movable bytes that the link hides, by the quicker of two steps; else ``None``."""
+        """Returns the part of the movable bytes that the link hides, by the quicker of two steps; else ``None``.
+
+        Args:
+            times: when the device has come to what a step like it does.
+        """
         if self.timed is None:
             self.timed = times
             return None
@@ -353,11 +357,7 @@ class KnownTable:
             seen.ahead,
         )
 
-    def has(self, facts: Sequence[_Facts]) -> bool:
-        """Whether it begins with those saves."""
-        return self.facts[: len(facts)] == facts
-
-    def difference(self, number: int, facts: _Facts) -> str:
+    def difference(self, number: int, facts: Facts) -> str:
         """Returns by what save ``number`` differs, in the words of ``stats().table_misses``."""
         if number == len(self.facts):
             return "more"
@@ -461,7 +461,7 @@ def mismatch(where: str, one: str, other: str, before: str, after: str) -> Sched
     )
 
 
-def _said(facts: _Facts, other: _Facts | None = None) -> str:
+def _said(facts: Facts, other: Facts | None = None) -> str:
     """Returns a save in words, with what it differs by from ``other``."""
     nbytes, storage_nbytes, requires_grad, owner = facts
     said = f"a tensor of {nbytes:,} bytes{', requires grad' if requires_grad else ''}"
@@ -509,14 +509,7 @@ class StepTables:
         if self._after != math.inf:
             self._after = 1
 
-    def kind_of(self, known: KnownTable) -> Kind:
-        """Returns the state of that kind of steps, for the controller."""
-        assert self.controller is not None
-        if known.kind is None:
-            known.kind = Kind()
-        return known.kind
-
-    def look_up(self, facts: _Facts) -> list[KnownTable]:
+    def look_up(self, facts: Facts) -> list[KnownTable]:
         """Returns the tables that begin with that save, the latest first, and counts a step where there are any."""
         fitting = [one for one in reversed(self._known) if one.times >= self._after and one.facts[0] == facts]
         if fitting:
@@ -527,7 +520,7 @@ class StepTables:
 
     def table_of(self, known: KnownTable) -> StepTable:
         """Returns the table that a step like ``known`` goes by."""
-        return known.table if self.controller is None else known.share(self.controller.fraction(self.kind_of(known)))[0]
+        return known.table if self.controller is None else known.share(self.controller.fraction(known.kind))[0]
 
     def fraction_of(self, known: KnownTable | None) -> float | None:
         """Returns the part of its movable bytes that moves in a step like ``known``; ``None`` where all may."""
@@ -535,15 +528,9 @@ class StepTables:
             return None
         if known is None:
             return controller.fraction(controller.unknown)
-        fraction = controller.fraction(self.kind_of(known))
+        fraction = controller.fraction(known.kind)
         self._accounts.counters.keep_last_bytes = known.share(fraction)[1]
         return fraction
-
-    def time(self, known: KnownTable, times: Times) -> None:
-        """Takes in when the device has come to what a step like ``known`` does; two decide what the link hides."""
-        assert self.controller is not None
-        if (part := known.decide(times)) is not None:
-            self.controller.decide(self.kind_of(known), part)
 
     def missed(self, known: KnownTable, what: str) -> None:
         """A step has differed by ``what`` from the table that it was looked up in, and from all others."""
@@ -635,27 +622,15 @@ class Step:
         self._rank = 0
         self._asked_again: set[int] = set()
 
-    def save(
-        self,
-        nbytes: int,
-        storage_nbytes: int,
-        requires_grad: bool,
-        owner: int | None,
-        seconds: float,
-        ahead: int,
-    ) -> Row | None:
+    def save(self, facts: Facts, seconds: float, ahead: int) -> Row | None:
         """Logs the next save; returns its row if it brings its storage in and the step is like a table.
 
         Args:
-            nbytes, storage_nbytes, requires_grad: as in ``Row``.
-            owner: likewise; ``None`` for its own number.
             seconds: the time.
             ahead: bytes that are on their way out.
         """
         log = self.log
         number = len(log.facts)
-        is_first = owner is None or owner == number
-        facts = (nbytes, storage_nbytes, requires_grad, number if owner is None else owner)
         if number == 0:
             self._use(self._tables.look_up(facts))
             log.fraction, log.is_known = self._tables.fraction_of(log.known), log.known is not None
@@ -667,7 +642,7 @@ class Step:
         if self.strict is not None:
             self.strict(log, False)
         self.is_over = number + 1 >= _MOST_SAVES
-        if self.table is None or not is_first:
+        if self.table is None or facts[3] != number:
             return None
         row = self.table.rows[number]
         if row.fate is _KEEP:
@@ -692,7 +667,13 @@ class Step:
             return None
         if not log.asks:  # more may be saved later
             log.before_backward = len(log.facts)
-            self._begin_backward()
+            # Backward begins, which tells steps apart that begin alike: by how much they save.
+            facts = log.facts
+            if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
+                if whole[0] is not log.known:
+                    log.fraction = self._tables.fraction_of(whole[0])
+                self._use(whole)
+            self._order = () if log.known is None else log.known.order
         log.asks.append(number)
         log.asked_at[number] = seconds
         if self.strict is not None:
@@ -711,16 +692,7 @@ class Step:
         self._differ(None, "fewer" if is_short else "order")
         return range(len(log.facts) - 1, -1, -1) if rank else None
 
-    def _begin_backward(self) -> None:
-        """Backward begins, which tells steps apart that begin alike: by how much they save."""
-        facts = self.log.facts
-        if whole := [one for one in self._fitting if len(one.facts) == len(facts) and one.facts == facts]:
-            if whole[0] is not self.log.known:
-                self.log.fraction = self._tables.fraction_of(whole[0])
-            self._use(whole)
-        self._order = () if self.log.known is None else self.log.known.order
-
-    def _differ(self, facts: list[_Facts] | None, what: str) -> None:
+    def _differ(self, facts: list[Facts] | None, what: str) -> None:
         """The step differs by ``what`` from the table that it was like.
 
         Args:
@@ -728,7 +700,7 @@ class Step:
         """
         known = self.log.known
         assert known is not None
-        self._use([] if facts is None else [one for one in self._fitting if one.has(facts)])
+        self._use([] if facts is None else [one for one in self._fitting if one.facts[: len(facts)] == facts])
         if what != "order":  # else its saves were those of the table
             self.log.fraction = None if self.log.known is None else self._tables.fraction_of(self.log.known)
         if self.log.known is None:

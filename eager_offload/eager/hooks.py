@@ -172,7 +172,9 @@ class Hooks:
         if thread.captured is not None:
             return thread.captured.pack(tensor, is_unseen=True)
         packed: KeptTensor | SavedView | WrappedTensor | None = None
-        mark = _mark_of(tensor) if marks.standing else None
+        mark = None
+        if marks.standing and (storage := storage_of(tensor)) is not None:
+            mark = marks.mark_of(storage)
         reason = reason_to_stay(tensor, self._min_bytes, preferred=mark is Mark.PREFER)
         if reason is None:
             saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
@@ -180,7 +182,10 @@ class Hooks:
                 reason = saves
             elif marks.inside.keeps:
                 reason = KeepReason.REGION
-            elif (node := current_autograd_node()) is not None and _recomputes(node):
+            elif isinstance(current_autograd_node(), torch.autograd.function.BackwardCFunction):
+                # Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the
+                # result at once. A graph that backward builds with `create_graph=True` is made by torch's own nodes,
+                # and moves like any other.
                 reason = KeepReason.NEWEST
             else:
                 step = thread.steps.get(saves)
@@ -239,7 +244,11 @@ class Hooks:
         accounts, nbytes = self._accounts, logical_bytes(tensor)
         held = what_stays_of(tensor)
         handle = KeptTensor(held, version_of(tensor), reason)
-        is_followed = self._holds_much(tensor) if reason is KeepReason.SMALL else reason not in _NOT_FOLLOWED
+        is_followed = reason not in _NOT_FOLLOWED
+        if reason is KeepReason.SMALL:  # only a view of more is worth following to its end
+            storage = storage_of(tensor) if tensor._is_view() else None  # most are none, and are not asked for theirs
+            is_large = storage is not None and storage.nbytes() >= max(self._min_bytes, 1)
+            is_followed = is_large and not is_parameter(tensor)
         with accounts.lock:
             counters = accounts.counters
             counters.kept(reason, nbytes)
@@ -247,13 +256,6 @@ class Hooks:
                 counters.live.keep(handle, held, nbytes, reason)
                 counters.note_live()
         return handle
-
-    def _holds_much(self, tensor: Tensor) -> bool:
-        """Returns whether a small tensor is a view of more; only then it is worth following to its end."""
-        if not tensor._is_view():  # most, without their storage
-            return False
-        storage = storage_of(tensor)
-        return storage is not None and storage.nbytes() >= max(self._min_bytes, 1) and not is_parameter(tensor)
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
@@ -264,17 +266,3 @@ class Hooks:
             if saves.may_know(tensor, step):
                 return saves.share(tensor, queue, autograd_sequence(), step)
         return None
-
-
-def _mark_of(tensor: Tensor) -> Mark | None:
-    storage = storage_of(tensor)
-    return None if storage is None else marks.mark_of(storage)
-
-
-def _recomputes(node: object) -> bool:
-    """Whether ``node``, which the calling thread runs backward for, is a function that recomputes its forward in there.
-
-    Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the result at once.
-    A graph that backward builds with ``create_graph=True`` is made by torch's own nodes, and moves like any other.
-    """
-    return isinstance(node, torch.autograd.function.BackwardCFunction)

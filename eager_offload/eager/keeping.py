@@ -36,7 +36,7 @@ from statistics import median
 from eager_offload.config import OffloadConfig, size_literal, size_text
 from eager_offload.core.budget import Controller
 from eager_offload.core.schedule import PrefetchOrder, ResidentQueue
-from eager_offload.core.step_table import Link, Step, StepLog, StepTables
+from eager_offload.core.step_table import Link, StepLog, StepTables
 from eager_offload.engine.transfer_log import Reader, Waited
 from eager_offload.engine.transfers import Transfers
 from eager_offload.errors import ConfigError
@@ -135,7 +135,7 @@ class Readings:
         if (one := self._open) is not None:
             if self._is_free and one.log is log:
                 if not one.saves:
-                    one.is_timed = log.known is None or log.known.kind is None or log.known.kind.free is None
+                    one.is_timed = log.known is None or log.known.kind.free is None
                 if one.is_timed:
                     one.saves_at[number] = self._moment(), self._transfers.transfer_log.end
             one.saves += 1
@@ -191,7 +191,15 @@ class Readings:
         Raises:
             ConfigError: only what the link hides moves, and the device's events do not tell the time.
         """
-        self._check_clock()
+        if self._is_free:
+            if self._tells_time is None:
+                self._tells_time = self._runtime.tells_time(self._device)
+            if not self._tells_time:
+                raise ConfigError(
+                    f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
+                    "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or "
+                    "device_budget what stays"
+                )
         one, closed = self._open, None
         memory = self._runtime.memory(self._device) if self._is_planned else self._memory()
         now = self._moment() if self._is_planned or self._is_free else None
@@ -294,18 +302,6 @@ class Readings:
             return given
         return self._runtime.available_memory(self._device, memory.used)
 
-    def _check_clock(self) -> None:
-        if not self._is_free:
-            return
-        if self._tells_time is None:
-            self._tells_time = self._runtime.tells_time(self._device)
-        if not self._tells_time:
-            raise ConfigError(
-                f'policy="free" is not accepted for {self._device}, whose events do not tell the time, so that how '
-                "long it waits for transfers is not known: leave it out, and say with keep_last_bytes or device_budget "
-                "what stays"
-            )
-
 
 class Keeping:
     """Sets the limits of the threads' queues, of the look-ahead and of the step tables, where each forward begins.
@@ -371,14 +367,9 @@ class Keeping:
         if controller is not None and controller.is_free and self._budget is None:
             queue.limit = max(self.keep, int((1 - controller.fraction(controller.unknown)) * movable))
 
-    def begin_step(self, step: Step, queue: ResidentQueue) -> None:
-        """Begins a step of the thread of ``queue``, in which something is saved that may leave."""
-        if self.readings is not None:
-            self.readings.note_step(step.log, queue)
-
     def grow(self, queue: ResidentQueue) -> None:
         """Has the windows follow what ``queue`` has taken in, in a first step, before which nothing is known."""
-        if not self._windows.is_known and self._windows.grow(queue.largest):
+        if self._windows.grow(queue.largest):
             self._use_windows()
 
     def _observe_memory(self, one: Reading) -> None:
@@ -394,8 +385,8 @@ class Keeping:
             why = partial(self._why, one.peak, budget) if kept == 0 else None
             self._transfers.accounts.fall_back("over_budget", why)
         if (known := one.log.kind) is not None:
-            movable, kind = known.table.movable_bytes, self._tables.kind_of(known)
-            controller.observe_memory(kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
+            movable = known.table.movable_bytes
+            controller.observe_memory(known.kind, one.peak, kept, movable, one.growth, is_exact=one.is_exact)
 
     def _observe_waits(self, one: Reading) -> None:
         """Has the controller learn from the waits of a step that is over, or decide what the link hides of its kind."""
@@ -403,13 +394,15 @@ class Keeping:
         assert controller is not None
         if log is None or (known := log.kind) is None:
             return
-        kind, link = self._tables.kind_of(known), self.link
+        kind, link = known.kind, self.link
         if kind.free is not None:
             if log.fraction is not None:
                 controller.observe_waits(kind, log.fraction, one.exposed / max(one.seconds - one.exposed, 1e-12))
                 self._transfers.accounts.counters.slowdown = controller.slowdown
         elif one.saved and one.asked and link is not None:
-            self._tables.time(known, log.times(one.saved, one.asked, link, self._windows))
+            part = known.decide(log.times(one.saved, one.asked, link, self._windows))
+            if part is not None:
+                controller.decide(kind, part)
 
     @property
     def link(self) -> Link | None:

@@ -87,7 +87,8 @@ class SavedTensors:
             self._steps.add(record)
             if self.script is not None:
                 self.script.begin(step)
-            self.keeping.begin_step(step, queue)
+            if self.keeping.readings is not None:
+                self.keeping.readings.note_step(step.log, queue)
             return step
 
     def begin_forward(self, queue: ResidentQueue) -> None:
@@ -163,7 +164,7 @@ class SavedTensors:
                 number = len(step.log.facts)
                 first = known.first if known is not None and known.step is step else number
                 facts = tensor.nbytes, area.nbytes, tensor.requires_grad, first
-                row = step.save(*facts, runtime.timestamp(), offloader.inflight_bytes)
+                row = step.save(facts, runtime.timestamp(), offloader.inflight_bytes)
                 if known is not None:
                     known.saved_anew = True
                     if known.record.queue is queue:  # on another stream
@@ -333,7 +334,7 @@ class SavedTensors:
         number = len(step.log.facts)
         owner = saved.first if saved.step is step else -1
         facts = nbytes, saved.footprint.nbytes, tensor.requires_grad, owner
-        step.save(*facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
+        step.save(facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
         if record.queue is not None and saved.step is step:
             record.queue.saved_again(record, number)
         if self.keeping.readings is not None:
@@ -347,5 +348,5 @@ class SavedTensors:
         if kept is None or kept.storage() is not storage:
             return False
         facts = tensor.nbytes, step.log.facts[kept.number][1], tensor.requires_grad, kept.number
-        step.save(*facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
+        step.save(facts, self._runtime.timestamp(), self.offloader.inflight_bytes)
         return True
