@@ -150,6 +150,29 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
     assert stats.fallbacks in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
 
 
+def test_h36_what_is_let_go_before_it_is_copied_and_filled_again_stays(backend: Backend) -> None:
+    """As a library does that shards: memory goes after its use in forward, and is there again before backward."""
+
+    def program(around: Around) -> object:
+        x = leaf(64, 64)
+        with around:
+            h = x * 2
+            loss = h.sin().sum()
+            storage, values = h.untyped_storage(), h.detach().clone()
+            storage.resize_(0)
+            loss = loss + x.exp().exp().sum()
+        storage.resize_(values.nbytes)
+        storage.copy_(values.untyped_storage())
+        loss.backward()
+        return x.grad
+
+    offload = backend.offload()
+    assert_identical(program(nullcontext()), program(Settled(offload)))
+    stats = assert_settled(offload)
+    assert (stats.kept_bytes["layout"], stats.fallbacks) == (64 * 64 * 4, {})
+    assert stats.bytes_out == 2 * 64 * 64 * 4
+
+
 def let_go(tensor: Tensor) -> None:
     if tensor.untyped_storage().resizable():
         tensor.untyped_storage().resize_(0)
