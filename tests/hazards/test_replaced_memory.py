@@ -51,7 +51,7 @@ class Memory:
 def square(x: Tensor, around: Around, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
     w = leaf(COUNT // 4, seed=2)
     with around:
-        loss = (w * x).sum()
+        loss = (w * x * x).sum()  # which saves it twice, and moves it once
     meanwhile()
     del x
     loss.backward()
@@ -86,7 +86,7 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     with gate_before(owner, name) as gate:  # where its address has been taken, and is about to be read
         assert_identical(expected, square(source.tensor, offload, swap))
     stats = assert_settled(offload)
-    assert (stats.fallbacks, stats.kept_bytes["failed"]) == ({"write_failed": 1}, COUNT)
+    assert (stats.fallbacks, stats.kept_bytes["failed"], stats.shared_bytes) == ({"write_failed": 1}, 2 * COUNT, 0)
     again = leaf(COUNT // 4, seed=3, grad=False)
     assert_identical(square(again, nullcontext()), square(again, Settled(offload)))
     stats = assert_settled(offload)
