@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -131,3 +132,15 @@ def test_h27_no_free_descriptor_for_a_moment_is_counted_and_tried_again(
         assert again.bytes_out > 4 * MIB
         assert again.fallbacks == {}
         offload.close()
+
+
+def test_h27_no_free_descriptor_to_look_at_memory_with_ends_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(process: psutil.Process) -> None:
+        raise failure(errno.EMFILE)
+
+    offload = Offload(tier="disk", disk_path=tmp_path, min_bytes=0, device_budget="1GiB")
+    monkeypatch.setattr(psutil.Process, "memory_info", refuse)
+    assert moved_by(offload, torch.linspace(-3, 3, MIB).requires_grad_()).bytes_out > 4 * MIB
+    offload.close()

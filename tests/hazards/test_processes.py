@@ -19,6 +19,7 @@ import gc, json, os, signal, sys, threading, traceback
 import torch
 import eager_offload as eo
 from eager_offload.runtime import transfer_threads
+from eager_offload.runtime.host import HostRuntime
 from eager_offload.tiers.disk import DiskTier
 from eager_offload.tiers.disk import DiskSlot
 
@@ -190,12 +191,14 @@ FORKS = {
             assert go_on.wait(60)
             write(slot, tensor)
         DiskSlot.write = held_back
+        HostRuntime.given_bytes = 0  # so that copies are held back
         loss = forward(offload)
         assert started.wait(60)
         pid = os.fork()  # the transfer thread holds whatever locks a transfer takes
         if pid == 0:
             DiskSlot.write = write
-            loss.backward()  # its sources are here, and no copy of them begins
+            assert not offload.stats(synchronize=True).fallbacks, "a copy has begun that the parent held back"
+            loss.backward()  # its sources are here
             os._exit(0 if trains(offload, 1) and trains(make(), 2) else 1)
         assert code_of(pid) == 0
         go_on.set()

@@ -135,6 +135,26 @@ def test_h38_a_handler_calls_the_library_at_any_point_of_it(call: Callable[[Offl
     assert call is adds_up or outcomes["refused"] > 0
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_h38_a_handler_trains_where_the_first_forward_of_a_thread_begins(number: int, disk: Backend) -> None:
+    """It has a queue of saves from then on, which is looked for at that moment."""
+    expected, outcomes, points = gradient(nullcontext()), Counter[str](), 0
+    offload = disk.offload(**FIELDS)
+
+    def reached(point: Point) -> None:
+        nonlocal points
+        if point.code.co_qualname.startswith("ThreadState.begin"):
+            points += 1
+            if points == number + 1:
+                count(offload, train, outcomes)
+
+    with Walk(reached, entries=True):
+        found = gradient(offload)
+    assert outcomes == {"done": 1}
+    assert torch.equal(found, expected)
+    assert assert_settled(offload).bytes_out > 0
+
+
 @pytest.mark.filterwarnings(
     "ignore:eager_offload. offloading failed:RuntimeWarning",
     "ignore:eager_offload. nothing of this Offload:RuntimeWarning",

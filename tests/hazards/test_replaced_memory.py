@@ -51,7 +51,7 @@ class Memory:
 def square(x: Tensor, around: Around, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
     w = leaf(COUNT // 4, seed=2)
     with around:
-        loss = (w * x).sum()
+        loss = (w * x * x).sum()  # which saves it twice, and moves it once
     meanwhile()
     del x
     loss.backward()
@@ -86,7 +86,7 @@ def test_h36_a_source_whose_memory_goes_while_it_is_read_stays_with_its_new_memo
     with gate_before(owner, name) as gate:  # where its address has been taken, and is about to be read
         assert_identical(expected, square(source.tensor, offload, swap))
     stats = assert_settled(offload)
-    assert (stats.fallbacks, stats.kept_bytes["failed"]) == ({"write_failed": 1}, COUNT)
+    assert (stats.fallbacks, stats.kept_bytes["failed"], stats.shared_bytes) == ({"write_failed": 1}, 2 * COUNT, 0)
     again = leaf(COUNT // 4, seed=3, grad=False)
     assert_identical(square(again, nullcontext()), square(again, Settled(offload)))
     stats = assert_settled(offload)
@@ -148,6 +148,29 @@ def test_h36_whenever_memory_is_replaced_backward_is_exact(
     assert stats.bytes_out > 0
     # It is saved, and leaves, twice; once where such a step is known.
     assert stats.fallbacks in ([{"write_failed": 2}, {"write_failed": 1}] if when == "on its way" else [{}])
+
+
+def test_h36_what_is_let_go_before_it_is_copied_and_filled_again_stays(backend: Backend) -> None:
+    """As a library does that shards: memory goes after its use in forward, and is there again before backward."""
+
+    def program(around: Around) -> object:
+        x = leaf(64, 64)
+        with around:
+            h = x * 2
+            loss = h.sin().sum()
+            storage, values = h.untyped_storage(), h.detach().clone()
+            storage.resize_(0)
+            loss = loss + x.exp().exp().sum()
+        storage.resize_(values.nbytes)
+        storage.copy_(values.untyped_storage())
+        loss.backward()
+        return x.grad
+
+    offload = backend.offload()
+    assert_identical(program(nullcontext()), program(Settled(offload)))
+    stats = assert_settled(offload)
+    assert (stats.kept_bytes["layout"], stats.fallbacks) == (64 * 64 * 4, {})
+    assert stats.bytes_out == 2 * 64 * 64 * 4
 
 
 def let_go(tensor: Tensor) -> None:

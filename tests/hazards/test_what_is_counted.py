@@ -257,6 +257,21 @@ def test_h50_an_unknown_order_reads_hardly_more_than_is_asked_for(
         assert stats.bytes_in <= 1.15 * stats.reloaded_bytes
 
 
+def test_h50_what_both_halves_of_a_backward_need_comes_back_once(users_backend: Backend) -> None:
+    def program(around: Around) -> object:
+        x, weights = leaf(32, 32), [leaf(32, 32, seed=seed) for seed in range(1, 7)]
+        with around:
+            h = x
+            for w in weights:
+                h = (h + w).tanh()
+            loss = h.sum()
+        del h
+        return [*torch.autograd.grad(loss, x, retain_graph=True), *torch.autograd.grad(loss, weights)]
+
+    for stats in same_gradients(program, users_backend, regimes=REGIMES[:1], prefetch_bytes="1MiB"):
+        assert stats.bytes_in == stats.bytes_out == 6 * 32 * 32 * 4
+
+
 # -- distinct storages: H78 -------------------------------------------------------------------------------------------
 
 VIEWS: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {

@@ -31,26 +31,27 @@ _WAITS = {
     "result",
     "synchronize",
 }
-_COPIES = {"copy", "_enqueue", "_Move"}
+_COPIES = {"copy", "_enqueue"}
 _RELEASES = {
+    "_disown",
+    "_drop",
     "_let_go",
     "_poll",
     "cancel",
     "drop",
     "forget",
-    "forget_bytes",
-    "forget_storage",
     "keep_until",
     "release",
-    "release_source",
     "take_up",
 }
+#: Of what was saved, as its handle has it.
+_VERSIONS = {"self._version", "self.version"}
 #: Where what refuses, raises or says whether something may be is a check.
 _CHECKED = ("eager_offload/eager/gather.py", "eager_offload/kernels/")
 #: Queues in which records of what has died land.
-_QUEUES = {"_kept", "finalized", "leases", "returned", "slots"}
+_QUEUES = {"_kept", "finalized", "returned"}
 #: What such a queue's ``append`` is called where all records share it.
-_FINALIZERS = {"_on_death", "on_death"}
+_FINALIZERS = {"_on_death", "_on_return", "on_death"}
 #: What else has a method of such a name, and is about threads rather than bytes.
 _OTHERS = ("_lock", "_permits")
 
@@ -163,8 +164,6 @@ class _Finder(ast.NodeVisitor):
             self._take_out("record", node, node.func, f"_stale({self._text(node.func)})")
         elif name in _WAITS:
             self._take_out("wait", node, node.func, _NOTHING)
-        elif name == "check_version":
-            self._take_out("version", node, node.func, _NOTHING)
         elif name in _RELEASES and not self._owner(node).endswith(_OTHERS):
             self._take_out("keepalive" if name == "keep_until" else "release", node, node.func, _NOTHING)
         elif name == "append" and self._is_queue(self._owner(node)):
@@ -207,7 +206,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
-        if any(isinstance(side, ast.Attribute) and side.attr == "_version" for side in sides):
+        if any(self._text(side) in _VERSIONS for side in sides):
             self._take_out("version", node, node, "False" if isinstance(node.ops[0], ast.NotEq) else "True")
         self.generic_visit(node)
 
