@@ -51,14 +51,6 @@ def nbytes_of(value: Tensor) -> int:
     return hint(value.untyped_storage().nbytes())
 
 
-def span_of(value: Tensor) -> int:
-    """The bytes from the first to the last element of ``value``, as far as is known while nothing runs."""
-    if hint(value.numel()) == 0:
-        return 0
-    pairs = zip(value.size(), value.stride(), strict=True)
-    return (1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)) * value.itemsize
-
-
 def is_static(value: Tensor) -> bool:
     """Whether sizes, strides and offset of ``value`` are the same whatever the inputs are."""
     numbers: tuple[object, ...] = (*value.size(), *value.stride(), value.storage_offset())

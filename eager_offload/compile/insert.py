@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import SymInt, Tensor
@@ -35,6 +35,7 @@ from eager_offload.compile.graphs import (
     outputs_of,
     positions,
     same_geometry,
+    tensor_of,
 )
 from eager_offload.compile.keys import read_text
 from eager_offload.compile.select import Choice, Group, choose, choose_nothing
@@ -42,6 +43,7 @@ from eager_offload.config import OffloadConfig, size_text
 from eager_offload.contexts import configuration_on_top
 from eager_offload.errors import warn
 from eager_offload.marks import mark_operator
+from eager_offload.stats import KeepReason
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.inductor import leave_out_of_precompile, on_bans_of_hooks, on_splits
 from eager_offload.torch_private.memory import fake_mode_of, hint
@@ -122,7 +124,11 @@ def insert_into_pair(forward: Graph, backward: Graph, num_outputs: int, choice: 
             geometry, value = None, cast(Tensor, member.meta["val"])
             if not same_geometry(value, group.base.meta["val"]):
                 if not is_static(value):
-                    like = _like_on_host(forward, host, group, member, output)
+                    with forward.inserting_before(member.next):
+                        geometry = geometry_of(forward, member, value)
+                    with forward.inserting_before(output):  # it is a use of the host tensor
+                        like = view_over(forward, host, group, value, geometry, f"{member.name}_like")
+                    like.meta = _host_meta(value, member)
                     became[member].append(like)
                     arrived = _input_for(backward, like, inputs[member.name])
                     with backward.inserting_before(begin):
@@ -188,11 +194,8 @@ def _keep_layouts(forward: Graph, leaving: Iterable[Node]) -> None:
 # -- pieces of both ---------------------------------------------------------------------------------------------------
 
 
-class Geometry(NamedTuple):
-    """Sizes and strides as arguments of a node: numbers, and nodes for those that are known only at run time."""
-
-    sizes: Sequence[int | Node]
-    strides: Sequence[int | Node]
+#: Sizes and strides as arguments of a node: numbers, and nodes for those that are known only at run time.
+Geometry: TypeAlias = tuple[list[int | Node], list[int | Node]]
 
 
 def insert_offload(graph: Graph, group: Group, text: str, window: int, region: str | None) -> Node:
@@ -240,7 +243,7 @@ def geometry_of(graph: Graph, node: Node | None, value: Tensor) -> Geometry:
         read.meta["val"] = number
         return read
 
-    return Geometry(
+    return (
         [as_argument(size, _aten.sym_size.int, dim) for dim, size in enumerate(value.size())],
         [as_argument(stride, _aten.sym_stride.int, dim) for dim, stride in enumerate(value.stride())],
     )
@@ -251,10 +254,8 @@ def view_over(
 ) -> Node:
     """``value`` as a view of ``whole``, which stands for all of ``group``, at the present insertion point."""
     assert hint(group.base.meta["val"].storage_offset()) == 0  # what comes back begins its storage
-    arguments = (whole, list(geometry.sizes), list(geometry.strides), hint(value.storage_offset()))
-    view = graph.create_node(
-        "call_function", _aten.as_strided.default, cast(tuple[Argument, ...], arguments), name=name
-    )
+    arguments = cast(tuple[Argument, ...], (whole, *geometry, hint(value.storage_offset())))
+    view = graph.create_node("call_function", _aten.as_strided.default, arguments, name=name)
     view.meta = {"val": value}
     return view
 
@@ -274,8 +275,11 @@ def region_of(choice: Choice) -> str:
     The name follows from what moves, so that the compiler's caches find the graph again in another process.
     """
     moved = ";".join(f"{group.base.name} {tuple(group.base.meta['val'].shape)}" for group in choice.groups)
-    kept = (f"{reason.value}={nbytes}" for reason, nbytes in sorted(choice.kept_bytes().items()))
-    return ",".join((digest(moved)[:8], *kept))
+    kept: dict[KeepReason, int] = {}
+    for node, reason in choice.kept.items():
+        if (value := tensor_of(node)) is not None:  # a size that is not known counts as one: they are never too many
+            kept[reason] = kept.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
+    return ",".join((digest(moved)[:8], *(f"{reason.value}={nbytes}" for reason, nbytes in sorted(kept.items()))))
 
 
 def insert_report(graph: Graph, choice: Choice, config: OffloadConfig) -> None:
@@ -296,17 +300,6 @@ def is_report(node: Node) -> bool:
     """Whether an offload moves nothing, as that of :func:`insert_report`."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and is_static(value) and value.numel() == 0
-
-
-def _like_on_host(graph: Graph, host: Node, group: Group, member: Node, output: Node) -> Node:
-    """A view of ``host`` with the geometry of ``member``. At the end: it is a use of ``host``."""
-    value: Tensor = member.meta["val"]
-    with graph.inserting_before(member.next):
-        geometry = geometry_of(graph, member, value)
-    with graph.inserting_before(output):
-        like = view_over(graph, host, group, value, geometry, f"{member.name}_like")
-    like.meta = _host_meta(value, member)
-    return like
 
 
 def _input_for(backward: Graph, saved: Node, before: Node) -> Node:

@@ -28,7 +28,7 @@ from eager_offload.compile.insert import (
     region_of,
     view_over,
 )
-from eager_offload.compile.select import Choice, Group, choose_among, saved_of
+from eager_offload.compile.select import Choice, choose_among
 from eager_offload.config import OffloadConfig
 from eager_offload.errors import OffloadError
 from eager_offload.torch_private.memory import tree_iter
@@ -92,10 +92,10 @@ def choose_joint(graph: Graph, boundary: Node, config: OffloadConfig) -> Choice:
     order, output = positions(graph), graph.output_node()
     nodes, begin = list(order), order[boundary]
     users = {node: [one for one in node.users if order[one] >= begin and one is not output] for node in nodes[:begin]}
-    saved = saved_of({node: some for node, some in users.items() if some}, order)
     return choose_among(
         graph,
-        saved,
+        {node: some for node, some in users.items() if some},
+        order,
         output.all_input_nodes,
         config,
         counted=counted_from_the_beginning(nodes[begin:]),
@@ -129,7 +129,12 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
     text = config.to_text()
     for number, group in enumerate(choice.groups):
         users = {member: [user for user in member.users if order.get(user, -1) >= begin] for member in group.members}
-        geometries = {member: _geometry_before(graph, group, member) for member in group.members}
+        geometries: dict[Node, Geometry | None] = dict.fromkeys(group.members)
+        for member in group.members:
+            value = member.meta["val"]
+            if not same_geometry(value, group.base.meta["val"]):
+                with graph.inserting_before(member.next):  # its sizes need no memory, and so it may go
+                    geometries[member] = geometry_of(graph, None if is_static(value) else member, value)
         host = insert_offload(graph, group, text, choice.windows.inflight, None if number else region_of(choice))
         first = min((user for some in users.values() for user in some), key=order.__getitem__)
         with graph.inserting_before(first):
@@ -143,12 +148,3 @@ def insert_synchronous_joint(graph: Graph, boundary: Node, choice: Choice, confi
                 user.replace_input_with(member, again[member])
     graph.lint()
     return graph
-
-
-def _geometry_before(graph: Graph, group: Group, member: Node) -> Geometry | None:
-    """Returns what it takes to make ``member`` anew, in forward; ``None`` where it is all of what comes back."""
-    value = member.meta["val"]
-    if same_geometry(value, group.base.meta["val"]):
-        return None
-    with graph.inserting_before(member.next):  # its sizes need no memory, and so it may go
-        return geometry_of(graph, None if is_static(value) else member, value)

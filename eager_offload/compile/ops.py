@@ -65,6 +65,7 @@ from eager_offload.tiers.base import Slot
 from eager_offload.tiers.limits import NoRoomError, host_bound
 from eager_offload.tiers.memory import view_of
 from eager_offload.torch_private.calls import OpOverload, library, set_over
+from eager_offload.torch_private.memory import span_of
 
 _library = library("eager_offload", "DEF")
 #: A CUDA graph would replay the kernels around them and not what the host does here. (The strides with which Inductor
@@ -127,7 +128,7 @@ class HostBytes:
         offloader.records.add(self.record)
         self.offloader = offloader
         self.slot = slot
-        self.nbytes = span_bytes(source)
+        self.nbytes = span_of(source)
         #: The address of the first byte, modulo the alignment that reloads keep.
         self.alignment_offset = source.data_ptr() % ALIGNMENT
         #: The copy out, and what made it fail.
@@ -167,7 +168,7 @@ def move_out(offloader: DeviceOffloader, source: Tensor, *, wait: bool, region: 
             transfers.poll()
             counters = transfers.accounts.counters
             kept = 0 if region is None else _begin_region(transfers, region, waits=wait)
-        slot = None if offloader.is_crashed else offloader.reserve(span_bytes(source), fallback=_OUT_OF_ROOM)
+        slot = None if offloader.is_crashed else offloader.reserve(span_of(source), fallback=_OUT_OF_ROOM)
         with offloader.lock, offloader.locked() as transfers:
             if transfers.is_crashed:  # while a tier grew
                 slot = None
@@ -247,7 +248,7 @@ def _stay(stands_for: HostBytes, source: Tensor) -> Tensor:
         return _over(view_of(kept.data_ptr(), stands_for.nbytes, kept), source, stands_for)
     # It only has to say what it stands for: nothing reads it, so it takes no memory.
     host = _fake_offload(source)
-    _own(host.untyped_storage(), stands_for)
+    host.untyped_storage().__dict__[_OWNED] = stands_for
     return host
 
 
@@ -316,7 +317,7 @@ def bring_back(stands_for: HostBytes, host: Tensor, *, wait: bool) -> Tensor:
         assert found is not None
     target, arriving = found
     tensor = _like_host(target, host)
-    _own(tensor.untyped_storage(), arriving)
+    tensor.untyped_storage().__dict__[_OWNED] = arriving
     if wait:
         _wait_for_reload(arriving)
     return tensor
@@ -376,23 +377,16 @@ def resolved(tensor: Tensor) -> Tensor:
     return plain.copy_(tensor)
 
 
-def span_bytes(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     storage = tensor.untyped_storage()
-    return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_bytes(tensor),), (1,))
+    return set_over(flat, storage, int(tensor.storage_offset()) * tensor.itemsize, (span_of(tensor),), (1,))
 
 
 def _over(memory: memoryview, source: Tensor, stands_for: HostBytes) -> Tensor:
     """A CPU tensor like ``source`` over ``memory``; its storage owns ``stands_for``."""
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    _own(storage, stands_for)
+    storage.__dict__[_OWNED] = stands_for
     return torch.empty(0, dtype=source.dtype).set_(storage, 0, source.size(), source.stride())
 
 
@@ -404,10 +398,6 @@ def _like_host(target: Tensor, host: Tensor) -> Tensor:
     offset = int(target.storage_offset()) // host.itemsize + int(host.storage_offset())
     empty = torch.empty(0, dtype=host.dtype, device=target.device)
     return set_over(empty, target.untyped_storage(), offset, host.size(), host.stride())
-
-
-def _own(storage: torch.UntypedStorage, owned: object) -> None:
-    storage.__dict__[_OWNED] = owned
 
 
 def _owned_by(tensor: Tensor) -> object:
@@ -461,7 +451,7 @@ def _reload(
     stands_for = bytes_of(host)
     if stands_for is None:
         tensor = _fake_reload(host, device).copy_(host)  # it holds the bytes itself
-        _own(tensor.untyped_storage(), _Arriving())
+        tensor.untyped_storage().__dict__[_OWNED] = _Arriving()
         return tensor
     stands_for.offloader.accounts.counters.prefetch_bytes = window
     return bring_back(stands_for, host, wait=wait)

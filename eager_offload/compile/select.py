@@ -40,7 +40,6 @@ from eager_offload.compile.graphs import (
     outputs_of,
     positions,
     same_geometry,
-    span_of,
     storage_of,
     tensor_of,
     undeclared_aliases,
@@ -56,7 +55,7 @@ from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.calls import schema_of
-from eager_offload.torch_private.memory import hint, is_plain_fake
+from eager_offload.torch_private.memory import hint, is_plain_fake, span_of
 
 
 class OffloadPolicy(IntEnum):
@@ -126,25 +125,6 @@ class Choice:
     outcome: Outcome | None = None
     """What comes of it where the planner has decided."""
 
-    def kept_bytes(self) -> dict[KeepReason, int]:
-        """Bytes that stay, by reason. A size that is not known counts as one, so that they are never too many."""
-        total: dict[KeepReason, int] = {}
-        for node, reason in self.kept.items():
-            value = tensor_of(node)
-            if value is not None:
-                total[reason] = total.get(reason, 0) + hint(value.numel(), default=1) * value.itemsize
-        return total
-
-
-@dataclass(frozen=True)
-class SavedValue:
-    """A value that a forward leaves to its backward."""
-
-    first: int
-    """Where in the backward it is used first."""
-    in_region: bool
-    """Whether what uses it belongs to operators of a region that keeps what it saves."""
-
 
 def choose(
     forward: Graph,
@@ -184,27 +164,19 @@ def choose(
         for node in outputs[num_outputs:]
         if isinstance(node, Node)
     }
-    saved = saved_of(users, order)
     counted = {node.name for node in counted_from_the_beginning(backward.nodes)}
     return choose_among(
         forward,
-        saved,
+        users,
+        order,
         [*outputs[:num_outputs], *outputs_of(backward)],
         config,
-        counted=[node for node in saved if node.name in counted],
+        counted=[node for node in users if node.name in counted],
         step=lambda: step_of_pair(forward, backward, num_outputs),
         has_regions=calls_regions([*forward.nodes, *backward.nodes]),
         fraction=fraction,
         whole=whole,
     )
-
-
-def saved_of(users: Mapping[Node, Collection[Node]], order: Mapping[Node, int]) -> dict[Node, SavedValue]:
-    """What is known of saved values, by all that uses each in backward and where those stand."""
-    return {
-        node: SavedValue(min((order[user] for user in some), default=len(order)), any(map(is_in_region, some)))
-        for node, some in users.items()
-    }
 
 
 def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
@@ -215,7 +187,8 @@ def choose_nothing(forward: Graph, num_outputs: int) -> Choice:
 
 def choose_among(
     graph: Graph,
-    saved: Mapping[Node, SavedValue],
+    users: Mapping[Node, Collection[Node]],
+    order: Mapping[Node, int],
     returned: Iterable[object],
     config: OffloadConfig,
     *,
@@ -225,9 +198,11 @@ def choose_among(
     fraction: float | None = None,
     whole: bool = True,
 ) -> Choice:
-    """The choice among ``saved`` values of ``graph``, of which the user gets what is ``returned``.
+    """The choice among saved values of ``graph``, of which the user gets what is ``returned``.
 
     Args:
+        users: what uses each saved value in backward; those of a region keep what they use.
+        order: where those stand.
         counted: of ``graphs.counted_from_the_beginning``.
         step: makes the graph's step, where the planner decides.
         has_regions: of ``graphs.calls_regions``; then all of them stay.
@@ -239,12 +214,12 @@ def choose_among(
     alive = {key for node in returned if (key := storage_of(node)) is not None}
     alive |= {key for node in graph.nodes for key in written_by(node)}
     alive |= undeclared_aliases(graph)
-    devices = {value.device.type for node in saved if (value := tensor_of(node)) is not None}
+    devices = {value.device.type for node in users if (value := tensor_of(node)) is not None}
     # The host's own values, in a graph for an accelerator or beside one.
     cpu_stays = bool(devices - {"cpu", "meta"}) or keeps_cpu_tensors(config)
     kept: dict[Node, KeepReason] = {}
     by_storage: dict[object, list[Node]] = {}
-    for node in saved:
+    for node in users:
         value, key = tensor_of(node), storage_of(node)
         if value is None:
             continue
@@ -270,7 +245,8 @@ def choose_among(
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
         policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
-        reason = _reason_to_stay(members, policy, has_regions or any(saved[node].in_region for node in members), config)
+        in_region = has_regions or any(is_in_region(user) for node in members for user in users[node])
+        reason = _reason_to_stay(members, policy, in_region, config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)
         (firm if is_firm else free).extend(groups)
@@ -279,7 +255,10 @@ def choose_among(
             bases = tuple(group.base for group in groups)
             movable[key] = Movable(bases, sum(group.nbytes for group in groups), is_firm)
         kept.update({node: reason or KeepReason.LAYOUT for node in members if node not in moving})
-    first = {group: min(saved[node].first for node in group.members) for group in (*firm, *free)}
+    first = {
+        group: min((order[user] for node in group.members for user in users[node]), default=len(order))
+        for group in (*firm, *free)
+    }
     free.sort(key=first.__getitem__)
     may_move, outcome = (*firm, *free), None
     windows = config.windows(

@@ -23,7 +23,7 @@ from eager_offload.engine.transfers import FoundSlot, Lack, Transfers
 from eager_offload.errors import OffloadError, captured, reentered
 from eager_offload.runtime.base import Event, Stream
 from eager_offload.stats import LiveBytes
-from eager_offload.tiers.base import MustGrow, Slot, Tier
+from eager_offload.tiers.base import MustGrow, Slot
 
 
 class Census(NamedTuple):
@@ -109,7 +109,9 @@ class DeviceOffloader(Transfers):
                 with self.lock:  # what calls in the midst of it, a signal handler say, is to be refused
                     slot = tier.at_hand(nbytes)
             except MustGrow:
-                slot = self._grow(tier, nbytes)
+                with self._counting_wait(None):
+                    slot = tier.reserve(nbytes)
+                tier.warn(self.accounts.said)
             if slot is not None:
                 if tier is not self.tiers[0]:
                     with self.lock:
@@ -118,13 +120,6 @@ class DeviceOffloader(Transfers):
         with self.lock:
             self._note_no_room(nbytes, fallback)
         return None
-
-    def _grow(self, tier: Tier, nbytes: int) -> Slot | None:
-        """Room in ``tier``, which grows for it; the wait is counted."""
-        with self._counting_wait(None):
-            slot = tier.reserve(nbytes)
-        tier.warn(self.accounts.said)
-        return slot
 
     def go_on(self, lack: Lack | None, start: Callable[[FoundSlot | None], Lack | None], *, waits: bool = True) -> None:
         """Waits for what copies out lack, and starts them; other threads may take the room meanwhile.

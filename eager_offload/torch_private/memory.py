@@ -163,3 +163,11 @@ def hint(number: int | torch.SymInt, default: int = 8192) -> int:
 def fake_mode_of(value: Tensor | None) -> AbstractContextManager[object]:
     """Returns the mode that makes fake tensors of the kind of ``value``."""
     return getattr(value, "fake_mode", None) or nullcontext()
+
+
+def span_of(value: Tensor) -> int:
+    """Returns the bytes from the first to the last element of ``value``, as far as is known while nothing runs."""
+    if hint(value.numel()) == 0:
+        return 0
+    pairs = zip(value.size(), value.stride(), strict=True)
+    return (1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)) * value.itemsize
