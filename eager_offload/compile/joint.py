@@ -6,8 +6,6 @@ inserted is right wherever it lies, and where it lies decides only what counts a
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from torch.fx import Graph, Node
 
 from eager_offload.compile.decide import step_of_joint
@@ -34,7 +32,7 @@ from eager_offload.errors import OffloadError
 from eager_offload.torch_private.memory import tree_iter
 
 
-def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:
+def boundary_of(graph: Graph, num_outputs: int) -> Node:
     """The first node of the backward.
 
         x = mm(a, w)                  forward
@@ -43,31 +41,20 @@ def boundary_of(graph: Graph, num_outputs: int | None = None) -> Node:
         ...
         return loss, grad
 
-    AOTAutograd writes on every node which of the two it belongs to, or in which order autograd recorded its operator: a
-    number that rises in forward and falls in backward. Where a graph says neither, its outputs do.
-
     Args:
-        num_outputs: how many of the outputs, counted flat from the first, are the forward's; for graphs whose nodes do
-            not say what they are.
+        num_outputs: how many of the outputs, counted flat from the first, are the forward's.
 
     Raises:
-        OffloadError: the graph does not tell, or has no backward.
+        OffloadError: the graph has no backward.
     """
-    computed: list[Node] = [node for node in graph.nodes if node.op == "call_function"]
-    found: Node | None = None
-    if num_outputs is not None:
-        order, results = positions(graph), list(tree_iter(graph.output_node().args[0]))
-        last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
-        found = next((node for node in computed if order[node] > last), None)
-    elif any("partitioner_tag" in node.meta for node in computed):
-        found = next((node for node in computed if node.meta.get("partitioner_tag") == "is_backward"), None)
-    else:
-        numbered = [node for node in computed if isinstance(node.meta.get("seq_nr"), int)]
-        found = next((node for before, node in pairwise(numbered) if node.meta["seq_nr"] < before.meta["seq_nr"]), None)
+    order, results = positions(graph), list(tree_iter(graph.output_node().args[0]))
+    last = max((order[node] for node in results[:num_outputs] if isinstance(node, Node)), default=-1)
+    behind = (node for node in order if node.op == "call_function" and order[node] > last)
+    found = next(behind, None)
     if found is None:
         raise OffloadError(
-            "the graph does not tell where its backward begins: say how many of its outputs are the forward's, "
-            "boundary_of(graph, num_outputs=1), or pass the first node of the backward as the boundary"
+            f"no node of the graph comes behind its first {num_outputs} outputs: say how many of them are the "
+            "forward's, boundary_of(graph, num_outputs=1), or pass the first node of the backward as the boundary"
         )
     return found
 

@@ -58,21 +58,6 @@ class CopyLog:
     found: list[bool] = field(default_factory=list)
 
 
-class Place(NamedTuple):
-    """Where the bytes of a storage are in the slab."""
-
-    start: int
-    #: The last copy back of those that had the place before, by number of copy; -1 for none.
-    behind: int
-
-
-class SlabLayout(NamedTuple):
-    """Where each storage is in the slab, by key, and the bytes of the slab."""
-
-    places: dict[int, Place]
-    nbytes: int
-
-
 class _InAGraph:
     """Judges uses of places by number of copy: of a graph nothing is over while it is laid out."""
 
@@ -80,15 +65,18 @@ class _InAGraph:
         return False
 
 
-def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
+def lay_out(copies: Sequence[CapturedCopy]) -> tuple[dict[int, tuple[int, int]], int]:
     """Returns a layout in which storages share a place whose copies back and out come one after the other.
+
+    By key of storage: where it is in the slab, and the last copy back of those that had the place before, by number of
+    copy, -1 for none; and the bytes of the slab.
 
     Each storage has its place from its copy out to its last copy back. Places are cut as any tier's slots are: see
     [Note: which bytes a request gets].
     """
     last_back = {one.key: number for number, one in enumerate(copies) if one.is_back}
     ends, judge = set(last_back.values()), _InAGraph()
-    slab, ranges, places = Slab(0), Ranges[Slab](), dict[int, Place]()
+    slab, ranges, places = Slab(0), Ranges[Slab](), dict[int, tuple[int, int]]()
     ending: list[tuple[int, int, Range[Slab]]] = []  # a heap: by the copy after which each is free
     for number, one in enumerate(copies):
         while ending and ending[0][0] < number:
@@ -104,9 +92,9 @@ def lay_out(copies: Sequence[CapturedCopy]) -> SlabLayout:
             slab.nbytes += grown
             same = ranges.fit(nbytes)
         place = same.pop()
-        places[one.key] = Place(place.start, max([cast(int, fence.event) for fence in place.fences], default=-1))
+        places[one.key] = place.start, max([cast(int, fence.event) for fence in place.fences], default=-1)
         heapq.heappush(ending, (max(last_back.get(one.key, -1), number), number, place))
-    return SlabLayout(places, slab.nbytes)
+    return places, slab.nbytes
 
 
 class GraphSlot(Slot):
@@ -134,7 +122,8 @@ class GraphSlab(NamedTuple):
     """What a capture is held to, and the pinned memory that its slots are parts of; ``None`` where nothing leaves."""
 
     log: CopyLog
-    layout: SlabLayout
+    #: As ``lay_out`` returns them.
+    places: dict[int, tuple[int, int]]
     memory: Tensor | None
 
 
@@ -254,7 +243,7 @@ class CapturedTransfers(DeviceOffloader):
         if self._slab is not None:
             assert isinstance(slot, GraphSlot)
             assert self._slab.memory is not None
-            start, behind = self._slab.layout.places[key]
+            start, behind = self._slab.places[key]
             slot.start, slot.tensor = start, self._slab.memory[start : start + slot.nbytes]
             slot.fences = () if behind < 0 else (Fence(self.runtime, self._events[behind]),)
         self._enqueue(transfer, slot, held_back.source, slot, held_back.after, "offload", key)

@@ -17,23 +17,6 @@ from eager_offload.torch_private.memory import weak_storage
 
 T = TypeVar("T")
 
-#: The slots of ``CountedBytes``.
-COUNTED = (
-    "apart_bytes",
-    "asked",
-    "autograd_bytes",
-    "beside_bytes",
-    "counters",
-    "device_bytes",
-    "is_gone",
-    "kept",
-    "live",
-    "logical_bytes",
-    "shared_bytes",
-    "state",
-    "storage",
-)
-
 
 class State(Enum):
     """Where saved bytes are between their pack and the end of their last handle."""
@@ -59,7 +42,7 @@ class CountedBytes:
     #: What becomes of bytes that did not arrive, for the warning.
     fallback: ClassVar[str] = "the saved tensor stays on {device}"
     #: None: classes of these have ``COUNTED`` among theirs, since a weak reference takes no second base with slots.
-    __slots__ = COUNTED[:0]
+    __slots__ = tuple[str, ...]()
     state: State
     #: Where the bytes are counted, and how many: those of the view that was saved first.
     counters: Counters
@@ -145,6 +128,10 @@ class CountedBytes:
 
     def on_transferred(self, transfer: Transfer, failure: OffloadError | None) -> None:
         """The copy out is over: ``state`` says whether the bytes rest in a tier, or have stayed because it failed."""
+
+
+#: The slots of ``CountedBytes``.
+COUNTED = tuple(name for name in CountedBytes.__annotations__ if name != "fallback")
 
 
 class BytesRecord(FinalizerRecord[T], CountedBytes):

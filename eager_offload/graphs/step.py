@@ -466,7 +466,7 @@ class CapturedSaves:
     def slot_bytes(self) -> int:
         """Bytes of the slab that the capture needs."""
         assert self._rehearsed is not None
-        return lay_out(self._rehearsed.transfers.log.copies).nbytes
+        return lay_out(self._rehearsed.transfers.log.copies)[1]
 
     @contextmanager
     def capture(self, slab: Tensor | None) -> Iterator[None]:
@@ -475,7 +475,7 @@ class CapturedSaves:
         assert self._fixed is not None
         assert self._tables is not None
         log = self._rehearsed.transfers.log
-        saves = self._new(self._fixed, Accounts(), self._tables, GraphSlab(log, lay_out(log.copies), slab))
+        saves = self._new(self._fixed, Accounts(), self._tables, GraphSlab(log, lay_out(log.copies)[0], slab))
         script = StepScript(self._scripts[-1])
         try:
             with saves.entered(script):

@@ -70,10 +70,10 @@ def test_a_joint_graph_is_exact(model: nn.Module, mode: str, waits: bool) -> Non
             assert later.bytes_out - earlier.bytes_out == sum(group.nbytes for group in choice.groups)
 
 
-def test_a_graph_that_does_not_tell_is_refused(model: nn.Module) -> None:
+def test_a_graph_without_a_backward_is_refused(model: nn.Module) -> None:
     module = traced(model, tokens(2, 8))
     with pytest.raises(eo.OffloadError, match="num_outputs=1"):
-        boundary_of(module.graph)
+        boundary_of(module.graph, num_outputs=99)
 
 
 def test_a_joint_graph_that_is_exported_and_compiled_for_an_offload_is_served_by_it(offload: eo.Offload) -> None:
