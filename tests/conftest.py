@@ -163,6 +163,12 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostRuntime, "given_bytes", 0)
 
 
+@pytest.fixture
+def threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transfers, for tests that count threads: none ends on a machine so busy that it waits for work."""
+    monkeypatch.setattr("eager_offload.runtime.transfer_threads._IDLE_SECONDS", 600.0)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For tests whose tensors are small: a second thread in an operator would only spin."""

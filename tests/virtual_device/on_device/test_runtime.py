@@ -128,7 +128,7 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
     api: Api, runtime: AcceleratorRuntime
 ) -> None:
     out, both_inside = runtime.transfer_stream(HERE, Direction.OUT), threading.Barrier(2)
-    api.during_copy = lambda: both_inside.wait(timeout=30)
+    api.during_copy = lambda: both_inside.wait(timeout=60)
 
     def work(number: int) -> bool:
         torch.accelerator.set_stream(torch.Stream(device=HERE))
