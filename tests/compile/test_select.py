@@ -154,24 +154,6 @@ def test_what_shares_a_storage_travels_as_little_as_it_may(case: Transfer) -> No
     assert (largest.gathered, len(largest.members)) == (case.gathered, case.members)
 
 
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
-    "not contiguous": (
-        lambda x: (x.exp().transpose(1, 2).sigmoid() * x.sin().permute(2, 0, 1).cos().permute(1, 0, 2)).sum(),
-        (4, 6, 8),
-    ),
-    "one of several results": (lambda x: x.exp().sort(-1)[0].sigmoid().sum(), (8, 32)),
-    "a part of what was written": (lambda x: ((y := (x + 1).exp_()[:, ::8]) * y).sum(), (16, 64)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_of_any_layout_move(name: str) -> None:
-    program, size = LAYOUTS[name]
-    _, choice = assert_moves_exactly(program, leaf(*size))
-    assert choice.groups
-    assert "layout" not in reasons(choice).values()
-
-
 def test_views_are_made_anew_over_what_begins_its_storage() -> None:
     """Anything else may come back with another offset, and the place of a view is counted from the beginning."""
 
