@@ -42,17 +42,17 @@ pytest.register_assert_rewrite(
 import torch  # noqa: E402  # after its caches are named
 
 import eager_offload as eo  # noqa: E402  # it imports torch
-from eager_offload import contexts  # noqa: E402
-from eager_offload.errors import tell  # noqa: E402
-from eager_offload.observe import in_vain  # noqa: E402
-from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402
-from eager_offload.tiers.disk import (  # noqa: E402
+from eager_offload import contexts  # noqa: E402  # after torch
+from eager_offload.errors import tell  # noqa: E402  # after torch
+from eager_offload.observe import in_vain  # noqa: E402  # after torch
+from eager_offload.runtime.host import HostRuntime, host_runtime  # noqa: E402  # after torch
+from eager_offload.tiers.disk import (  # noqa: E402  # after torch
     DiskTier,
     filesystem_of,
     usual_directories,
 )
-from tests.hazards.backends import Backend, DiskBackend, HostBackend, SimulatedBackend  # noqa: E402
-from tests.tiers.files import Watched  # noqa: E402
+from tests.hazards.backends import Backend, DiskBackend, HostBackend, SimulatedBackend  # noqa: E402  # after torch
+from tests.tiers.files import Watched  # noqa: E402  # after torch
 
 # torch writes its compile trace there, thousands of lines that would hide why a test failed.
 logging.getLogger("torch.__trace").propagate = False
@@ -161,6 +161,12 @@ def _every_warning_was_told() -> Iterator[None]:
 def held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of small tensors on a CPU are held back, as those of large ones are."""
     monkeypatch.setattr(HostRuntime, "given_bytes", 0)
+
+
+@pytest.fixture
+def threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transfers, for tests that count threads: none ends on a machine so busy that it waits for work."""
+    monkeypatch.setattr("eager_offload.runtime.transfer_threads._IDLE_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="module")

@@ -135,13 +135,6 @@ def test_the_status_of_a_module_is_its_own_and_settings_come_from_files_and_the_
     assert SAID in ended.stderr
 
 
-@pytest.mark.long
-def test_a_run_that_moves_nothing_says_why(directory: Path) -> None:
-    ended = python(*RUN, "train.py", cwd=directory)
-    assert ended.returncode == 0
-    assert "nothing moved, because of the" in ended.stderr
-
-
 def test_a_pattern_matches_in_one_of_several_models_and_each_reason_is_the_true_one(tmp_path: Path) -> None:
     for name, (script, _) in TOLD.items():
         (tmp_path / f"{name}.py").write_text(HEAD + script)

@@ -149,7 +149,8 @@ def test_an_offload_of_which_nothing_was_used_says_so_once() -> None:
             assert (len(caught), caught[0].filename) == (1, __file__)
         with late:
             forward().backward()
-        late.close()
+        with pytest.warns(RuntimeWarning, match="min_bytes, which is 1.0 MiB"):
+            late.close()
     ended = python("-c", UNUSED)
     assert ended.returncode == 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("eager_offload")]

@@ -246,6 +246,7 @@ def test_h24_inside_other_hooks_what_the_graph_moves_is_not_theirs() -> None:
     assert seen[False], "else the test says nothing"
 
 
+@pytest.mark.usefixtures("threads_stay")
 def test_h09_h25_nothing_grows_over_many_steps_of_which_some_have_no_backward(offload: eo.Offload) -> None:
     with fresh_compiler():
         run, seen = torch.compile(deep, backend="aot_eager"), set[tuple[int, ...]]()

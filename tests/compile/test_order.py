@@ -21,7 +21,6 @@ from tests.compile.happens_before import (
     CONFIG,
     CPU,
     asynchronous,
-    chain,
     labels,
     of_kind,
     peak_flying,
@@ -98,45 +97,6 @@ def test_no_reload_starts_between_two_products_that_read_what_one_kernel_makes(c
     ready = [prefetch(graph, 1 << 20, NBYTES / seconds, one_second, margin=1.0) for seconds in (1, 2)]
     behind, before = ("ccccrcwc", "rcccccwc") if comes_first else ("cccccrcwc", "crcccccwc")
     assert [in_order(one) for one in ready] == [behind, before], "behind both of them, or before what they read"
-
-
-def test_reloads_start_between_products_that_read_what_is_in_memory_anyway() -> None:
-    def program(saved: list[Tensor], weight: Tensor, grad: Tensor) -> Tensor:
-        cast = weight.to(torch.float64).to(torch.float32)
-        for one in saved:
-            x = ops.reload(one, CPU, config=CONFIG)
-            grad = torch.mm(torch.mm(x.t(), torch.mm(grad, cast)), x.t())
-        return grad
-
-    graph = asynchronous(program, [X, X + 1, X + 2], WEIGHT, X + 3)
-    ready = prefetch(graph, 1 << 20, NBYTES / 2, one_second, margin=1.0)
-    assert in_order(ready) == "crccwccrcccwccrcccwcccc"
-
-
-def test_passes_read_sizes_that_depend_on_the_inputs_without_fixing_them() -> None:
-    traced = make_fx(chain(4), tracing_mode="symbolic")(torch.randn(6, 8), WEIGHT)
-    shapes = traced.shape_env
-    guards = len(shapes.guards)
-    graph = insert_asynchronous(traced.graph)
-    graph = sink_waits(prefetch(graph, 2 * 6 * 8 * 4, 1e9, one_second), 2 * 6 * 8 * 4)
-    assert peak_flying(graph) == (2 * 6 * 8 * 4, 6 * 8 * 4)
-    assert len(shapes.guards) == guards
-
-
-def test_a_source_that_is_written_over_before_its_wait_is_reported(violations: list[str]) -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.sin()
-        host = ops.offload(y, config=CONFIG)
-        return ops.reload(host, CPU, config=CONFIG), y.add_(1)
-
-    graph = asynchronous(program, X)
-    assert run(graph, X).violations == []
-    (change,) = (node for node in graph.nodes if node.target is torch.ops.aten.add_.Tensor)
-    of_kind(graph, ops.offload)[0].append(change)
-    graph.lint()
-    assert run(graph, X).violations
-    assert violations, "the sanitizer sees it too"
-    violations.clear()
 
 
 # -- any graph --------------------------------------------------------------------------------------------------------

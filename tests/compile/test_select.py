@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
@@ -154,24 +154,6 @@ def test_what_shares_a_storage_travels_as_little_as_it_may(case: Transfer) -> No
     assert (largest.gathered, len(largest.members)) == (case.gathered, case.members)
 
 
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
-    "not contiguous": (
-        lambda x: (x.exp().transpose(1, 2).sigmoid() * x.sin().permute(2, 0, 1).cos().permute(1, 0, 2)).sum(),
-        (4, 6, 8),
-    ),
-    "one of several results": (lambda x: x.exp().sort(-1)[0].sigmoid().sum(), (8, 32)),
-    "a part of what was written": (lambda x: ((y := (x + 1).exp_()[:, ::8]) * y).sum(), (16, 64)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_of_any_layout_move(name: str) -> None:
-    program, size = LAYOUTS[name]
-    _, choice = assert_moves_exactly(program, leaf(*size))
-    assert choice.groups
-    assert "layout" not in reasons(choice).values()
-
-
 def test_views_are_made_anew_over_what_begins_its_storage() -> None:
     """Anything else may come back with another offset, and the place of a view is counted from the beginning."""
 
@@ -242,43 +224,3 @@ def test_h35_what_an_operator_hands_back_undeclared_stays() -> None:
         _, choice = chosen(program, leaf(8, 8))
     assert reasons(choice)["sin"] == "alive"
     assert moving(choice)
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
-
-WIDTH, HEADS = 64, 4
-
-
-class Loss(nn.Module):
-    """A tower to a number, whose graph is a whole step."""
-
-    def __init__(self, layers: int = 12) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).square().mean()
-
-
-def test_a_budget_of_a_graph_is_held_by_as_little_as_it_takes_and_free_moves_what_is_hidden() -> None:
-    halves, _ = split(Loss(), torch.randn(4096, WIDTH))
-    windows = {"min_bytes": "4KiB", "max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB", "tier": "host"}
-
-    def decided(**fields: Any) -> Choice:
-        choice = halves.choose(eo.OffloadConfig(**windows, **fields))
-        assert choice.outcome is not None
-        assert sum(group.nbytes for group in choice.groups) == sum(map(bool, choice.outcome.moves)) << 20
-        return choice
-
-    nothing, everything = (decided(device_budget=budget).outcome for budget in (1 << 40, 1))
-    assert nothing is not None
-    assert everything is not None
-    assert not any(nothing.moves)
-    # What is on its way fills a window on either side of what the graph itself needs.
-    assert everything.peak_bytes <= nothing.peak_bytes - (len(everything.moves) - 3 << 20)
-    for share in (1, 2, 3):
-        budget = nothing.peak_bytes - (share << 20)
-        choice = decided(device_budget=budget)
-        assert choice.outcome is not None
-        assert choice.outcome.peak_bytes <= budget
-        assert 0 < sum(group.nbytes for group in choice.groups) < everything.moved_bytes

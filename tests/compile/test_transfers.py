@@ -104,21 +104,6 @@ def test_a_slot_is_not_free_while_a_write_goes_on_that_a_stream_alone_waits_for(
     assert offload.stats(synchronize=True).bytes_out == x.nbytes
 
 
-def test_the_memory_of_a_target_belonged_to_another_before(offload: eo.Offload) -> None:
-    hosts = []
-    for seed in range(4):
-        x = make(seed)
-        hosts.append(leave(offload, x))
-        ops.wait_tensor(hosts[-1], x)
-    del x
-    for seed, host in enumerate(hosts):
-        scratch = make(50 + seed) + 1  # its kernel may still be queued when its memory is handed out again
-        del scratch
-        target = come_back(offload, host, late=True)
-        ops.wait_tensor(target, host)
-        assert torch.equal(target * 1, make(seed))
-
-
 @pytest.mark.parametrize("lost", ["offload", "reload"])
 def test_ends_of_a_transfer_that_is_not_waited_for_outlive_it(lost: str, backend: Backend, offload: eo.Offload) -> None:
     x = make(1)

@@ -220,7 +220,7 @@ FORKS = {
         pid = os.fork()
         if pid == 0:
             DiskTier.at_hand = at_hand
-            signal.alarm(20)  # where it would wait for a thread that it does not have
+            signal.alarm(60)  # where it would wait for a thread that it does not have
             os._exit(0 if trains(offload, 1) and trains(make(), 2) else 1)
         assert code_of(pid) == 0
         go_on.set()

@@ -60,6 +60,7 @@ def train(offload: Offload, model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("threads_stay")
 @pytest.mark.parametrize(("window", "step_tables"), [(1, False), (1 << 15, True)])
 def test_h25_h54_a_hundred_steps_leave_the_state_as_the_first_ones_did(
     window: int, step_tables: bool, backend: Backend

@@ -82,12 +82,21 @@ def test_a_probe_that_fails_or_hangs_is_a_line(monkeypatch: pytest.MonkeyPatch, 
     def broken(*_: object) -> float:
         raise RuntimeError("the driver is gone\nand here is a long story")
 
-    answered, join = threading.Event(), threading.Thread.join
+    answered, hung, join = threading.Event(), list[threading.Thread](), threading.Thread.join
+
+    def hangs(*_: object) -> None:
+        hung.append(threading.current_thread())
+        answered.wait()
+
+    def joined(thread: threading.Thread, left: float | None = None) -> None:  # however slow the others are
+        while thread.is_alive() and thread not in hung:
+            join(thread, 0.05)
+
     monkeypatch.setattr(doctor, "measure", broken)
     monkeypatch.setattr(doctor, "_memory", broken)
-    monkeypatch.setattr(doctor, "_disk", lambda *_: answered.wait())
+    monkeypatch.setattr(doctor, "_disk", hangs)
     monkeypatch.setattr(doctor, "_ONE_PROBE", 5.0)
-    monkeypatch.setattr(threading.Thread, "join", lambda self, left: join(self, min(left, 0.2)))
+    monkeypatch.setattr(threading.Thread, "join", joined)
     try:
         found = examine([tmp_path])
     finally:

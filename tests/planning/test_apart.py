@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +40,8 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.inner, self._reentrant = wide()[0], reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self._reentrant)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self._reentrant)
 
 
 def planned(model: nn.Module, x: Tensor) -> None:
@@ -88,7 +89,7 @@ class Drawing(nn.Module):
         super().__init__()
         self.layer, self._others = nn.Linear(8, 8), others
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for one in (
             torch.rand([]),
             torch.rand_like(torch.ones(1)),
@@ -98,7 +99,7 @@ class Drawing(nn.Module):
         ):
             x = x.exp() if float(one) > 9 else x
         self._others()
-        return checkpoint(self._inner, x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+        return checkpoint(self._inner, x, use_reentrant=False).sum()
 
     def _inner(self, x: Tensor) -> Tensor:
         self._others()

@@ -359,8 +359,8 @@ class Written(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).square()  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).square()
 
 
 @pytest.mark.parametrize("what", ["torch.compile(model)", "model.compile()", "loss"])

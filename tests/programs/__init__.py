@@ -18,13 +18,13 @@ program begins with the ids of the hazards that it shows. ``tests/test_matrix.py
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +105,11 @@ class Program:
         return self.body(run)
 
 
+#: The files of the corpus. In this order their programs share out the ways and places of the matrix.
+FILES = (
+    *("compiled", "in_place", "checkpoints", "custom_functions", "devices", "streams", "exceptions", "graphs"),
+    *("layers", "layouts", "regions", "repeated", "tables", "threads", "views", "weights", "wrappers"),
+)
 #: All programs, by name; filled by :func:`corpus`.
 _PROGRAMS: dict[str, Program] = {}
 
@@ -194,10 +199,10 @@ def sum_of(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def corpus() -> list[Program]:
-    """Every program, in the order in which they are written."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    return list(_PROGRAMS.values())
+    """Every program, in the order of :data:`FILES` and of their texts, whichever file was imported first."""
+    for name in FILES:
+        importlib.import_module(f"{__name__}.{name}")
+    return sorted(_PROGRAMS.values(), key=lambda one: FILES.index(Path(one.file).stem))
 
 
 def leaf(*size: int, seed: int = 1, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -67,7 +67,6 @@ _ON_THE_DEVICE = (
 _DEVICE = (
     "virtual_device/on_device/runtime virtual_device/on_device/beside_captures virtual_device/on_device/staging "
     "virtual_device/on_device/pinned virtual_device/on_device/compiled_values virtual_device/on_device/hooks "
-    "virtual_device/on_device/it_can_tell::test_without_it_most_runs_differ_and_none_with_it "
     "virtual_device/on_device/captured_steps virtual_device/on_device/captured_graphs "
     "virtual_device/on_device/training matrix gpu/scenarios::test_on_the_device"
 )

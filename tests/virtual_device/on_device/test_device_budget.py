@@ -105,13 +105,16 @@ def test_h55_a_budget_is_used_and_kept_to_a_window_from_the_fifth_step_of_a_kind
         kinds += [partial(other.step, offload)]
     elif kind == "accumulated":
         kinds = [partial(model.step, offload, times=4)]
-    for number in range(12):
+    peaks = []
+    for _ in range(12):
         for step in kinds:
             model.peaks.clear(), other.peaks.clear()
             step()
-            (peak,) = model.peaks + other.peaks
-            assert number < 4 or peak <= budget + WINDOW, (number, peak / budget)
-        assert number < 4 or len(kinds) == 3 or peak >= 0.85 * budget, (number, peak / budget)
+            peaks += model.peaks + other.peaks
+    peaks = peaks[4 * len(kinds) :]
+    assert max(peaks) <= budget + WINDOW, [peak / budget for peak in peaks]
+    # A source that went late in a step before it makes more move in the next: not each of them uses all.
+    assert len(kinds) == 3 or max(peaks) >= 0.85 * budget, [peak / budget for peak in peaks]
     stats = offload.stats(synchronize=True)
     assert 0 < stats.bytes_out < stats.saved_bytes
 

@@ -128,7 +128,7 @@ def test_h29_threads_inside_one_transfer_stream_at_once_get_their_own_streams_ba
     api: Api, runtime: AcceleratorRuntime
 ) -> None:
     out, both_inside = runtime.transfer_stream(HERE, Direction.OUT), threading.Barrier(2)
-    api.during_copy = lambda: both_inside.wait(timeout=30)
+    api.during_copy = lambda: both_inside.wait(timeout=60)
 
     def work(number: int) -> bool:
         torch.accelerator.set_stream(torch.Stream(device=HERE))
@@ -160,25 +160,6 @@ def test_h22_copies_are_exact_and_memory_is_ordinary_in_any_mode_of_the_caller(
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_link_is_measured_behind_the_last_owner_of_its_memory(
-    virtual: VirtualDevice, runtime: AcceleratorRuntime
-) -> None:
-    before, allocated = selection(), torch.accelerator.memory_allocated()
-    with virtual.slow_links(bandwidth=1e8):
-        streams = [f"0/{runtime.transfer_stream(HERE, way).stream_id}" for way in Direction]
-        with virtual.noted() as calls:
-            found = runtime.measure_link(torch.device(NAME))
-    for stream, rate in zip(streams, found, strict=True):
-        assert 0 < rate.median <= 1e8, "by the device's clock"
-        copy, record = f"copy {PROBE} on {stream}", f"record_event {stream}"
-        first = calls.index(copy)
-        assert {"record_event 0/0", f"wait_event {stream}"} <= {*calls[:first]}
-        made = [call for call in calls[first:] if call in (copy, record)]
-        assert made == [copy, record, record, *[copy, record] * 5]
-    assert selection() == before
-    assert torch.accelerator.memory_allocated() == allocated
 
 
 def test_without_events_that_tell_the_time_the_host_does(virtual: VirtualDevice, runtime: AcceleratorRuntime) -> None:

@@ -131,13 +131,13 @@ def test_h41_pack_goes_on_while_the_system_pins_memory(
 
     def slow(nbytes: int) -> Tensor:
         asked.set()
-        in_time.append(pins.wait(20))
+        in_time.append(pins.wait(60))
         return host_buffer(nbytes)
 
     monkeypatch.setattr(runtime, "host_buffer", slow)
     step, expected = Step(1), Step(1).forward(nullcontext()).backward()
     step.forward(offload)
-    assert asked.wait(20)
+    assert asked.wait(60)
     pins.set()
     offload.stats(synchronize=True)
     assert in_time
@@ -172,7 +172,7 @@ def test_the_next_is_read_while_the_first_is_copied_back(
             runtime.copy(target, slot, back, [runtime.record(compute)])
             for target, slot in zip(targets, slots, strict=True)
         ]
-        assert read.wait(20), "the reader waits for the copy of what it read before"
+        assert read.wait(60), "the reader waits for the copy of what it read before"
     for event in events:
         runtime.synchronize(event)
     assert not any(virtual.peek(target).any() for target in targets)
@@ -332,7 +332,7 @@ def test_h10_what_an_interrupted_call_took_or_left_to_the_writer_is_not_waited_f
     larger = copy(Written(2 << 20))
     waiting = threading.Thread(target=runtime.synchronize, args=(larger,), daemon=True)
     waiting.start()
-    waiting.join(20)
+    waiting.join(60)
     assert runtime.query(larger), "it waits for room that nobody has"
 
 
