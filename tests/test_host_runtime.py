@@ -138,8 +138,7 @@ def test_a_thread_starts_with_the_first_operation_and_ends_by_itself_when_it_is_
     monkeypatch.setattr(transfer_threads, "_IDLE_SECONDS", 0.01)
     seen: list[threading.Thread] = []
     for _ in range(3):
-        out.submit(lambda: seen.append(threading.current_thread()))
-        runtime.synchronize(out.record())
+        runtime.synchronize(out.submit(lambda: seen.append(threading.current_thread())))
         seen[-1].join(60)
         assert not seen[-1].is_alive()
         assert out.thread is None

@@ -11,7 +11,7 @@ import pytest
 
 from eager_offload.tiers import host, limits
 from eager_offload.tiers.host import HostTier, shared_pool
-from eager_offload.tiers.limits import Headroom, HostBound, NoRoomError, host_headroom
+from eager_offload.tiers.limits import Headroom, HostBound, host_headroom
 from eager_offload.tiers.pool import HostSlot, Pool
 from tests.simulation.simulated import SimulatedRuntime
 from tests.tiers.machines import GIB, MIB, FakeMachine
@@ -88,26 +88,6 @@ def test_memory_is_refused_where_no_descriptor_is_free_to_look_with(
         assert "Too many open files" in tier.shortage.reason
         tier.release_idle()
     assert tier.reserve(64 * MIB) is not None
-
-
-def test_h26_what_was_refused_is_refused_again_without_a_look_but_not_for_ever_and_not_less(
-    readings: Readings,
-) -> None:
-    readings.available = GIB + 8 * MIB
-    bound = HostBound()
-    for _ in range(200):
-        with pytest.raises(NoRoomError):
-            bound.admit(16 * MIB, 0)
-    assert readings.looks <= 200 * 16 // 256 + 1
-    bound.admit(8 * MIB, 0)
-    readings.available = GIB
-    with pytest.raises(NoRoomError):
-        bound.admit(16 * MIB, 0)
-    readings.available = 3 * GIB
-    with pytest.raises(NoRoomError):
-        bound.admit(16 * MIB, 0)
-    bound.forget()
-    bound.admit(16 * MIB, 0)
 
 
 def test_h26_when_a_forward_begins_idle_memory_of_all_the_process_goes_back_as_far_as_it_is_missed(

@@ -429,31 +429,6 @@ def test_backward_after_the_capture_of_its_forward_is_an_error(offloads: Any) ->
     del step
 
 
-def test_the_host_waits_in_warm_ups_without_the_lock(
-    virtual: VirtualDevice, offloads: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload, waits, synchronize = offloads(), list[bool](), AcceleratorEvent.synchronize
-
-    def noted(event: AcceleratorEvent) -> None:
-        if not event.query():
-            waits.append(offload._accounts.lock._is_owned())
-        synchronize(event)
-
-    monkeypatch.setattr(AcceleratorEvent, "synchronize", noted)
-    w = torch.full((64, 64), 0.1, device=NAME, requires_grad=True)
-
-    def step() -> Tensor:
-        h = w * 1
-        for _ in range(6):
-            h = h.exp().sin()
-        return torch.autograd.grad(h.sum(), w)[0]
-
-    with virtual.slow_compute(0.005), virtual.slow_links(latency=0.005):
-        capture_step(step, offload=offload, warmup=1)
-    assert waits
-    assert not any(waits)
-
-
 def test_a_copy_that_differs_is_an_error_though_the_step_has_gone_on(offloads: Any) -> None:
     offload, alive, raised = offloads(keep_last_bytes=0), list[Tensor](), list[bool]()
     x, w = torch.ones(16, 16, device=NAME), torch.full((16, 16), 0.1, device=NAME, requires_grad=True)
