@@ -7,6 +7,7 @@ regional compilation makes another module with a copy of the first one's calls.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,15 @@ from torch import nn
 
 from eager_offload import ConfigError, Offload
 from eager_offload.config import FIELDS, OffloadFields
-from eager_offload.integrations.calls import Given, OffloadedCalls, missing, offload_from, warn_of_what_hides
-from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, summarize
+from eager_offload.integrations.calls import (
+    Given,
+    OffloadedCalls,
+    is_training,
+    missing,
+    offload_from,
+    warn_of_what_hides,
+)
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # has no types
@@ -49,6 +57,8 @@ class OffloadPlugin:
             :class:`~eager_offload.Offload` of your own, which stays yours to close. With a configuration or an
             ``Offload`` the variables of its fields are not asked.
         log_metrics: what :meth:`metrics` gives: ``True`` for the three that matter, ``"all"``, or ``False`` for none.
+        trace_step: the training forward of a prepared model, the first being 1, that is traced until the next begins.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
         **fields: the fields of :class:`~eager_offload.OffloadConfig`; each comes before ``config``, and that before
             ``EAGER_OFFLOAD_<FIELD>``, which is asked for one that is ``None`` too. With ``enabled=False``
             :meth:`prepare` hands the model back, :attr:`offload` does nothing and :meth:`metrics` is empty.
@@ -62,6 +72,8 @@ class OffloadPlugin:
         config: Given = None,
         *,
         log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str | os.PathLike[str] = "offload_trace.json",
         **fields: Unpack[OffloadFields],
     ) -> None:
         self._closes = not isinstance(config, Offload)
@@ -69,7 +81,10 @@ class OffloadPlugin:
         """A context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
         #: What is in force.
         self.config = self.offload.config
+        self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
         self._metrics = OffloadMetrics(self.offload, log_metrics)
+        self._trace = StepTrace(self.offload, trace_step, trace_path)
+        self._forwards = 0
         self._summarized = False
         self._calls: weakref.WeakKeyDictionary[nn.Module, OffloadedCalls] = weakref.WeakKeyDictionary()
 
@@ -128,7 +143,7 @@ class OffloadPlugin:
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
         self.offload.skip_in(model)
-        calls = self._calls[model] = OffloadedCalls(model, self.offload, _INSTEAD)
+        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self), _INSTEAD)
         _prepared[innermost] = weakref.ref(self), calls
         return model
 
@@ -157,6 +172,7 @@ class OffloadPlugin:
         if self.offload.stats().saved_tensors:
             self.offload.warn_if_nothing_moved()
         self.remove()
+        self._trace.end()
         if not self._summarized:
             self._summarized = True
             summarize(self.offload)
@@ -165,7 +181,21 @@ class OffloadPlugin:
 
     def __reduce__(self) -> tuple[Callable[[], OffloadPlugin], tuple[()]]:
         # A plugin travels to processes that are spawned; what it has opened, and the models that it knows, do not.
-        return partial(type(self), self.config, log_metrics=self._metrics.log_metrics), ()
+        return partial(type(self), self.config, **self._options), ()
+
+
+def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:
+    """Asked at each call whether a backward may follow; counts those for the plugin, and does not keep it."""
+    alive = weakref.ref(plugin)
+
+    def asked(model: nn.Module) -> bool:
+        training = is_training(model)
+        if training and (found := alive()) is not None:
+            found._forwards += 1
+            found._trace.begin(found._forwards)
+        return training
+
+    return asked
 
 
 def _innermost(model: nn.Module) -> nn.Module:

@@ -66,6 +66,11 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
 _LOOKED_AT = 3
 
 
+def is_training(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` is one that a backward may follow."""
+    return module.training and torch.is_grad_enabled()
+
+
 _NOT_TRACED = (
     "eager_offload offloads around the calls of this module, and what it does there is no part of a graph. Call "
     "module.compile(...) on it, which may have fullgraph=True; or torch.compile without fullgraph"
@@ -82,6 +87,7 @@ class OffloadedCalls:
         module: the outermost of the model's wrappers: what ``DistributedDataParallel``, ``fully_shard`` or
             ``torch.compile`` returned. A module inside of one that is compiled with ``fullgraph=True`` does not work.
         offload: whose context is entered.
+        when: asked at each call for which :func:`is_training` holds; nothing moves in others.
         instead: the end of the warning: another way to offload.
 
     Raises:
@@ -93,6 +99,7 @@ class OffloadedCalls:
         self,
         module: nn.Module,
         offload: Offload,
+        when: Callable[[nn.Module], bool] = is_training,
         instead: str = "enter the Offload around the forward",
     ) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
@@ -110,8 +117,12 @@ class OffloadedCalls:
         process = os.getpid()
 
         def offloaded(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+            module = called()
+            assert module is not None  # it is what is being called
             if os.getpid() != process:
                 warn_once("forked", FORKED.format(where="after its parent had prepared this model"))
+                return call(*arguments, **named)
+            if not when(module):
                 return call(*arguments, **named)
             self._is_offloaded = True
             with offload:
@@ -124,7 +135,7 @@ class OffloadedCalls:
 
         def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             module = called()
-            if module is None or not (module.training and torch.is_grad_enabled()):
+            if module is None or not is_training(module):
                 if not torch.compiler.is_compiling():  # a graph has no place for what is noted
                     self._is_in_eval_mode |= torch.is_grad_enabled()
                 return call(*arguments, **named)

@@ -25,7 +25,7 @@ from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
 from eager_offload.integrations.calls import Given, missing, offload_from, warn_of_what_hides
-from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, summarize
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers.limits import set_local_ranks
 from eager_offload.torch_private import Patch
 
@@ -64,6 +64,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         config: an ``Offload`` of your own, an ``OffloadConfig``, or a mapping of its fields, as from a file. Where a
             mapping says nothing, and where it is left out, the ``EAGER_OFFLOAD_*`` variables do.
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
+        trace_step: the batch of a fit, the first being 1, that is traced.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
         **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that; ``None`` gives none.
 
     ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
@@ -83,6 +85,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         config: Given = None,
         *,
         log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str = "offload_trace.json",
         **fields: Unpack[OffloadFields],
     ) -> None:
         super().__init__()
@@ -90,6 +94,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         self._closes = not isinstance(config, Offload)
         self._log_metrics = log_metrics
         OffloadMetrics(self.offload, log_metrics)  # which refuses what is not accepted
+        self._trace = StepTrace(self.offload, trace_step, trace_path)
         #: What is around the strategy's methods while a Trainer fits.
         self._patches: list[Patch] = []
         self._metrics: OffloadMetrics | None = None
@@ -122,7 +127,12 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         if self._patches:
             warn_of_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._patches:
+            self._trace.begin(self._batches_of_fit + 1)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._trace.end()
         self._batches += 1
         self._batches_of_fit += 1
         if self._metrics is not None and _logs_now(trainer, batch_idx):
@@ -148,6 +158,7 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
                 ours.context = nullcontext  # where another's around it keeps it from going
             patch.take_off()
         if patches:
+            self._trace.end()
             set_local_ranks(0)
             if self._closes:
                 self.offload.close()
@@ -164,10 +175,18 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "offload": self.offload.config, "_patches": [], "_metrics": None, "_closes": True}
+        return {
+            **vars(self),
+            "offload": self.offload.config,
+            "_patches": [],
+            "_metrics": None,
+            "_closes": True,
+            "_trace": (self._trace.step, self._trace.path),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, offload=offload_from(state["offload"]))
+        offload = offload_from(state["offload"])
+        self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]))
 
 
 class CallbackFromEnvironment(OffloadCallback):

@@ -1,12 +1,15 @@
-"""What an integration reports: numbers for a framework's loggers, and a line when training ends."""
+"""What an integration reports: numbers for a framework's loggers, a line when training ends, a trace of one step."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from eager_offload import ConfigError, Offload, OffloadStats
 from eager_offload.config import MIB
+from eager_offload.observe.trace import Tracing
 from eager_offload.tiers.limits import rank
 
 #: ``True``: the three that matter; ``"all"``: every counter; ``False``: none.
@@ -55,23 +58,61 @@ class OffloadMetrics:
         if not (isinstance(log_metrics, bool) or log_metrics == "all"):
             raise ConfigError(f'log_metrics={log_metrics!r} is not accepted: log_metrics takes True, False or "all"')
         self.offload = offload
-        self.log_metrics = log_metrics
+        self._log_metrics = log_metrics
         self._before = offload.stats()
 
     def read(self, steps: int = 1) -> dict[str, float]:
         """The figures of the ``steps`` steps since the last reading (or since this object was made), for one step."""
         before, now = self._before, self.offload.stats()
         self._before = now
-        if not self.log_metrics:
+        if not self._log_metrics:
             return {}
         amounts = {name: (_amount(now, name), _amount(before, name)) for name in _AMOUNTS}
         # What has not grown was reset in between, and has grown from nothing.
         figures = {name: (new - old if new >= old else new) / max(steps, 1) for name, (new, old) in amounts.items()}
         three = {"device_peak_mib": now.device_bytes_peak / MIB, "moved_mib": figures["bytes_out"] / MIB}
         three["stall_seconds"] = figures["stall_seconds"]
-        if self.log_metrics == "all":
+        if self._log_metrics == "all":
             three |= figures | {name: float(getattr(now, name)) for name in _PEAKS}
         return {PREFIX + name: figure for name, figure in three.items()}
+
+
+class StepTrace:
+    """A trace of one step of training; see :meth:`Offload.trace <eager_offload.Offload.trace>`.
+
+    Args:
+        offload: what is traced.
+        step: which one, the first being 1; ``None`` for none.
+        path: where it is written; by a rank other than 0 with the rank before the suffix, as in ``step.rank1.json``.
+
+    Raises:
+        ConfigError: for a step that is no positive number, or a path where no file can be written.
+    """
+
+    def __init__(self, offload: Offload, step: int | None, path: str | os.PathLike[str]) -> None:
+        if step is not None and (type(step) is not int or step < 1):
+            raise ConfigError(f"trace_step={step!r} is not accepted: trace_step takes a step, 1 or more, or None")
+        self._offload = offload
+        #: As they were given.
+        self.step, self.path = step, Path(path)
+        self._tracing: Tracing | None = None
+        if step is not None:
+            offload.trace(self.path)  # which refuses what cannot be written
+
+    def begin(self, step: int) -> None:
+        """Step number ``step`` begins; where another one is traced still, that one is over."""
+        self.end()
+        if step == self.step and self._offload.config.enabled:
+            number = rank()
+            path = self.path.with_suffix(f".rank{number}{self.path.suffix}") if number else self.path
+            self._tracing = self._offload.trace(path)
+            self._tracing.__enter__()
+
+    def end(self) -> None:
+        """The step is over, or training is. Idempotent."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            tracing.__exit__(None, None, None)
 
 
 def summarize(offload: Offload) -> None:

@@ -8,8 +8,10 @@ every compiled module, is a method: while the mixin's trainer trains, it runs in
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
@@ -18,7 +20,7 @@ from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
 from eager_offload.integrations.calls import Given, OffloadedCalls, missing, offload_from
-from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, summarize
+from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.torch_private import Patch
 
 try:
@@ -49,6 +51,8 @@ class OffloadTrainerCallback(TrainerCallback):
         config: an ``Offload`` (which stays yours to close), an ``OffloadConfig``, a mapping of its fields, or ``None``:
             what is not given is read from ``EAGER_OFFLOAD_*``. ``EAGER_OFFLOAD=0`` switches all of this off.
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
+        trace_step: the optimizer step of a training, the first being 1, that is traced.
+        trace_path: where that trace is written, for https://ui.perfetto.dev.
         **fields: fields of ``OffloadConfig``.
 
     A copy or a pickle has an ``Offload`` of its own with the same configuration.
@@ -63,9 +67,11 @@ class OffloadTrainerCallback(TrainerCallback):
         config: Given = None,
         *,
         log_metrics: LogMetrics = True,
+        trace_step: int | None = None,
+        trace_path: str | os.PathLike[str] = "offload_trace.json",
         **fields: Unpack[OffloadFields],
     ) -> None:
-        self._log_metrics = log_metrics
+        self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
         self._begin_with(offload_from(config, fields))
         self._closes = not isinstance(config, Offload)
 
@@ -73,7 +79,10 @@ class OffloadTrainerCallback(TrainerCallback):
         offload = offload if offload is not None and offload.config.enabled else None
         self.offload = offload
         """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
-        self._metrics = None if offload is None else OffloadMetrics(offload, self._log_metrics)
+        self._metrics = self._trace = None
+        if offload is not None:
+            self._metrics = OffloadMetrics(offload, self._options["log_metrics"])
+            self._trace = StepTrace(offload, self._options["trace_step"], self._options["trace_path"])
         self._saved_before = self._first_step = self._read_step = 0
         #: The training that is going on: all callbacks of a trainer get the same state, a new one each time.
         self._state: weakref.ref[TrainerState] | None = None
@@ -92,6 +101,8 @@ class OffloadTrainerCallback(TrainerCallback):
         removal, self._removal = self._removal, None
         if removal is not None:
             removal()
+        if self._trace is not None:
+            self._trace.end()
         if self.offload is not None and self._closes:
             self.offload.close()
 
@@ -153,6 +164,14 @@ class OffloadTrainerCallback(TrainerCallback):
                 "trainer, since only one of them could offload: leave the others out"
             )
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trace is not None and self._state is not None:
+            self._trace.begin(state.global_step - self._first_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trace is not None:
+            self._trace.end()
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -189,7 +208,7 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         config = None if self.offload is None else self.offload.config
-        own = dict.fromkeys(("_metrics", "_state", "_model", "_removal", "_calls"))
+        own = dict.fromkeys(("_metrics", "_trace", "_state", "_model", "_removal", "_calls"))
         return {**vars(self), "offload": config, **own, "_closes": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,7 +230,8 @@ class OffloadTrainerMixin(_Base):
     Args:
         offload: what :class:`OffloadTrainerCallback` takes as ``config``, or ``False`` for none. The default is
             :attr:`offload_config`. ``EAGER_OFFLOAD=0`` and ``=1`` overrule both.
-        offload_metrics: what that takes as ``log_metrics``. The default is :attr:`offload_metrics`.
+        offload_options: ``log_metrics``, ``trace_step`` and ``trace_path`` of :class:`OffloadTrainerCallback`; the
+            default is :attr:`offload_options`.
         *arguments, **named: the trainer's.
 
     Raises:
@@ -220,8 +240,8 @@ class OffloadTrainerMixin(_Base):
 
     offload_config: Given | bool = None
     """The class's own configuration."""
-    offload_metrics: LogMetrics = True
-    """The class's own ``log_metrics``."""
+    offload_options: Mapping[str, Any] = MappingProxyType({})
+    """The class's own ``log_metrics``, ``trace_step`` and ``trace_path``."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -238,14 +258,13 @@ class OffloadTrainerMixin(_Base):
         self,
         *arguments: Any,
         offload: Given | bool = None,
-        offload_metrics: LogMetrics | None = None,
+        offload_options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
         given = self.offload_config if offload is None else offload
         config = None if isinstance(given, bool) else given
-        logged = self.offload_metrics if offload_metrics is None else offload_metrics
-        is_on = switched_on(given is not False)
-        self._offload_callback = _AroundLoss(config, log_metrics=logged) if is_on else None
+        options = self.offload_options if offload_options is None else offload_options
+        self._offload_callback = _AroundLoss(config, **options) if switched_on(given is not False) else None
         super().__init__(*arguments, **named)
         if self._offload_callback is not None:
             self.add_callback(self._offload_callback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,11 @@ def test_an_offload_of_the_users_own_stays_open(way: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("log_metrics", [True, "all", False])
-def test_figures_are_logged_and_a_line_ends_it(
+def test_figures_are_logged_a_step_is_traced_and_a_line_ends_it(
     way: Any, log_metrics: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = way.given(**fields(tmp_path), log_metrics=log_metrics)
+    trace = tmp_path / "step.json"
+    given = way.given(**fields(tmp_path), log_metrics=log_metrics, trace_step=2, trace_path=str(trace))
     logged = way.train(tmp_path, given).logged
     way.end(given)
     if log_metrics is True:
@@ -83,6 +85,7 @@ def test_figures_are_logged_and_a_line_ends_it(
         assert all(figures.keys() > THREE | FIGURES for figures in logged)
         assert logged[-1]["offload/saved_bytes"] == given.offload.stats().saved_bytes / 3, "of one step"
     assert bool(logged) is bool(log_metrics)
+    assert json.loads(trace.read_text())["traceEvents"]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eager_offload: ")]
     assert len(said) == 1
     assert "peak saved-tensor memory" in said[0]
@@ -158,7 +161,7 @@ def test_what_is_given_comes_first_then_the_environment_then_the_defaults(
 
 
 @pytest.mark.parametrize("way", OBJECTS, indirect=True)
-def test_what_is_not_accepted_is_refused(way: Any) -> None:
+def test_what_is_not_accepted_is_refused(way: Any, tmp_path: Path) -> None:
     offload = eo.Offload()
     for given in 17, "disk", ["disk"]:
         with pytest.raises(eo.ConfigError, match="config takes an OffloadConfig, a mapping"):
@@ -168,6 +171,11 @@ def test_what_is_not_accepted_is_refused(way: Any) -> None:
     assert way.given(offload, enabled=True).offload is offload
     with pytest.raises(eo.ConfigError, match='takes True, False or "all"'):
         way.given(log_metrics="some")
+    for step in 0, -1, "5", True, 1.0:
+        with pytest.raises(eo.ConfigError, match="trace_step takes a step"):
+            way.given(trace_step=step)
+    with pytest.raises(eo.ConfigError, match="a directory that exists"):
+        way.given(trace_step=1, trace_path=str(tmp_path / "nowhere" / "step.json"))
 
 
 @pytest.mark.parametrize("way", ENDING, indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import eager_offload as eo
-from eager_offload.integrations.metrics import OffloadMetrics, summarize
+from eager_offload.integrations.metrics import OffloadMetrics, StepTrace, summarize
 from tests.integrations.training import fields
 
 
@@ -93,6 +94,22 @@ def test_each_figure_is_the_difference_of_two_stats_for_one_step_and_each_peak_t
         assert all(type(figure) is float for figure in figures.values())
         before = now
     offload.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_step_is_traced_into_a_file_for_each_rank(
+    offload: eo.Offload, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    trace = StepTrace(offload, 2, tmp_path / "step.json")
+    for number in 1, 2, 3:
+        trace.begin(number)
+        step(offload)
+    trace.end()
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == ("step.rank1.json" if rank else "step.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(one["name"] == "forward" for one in events) <= 1, "of one step"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

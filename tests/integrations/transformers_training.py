@@ -70,7 +70,8 @@ class ForMixin:
     """What a trainer with the mixin is given, by the arguments of a callback; ``offload`` is that of the last one."""
 
     def __init__(self, config: Any = None, **options: Any) -> None:
-        self.log_metrics = options.pop("log_metrics", None)
+        own = ("log_metrics", "trace_step", "trace_path")
+        self.options = {name: options.pop(name) for name in own if name in options}
         self.config = eo.OffloadConfig.from_given(config, options) if options else config
         self.offload: eo.Offload | None = None
 
@@ -91,7 +92,7 @@ def trainer_of(
         options["callbacks"].insert(0, given)
     elif given is not None:
         kind = MixedTrainer
-        options |= {"offload": given.config, "offload_metrics": given.log_metrics}
+        options |= {"offload": given.config, "offload_options": given.options}
     trainer = kind(model or llama(), **options)
     if isinstance(given, ForMixin):
         given.offload = trainer.offload
