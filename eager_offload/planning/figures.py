@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
+from eager_offload.planning.levels import Kept
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of
 from eager_offload.planning.replay import Chooser, Chosen, Outcome
@@ -129,10 +130,14 @@ class PlanFigures:
     """The windows that were chosen among; bytes, smallest first."""
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    kept: tuple[tuple[Kept, ...], ...] = ()
+    """For each of these modules, the results that it keeps in place of computing them again."""
     whole: Problem | None = None
     """The step in which nothing is computed again, where something is."""
     whole_windows: tuple[int, ...] = ()
     """The windows that were chosen among for that."""
+    points: tuple[Point, ...] = ()
+    """What other mixtures come to, for :meth:`Plan.front`."""
     may_again: Again | None = None
     """What ``recompute=True`` would bring, where that is much."""
     is_compiled: bool = False

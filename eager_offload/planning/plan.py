@@ -67,7 +67,7 @@ class Plan(PlanFigures, PlanSettings):
         Raises:
             ConfigError: a module is not there, or ``verify`` is another thing.
         """
-        return checkpointed(model, self.again, verify)
+        return checkpointed(model, dict(zip(self.again, self.kept, strict=True)), verify)
 
     @cached_property
     def relief(self) -> Relief | None:

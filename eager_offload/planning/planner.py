@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any
+from operator import add, attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
+from eager_offload.planning.levels import Kept, Level, Recording, computed_again, levels_of, mixtures
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
-from eager_offload.planning.program import Problem, Program, kind_of, modules_around
-from eager_offload.planning.replay import WINDOWS, Chooser
+from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
+from eager_offload.planning.replay import WINDOWS, Chooser, Chosen
 from eager_offload.planning.sharding import (
     Asked,
     agreed,
@@ -189,18 +190,14 @@ def _make(
     *,
     recompute: bool,
 ) -> Plan:
-    from eager_offload.planning.trace import trace  # it brings in what only tracing needs
+    from eager_offload.planning.trace import record  # it brings in what only tracing needs
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
-
-    def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
-        least, patterns = settings.size("min_bytes"), settings.skip
-        seen = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, target=machine.kernels)
-        seconds = tuple(seen.seconds(machine))
-        return on_one_device(seen, asked.sharding, accumulates=asked.accumulates), seconds
-
-    whole = _chooser(*traced(), asked)
-    least = whole.least
+    least, patterns = settings.size("min_bytes"), settings.skip
+    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=machine.kernels)
+    compiled = any(map(is_compiled, (*model.modules(), loss)))
+    search = _Search(recording, asked, is_compiled=compiled)
+    whole = search.nothing
     match policy:
         case "least":
             chosen = whole.within(budget)
@@ -208,30 +205,18 @@ def _make(
             chosen = whole.hidden()
         case _:
             chosen = whole.share(1.0)
-    names: tuple[str, ...] = ()
-    steps = {names: whole}
+    found = _Found((), whole, chosen)
     may_again: Again | None = None
-    tried: Sequence[tuple[str, ...]] = ()
     if recompute:
-        tried = _positions(whole.problem.program)
+        found = search.best(found)
     elif policy == "least" and (
         chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
-    ):  # nothing fits, or compute waits: one is enough to say that to compute again is worth while
-        tried = _positions(whole.problem.program)[1:2]
-    for again in tried:
-        try:
-            step = traced(again)
-        except Exception:  # whatever a module raises that does another thing the second time
-            continue
-        steps[again] = _chooser(*step, asked)
-    if tried:
-        found = {again: step.within(budget) for again, step in steps.items()}
-        names = min(found, key=lambda again: (max(found[again].peak_bytes - budget, 0), found[again].step_seconds))
-        best = found[names]
-        if recompute:
-            chosen, least = best, min((one.least for one in steps.values()), key=attrgetter("peak_bytes"))
-        elif names:
-            may_again, names = Again(names, best.peak_bytes, best.step_seconds), ()
+    ):  # nothing fits, or compute waits
+        better = search.best(found, mixed=False)
+        if better.levels:
+            may_again = Again(tuple(search.kept(better)), better.chosen.peak_bytes, better.chosen.step_seconds)
+    chosen, kept = found.chosen, search.kept(found)
+    least = min((found.chooser.least, whole.least), key=attrgetter("peak_bytes"))
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
     return Plan(
@@ -242,15 +227,91 @@ def _make(
         *chosen,
         settings,
         Point.least_of(least),
-        steps[names].windows,
-        names,
-        whole.problem if names else None,
-        whole.windows if names else (),
+        found.chooser.windows,
+        tuple(kept),
+        tuple(kept.values()),
+        whole.problem if kept else None,
+        whole.windows if kept else (),
+        tuple(search.points),
         may_again,
-        any(map(is_compiled, (*model.modules(), loss))),
+        compiled,
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
     )
+
+
+class _Found(NamedTuple):
+    """What blocks keep of themselves, and what comes of it."""
+
+    levels: tuple[Level, ...]
+    chooser: Chooser
+    chosen: Chosen
+
+
+class _Search:
+    """Looks for the fastest step that fits among what blocks may keep of themselves: see
+    [Note: what is computed again]."""
+
+    def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
+        self._recording, self._asked, self._is_compiled = recording, asked, is_compiled
+        self._blocks = _blocks(recording.program)
+        self.points: list[Point] = []
+        self.nothing = self._chooser(recording.program)
+
+    def _chooser(self, program: Program, windows: Sequence[int] | None = None) -> Chooser:
+        seconds = tuple(program.seconds(self._asked.machine))
+        step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
+        return _chooser(step, seconds, self._asked)
+
+    def _program(self, levels: Sequence[Level]) -> Program:
+        chosen = zip(self._blocks, levels, strict=True)
+        return computed_again(self._recording, {name: kept for name, kept in chosen if kept is not None})
+
+    def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
+        """Returns by name the blocks that are computed again, and what each keeps."""
+        of = self._recording
+        chosen = zip(self._blocks, found.levels, strict=False)
+        return {name: of.kept(of.calls[name], level) for name, level in chosen if level is not None}
+
+    def best(self, found: _Found, *, mixed: bool = True) -> _Found:
+        """Returns what is best, be it ``found``, in which nothing is computed again.
+
+        Each mixture has a step that it cannot be faster than: compute, and the link's time for what has to leave. They
+        are replayed in that order until none that is left could be faster than the best.
+        """
+        budget, machine = self._asked.budget, self._asked.machine
+        recording, names = self._recording, self._blocks
+        levels = levels_of(recording, names, recording.program.seconds(machine))
+        if self._is_compiled:
+            levels = [levels[0], levels[-1]]
+        todo = []
+        for order, mixture in enumerate(mixtures(levels) if mixed else map(tuple, levels)):
+            if not any(level is not None for level in mixture):
+                continue
+            chooser = self._chooser(self._program(mixture))
+            problem = chooser.problem
+            peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
+            lack = max(peak - budget, 0)
+            forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
+            seconds = floor_seconds(forward, backward, lack, machine.out, machine.back)
+            self.points.append(Point(peak, peak, problem.compute_seconds))
+            todo.append((seconds, order, mixture, chooser))
+        todo.sort(key=itemgetter(0, 1))
+
+        def rank(one: Chosen) -> tuple[float, ...]:
+            return max(one.peak_bytes - budget, 0), one.step_seconds, one.outcome.moved_bytes
+
+        best, replayed = found, 0
+        for seconds, _, mixture, chooser in todo:
+            if best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
+                break
+            chosen = chooser.within(budget)
+            replayed += 1
+            self.points.append(Point.least_of(chosen))
+            if rank(chosen) < rank(best.chosen):
+                best = _Found(mixture, chooser, chosen)
+        print("replayed", replayed, "of", len(todo), [round(t[0],4) for t in todo[:replayed]])
+        return best
 
 
 def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
@@ -300,15 +361,16 @@ def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-#: Of so many blocks one is computed again.
-_EVERY = (1, 2, 4)
-#: Parts of the names of operators that attend: a product of products, and what is between them.
-_ATTENDS = ("attention", "softmax")
+#: Of what the repeated modules save, the part that smaller ones in their place have to save, too.
+_NEARLY_ALL = 0.9
 
 
-def _positions(program: Program) -> list[tuple[str, ...]]:
-    """Returns names of modules that may be computed again together, the most bytes first: see
-    [Note: what is computed again]."""
+def _blocks(program: Program) -> list[str]:
+    """Returns the names of the modules that may be computed again, none inside of another one, in their order.
+
+    Those are the ones that repeat and save most together, and beside them others with a number in their name, such as
+    the stages of a U-Net.
+    """
     saved: dict[str, int] = defaultdict(int)
     for storage in program.storages:
         for name in modules_around(program.modules[storage.module]):
@@ -318,16 +380,14 @@ def _positions(program: Program) -> list[tuple[str, ...]]:
     for name in repeatable:
         if (kind := kind_of(name)) != name and saved[name]:
             kinds[kind].append(name)
-    repeated = [names for names in kinds.values() if len(names) > 1]
-    # Of one that is all of another, the outer one, whose name is shorter.
-    blocks = max(repeated, key=lambda names: (sum(saved[name] for name in names), -len(names[0])), default=list[str]())
-    attend = set[str]()
-    for op in program.ops:
-        if any(part in op.name for part in _ATTENDS):
-            attend.update(modules_around(program.modules[op.module]))
-    inner = []
-    for block in blocks:  # right below it what saves most of that which attends to nothing
-        below = [one for one in repeatable if one.startswith(f"{block}.") and "." not in one[len(block) + 1 :]]
-        inner += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
-    found = [tuple(blocks[::every]) for every in _EVERY if every < len(blocks)]
-    return [*found, tuple(inner)] if inner else found
+    together = {kind: sum(saved[name] for name in names) for kind, names in kinds.items()}
+    chosen = set[str]()
+    while together:
+        most = _NEARLY_ALL * max(together.values())
+        # Of those that save nearly as much, the most modules; of one that is all of another, the outer one.
+        kind = max((one for one in together if together[one] >= most), key=lambda one: (len(kinds[one]), -len(one)))
+        around = {outer for name in chosen for outer in modules_around(name)}
+        if not any(name in around or chosen.intersection(modules_around(name)) for name in kinds[kind]):
+            chosen.update(kinds[kind])
+        del together[kind]
+    return [name for name in repeatable if name in chosen]
