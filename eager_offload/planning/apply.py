@@ -42,9 +42,7 @@ class Checks:
 
 
 @contextmanager
-def checkpointed(
-    model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False
-) -> Iterator[Checks]:
+def checkpointed(model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> Iterator[Checks]:
     """Has the modules of these names computed again in backward but for the results they keep, until it is left.
 
     Several may be in force at once, in any thread: a module is computed again once, as long as one of them is, and
@@ -226,7 +224,7 @@ class Policy:
 
     def contexts(self) -> tuple[Any, Any]:
         """Returns what forward runs in, and each time that it is computed again."""
-        saving, taking = create_selective_checkpoint_contexts(self)
+        saving, taking = create_selective_checkpoint_contexts(self)  # type: ignore[no-untyped-call]  # no types
         return saving, _First(taking)
 
 

@@ -22,7 +22,7 @@ from eager_offload.stats import KeepReason
 from eager_offload.version import digest
 
 #: The form of the file.
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Point(NamedTuple):

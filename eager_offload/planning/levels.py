@@ -154,11 +154,10 @@ def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> 
     while len(steps) > _MOST_LEVELS - 2:  # the two that are most alike become one
         place = min(range(1, len(steps)), key=lambda at: steps[at] / steps[at - 1])
         del steps[place]
-    ranks = [frozenset(number for number, price in prices.items() if price >= step) for step in steps for prices in priced]
-    count = len(names)
-    rows: list[list[Level]] = [[None] * count]
-    rows += [[*ranks[at : at + count]] for at in range(0, len(ranks), count)]
-    return [*rows, [frozenset()] * count]
+    rows: list[list[Level]] = [[None for _ in names]]
+    for step in steps:
+        rows.append([frozenset(number for number, price in prices.items() if price >= step) for prices in priced])
+    return [*rows, [frozenset() for _ in names]]
 
 
 def mixtures(levels: Sequence[Sequence[Level]]) -> list[tuple[Level, ...]]:
@@ -229,8 +228,8 @@ def _runs(of: Recording, kept: Mapping[str, Collection[int]]) -> list[_Run]:
         of_save.update(dict.fromkeys(range(of.calls[name].first_save, of.calls[name].last_save), name))
     found, added = dict[str, _Run](), 0
     for ask in program.asks:
-        name = of_save.get(ask.save)
-        if name is None or name in found:
+        name = of_save.get(ask.save, "")
+        if not name or name in found:
             continue
         call, dispatches = of.calls[name], frozenset(kept[name])
         left_out = {of.dispatches[number].op for number in dispatches}
@@ -273,8 +272,8 @@ class _Maker:
         self.given: dict[int, list[tuple[_Run, Input]]] = defaultdict(list)
         self.kept: dict[int, int] = {}
         for run in runs:
-            for one in run.call.inputs:
-                self.given[one.value].append((run, one))
+            for given in run.call.inputs:
+                self.given[given.value].append((run, given))
             for number in run.kept:
                 self.kept.update(dict.fromkeys(range(of.dispatches[number].first, of.dispatches[number].last), number))
         #: By value, saves of it, and asks: where they come in the step without checkpoints.
@@ -483,4 +482,4 @@ def has_steady_results(func: Any, args: Sequence[Any], named: Mapping[str, Any])
     if _ATTENTION not in str(func) or schema is None or schema.is_mutable:
         return False
     given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **named}
-    return given.get("dropout_p", 0.0) == 0.0  # then an attention draws none
+    return bool(given.get("dropout_p", 0.0) == 0.0)  # then an attention draws none

@@ -1,9 +1,10 @@
 """``plan``: from a model and its inputs to what a step of it will take.
 
 [Note: what is computed again]
-A model is mostly blocks that repeat. Computing every, every second or every fourth of them again, or in each block all
-that attends to nothing, comes within a few percent of what a search among all modules finds; so these are traced and
-replayed, and the fastest one that fits is taken.
+A model is mostly blocks that repeat. Each has a few levels, by what a second of the device buys: what is cheaper for a
+byte than the level's price is computed again, the rest is kept, and of that a part moves. All blocks have one level, or
+two that alternate evenly: a link that is busy with what some blocks keep hides behind the compute of the others. Of
+these mixtures the fastest one that fits is taken. Only the step without checkpoints is traced (``levels.py``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from operator import add, attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -45,6 +47,8 @@ from eager_offload.torch_private.memory import tree_iter
 _HERE = "here"
 #: Of a step, the part that compute waits where it may be worth much to compute something again.
 _MUCH = 0.1
+#: How often the part that moves is halved, while mixtures are looked through.
+_FEW_HALVINGS = 5
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -197,26 +201,27 @@ def _make(
     recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=machine.kernels)
     compiled = any(map(is_compiled, (*model.modules(), loss)))
     search = _Search(recording, asked, is_compiled=compiled)
-    whole = search.nothing
-    match policy:
-        case "least":
-            chosen = whole.within(budget)
-        case "free":
-            chosen = whole.hidden()
-        case _:
-            chosen = whole.share(1.0)
-    found = _Found((), whole, chosen)
-    may_again: Again | None = None
+    whole, may_again = search.nothing, None
     if recompute:
-        found = search.best(found)
-    elif policy == "least" and (
-        chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
-    ):  # nothing fits, or compute waits
-        better = search.best(found, mixed=False)
-        if better.levels:
-            may_again = Again(tuple(search.kept(better)), better.chosen.peak_bytes, better.chosen.step_seconds)
+        found = search.best(search.mixtures())
+    else:
+        match policy:
+            case "least":
+                chosen = whole.within(budget)
+            case "free":
+                chosen = whole.hidden()
+            case _:
+                chosen = whole.share(1.0)
+        found = Mixture(search.none, whole, chosen)
+        if policy == "least" and (
+            chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
+        ):  # nothing fits, or compute waits
+            better = search.best(search.levels, found)
+            if kept := search.kept(better):
+                may_again = Again(tuple(kept), better.chosen.peak_bytes, better.chosen.step_seconds)
     chosen, kept = found.chosen, search.kept(found)
-    least = min((found.chooser.least, whole.least), key=attrgetter("peak_bytes"))
+    lowest = [found.chooser.least, *([search.all_again.least] if recompute else [])]
+
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
     return Plan(
@@ -226,7 +231,7 @@ def _make(
         policy,
         *chosen,
         settings,
-        Point.least_of(least),
+        Point.least_of(min(lowest, key=attrgetter("peak_bytes"))),
         found.chooser.windows,
         tuple(kept),
         tuple(kept.values()),
@@ -240,10 +245,10 @@ def _make(
     )
 
 
-class _Found(NamedTuple):
+class Mixture(NamedTuple):
     """What blocks keep of themselves, and what comes of it."""
 
-    levels: tuple[Level, ...]
+    levels: Sequence[Level]
     chooser: Chooser
     chosen: Chosen
 
@@ -253,68 +258,79 @@ class _Search:
     [Note: what is computed again]."""
 
     def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
-        self._recording, self._asked, self._is_compiled = recording, asked, is_compiled
+        self._recording, self._asked = recording, asked
         self._blocks = _blocks(recording.program)
+        self.none: Sequence[Level] = [None] * len(self._blocks)
+        #: The same for all blocks; operators of compiled code cannot be told apart.
+        self.levels = levels_of(recording, self._blocks, recording.program.seconds(asked.machine))
+        if is_compiled:
+            self.levels = [self.levels[0], self.levels[-1]]
+        #: What was found on the way.
         self.points: list[Point] = []
-        self.nothing = self._chooser(recording.program)
 
-    def _chooser(self, program: Program, windows: Sequence[int] | None = None) -> Chooser:
-        seconds = tuple(program.seconds(self._asked.machine))
-        step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
-        return _chooser(step, seconds, self._asked)
+    def mixtures(self) -> list[tuple[Level, ...]]:
+        return mixtures(self.levels)
 
-    def _program(self, levels: Sequence[Level]) -> Program:
-        chosen = zip(self._blocks, levels, strict=True)
-        return computed_again(self._recording, {name: kept for name, kept in chosen if kept is not None})
+    @cached_property
+    def nothing(self) -> Chooser:
+        """That of the step in which nothing is computed again."""
+        return self._chooser(self.none)
 
-    def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
+    @cached_property
+    def all_again(self) -> Chooser:
+        return self._chooser(self.levels[-1])
+
+    def kept(self, found: Mixture) -> dict[str, tuple[Kept, ...]]:
         """Returns by name the blocks that are computed again, and what each keeps."""
         of = self._recording
-        chosen = zip(self._blocks, found.levels, strict=False)
+        chosen = zip(self._blocks, found.levels, strict=True)
         return {name: of.kept(of.calls[name], level) for name, level in chosen if level is not None}
 
-    def best(self, found: _Found, *, mixed: bool = True) -> _Found:
-        """Returns what is best, be it ``found``, in which nothing is computed again.
+    def best(self, among: Sequence[Sequence[Level]], found: Mixture | None = None) -> Mixture:
+        """Returns the best of those mixtures, and of ``found``.
 
-        Each mixture has a step that it cannot be faster than: compute, and the link's time for what has to leave. They
-        are replayed in that order until none that is left could be faster than the best.
+        Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
+        replayed in that order, with few windows, until none that is left could be faster than the best; then that is
+        replayed with all of them.
         """
         budget, machine = self._asked.budget, self._asked.machine
-        recording, names = self._recording, self._blocks
-        levels = levels_of(recording, names, recording.program.seconds(machine))
-        if self._is_compiled:
-            levels = [levels[0], levels[-1]]
         todo = []
-        for order, mixture in enumerate(mixtures(levels) if mixed else map(tuple, levels)):
-            if not any(level is not None for level in mixture):
-                continue
-            chooser = self._chooser(self._program(mixture))
+        for order, levels in enumerate(among):
+            chooser = self._chooser(levels, few=True)
             problem = chooser.problem
             peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
-            lack = max(peak - budget, 0)
             forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
-            seconds = floor_seconds(forward, backward, lack, machine.out, machine.back)
+            seconds = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
             self.points.append(Point(peak, peak, problem.compute_seconds))
-            todo.append((seconds, order, mixture, chooser))
+            todo.append((seconds, order, levels, chooser))
         todo.sort(key=itemgetter(0, 1))
 
-        def rank(one: Chosen) -> tuple[float, ...]:
-            return max(one.peak_bytes - budget, 0), one.step_seconds, one.outcome.moved_bytes
+        def rank(one: Mixture) -> tuple[float, ...]:
+            chosen = one.chosen
+            return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
 
-        best, replayed = found, 0
-        for seconds, _, mixture, chooser in todo:
-            if best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
+        best = found
+        for seconds, _, levels, chooser in todo:
+            if best is not None and best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
                 break
-            chosen = chooser.within(budget)
-            replayed += 1
-            self.points.append(Point.least_of(chosen))
-            if rank(chosen) < rank(best.chosen):
-                best = _Found(mixture, chooser, chosen)
-        print("replayed", replayed, "of", len(todo), [round(t[0],4) for t in todo[:replayed]])
-        return best
+            one = Mixture(levels, chooser, chooser.within(budget, _FEW_HALVINGS))
+            self.points.append(Point.least_of(one.chosen))
+            best = one if best is None or rank(one) < rank(best) else best
+        assert best is not None, "there is one without anything"
+        if best is found:
+            return best
+        chooser = self._chooser(best.levels)
+        return Mixture(best.levels, chooser, chooser.within(budget))
+
+    def _chooser(self, levels: Sequence[Level], *, few: bool = False) -> Chooser:
+        chosen = zip(self._blocks, levels, strict=True)
+        program = computed_again(self._recording, {name: kept for name, kept in chosen if kept is not None})
+        seconds = tuple(program.seconds(self._asked.machine))
+        step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
+        return _chooser(step, seconds, self._asked, few=few)
 
 
-def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
+def _chooser(program: Program, seconds: Sequence[float], asked: Asked, *, few: bool) -> Chooser:
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -333,7 +349,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem, sorted(tried))
+    return Chooser(problem, sorted(tried)[:: 2 if few else 1])
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

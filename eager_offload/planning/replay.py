@@ -345,14 +345,17 @@ class Chooser:
         #: Say what comes of moving a part of the bytes, with each of the windows.
         self._parts = [cache(replay.part) for replay in (self._replay, *map(Replay, problems[1:]))]
 
-    def within(self, budget: int) -> Chosen:
+    def within(self, budget: int, halvings: int = _HALVINGS) -> Chosen:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
 
         Where there is none, that of the least peak.
+
+        Args:
+            halvings: how often the part that moves is halved.
         """
-        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget)]
-        fitting = [one for one in (self.least, *found) if one.peak_bytes <= budget]
-        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes), default=self.least)
+        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget, halvings)]
+        fitting = [one for one in found if one.peak_bytes <= budget] or [self.least]
+        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
 
     def hidden(self) -> Chosen:
         """Returns the decision that moves most of those that the link hides."""
@@ -367,8 +370,8 @@ class Chooser:
 
     @cached_property
     def least(self) -> Chosen:
-        """That of the least peak."""
-        found = [part(eighth) for part in self._parts for eighth in _EIGHTHS]
+        """That of the least peak, which small windows have."""
+        found = [self._parts[0](eighth) for eighth in _EIGHTHS] + [part(1.0) for part in self._parts[1:]]
         return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))
 
     def share(self, fraction: float) -> Chosen:
@@ -379,7 +382,9 @@ class Chooser:
         return self._replay.run(moves)
 
 
-def _tried(part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool]) -> Iterator[Chosen]:
+def _tried(
+    part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool], halvings: int = _HALVINGS
+) -> Iterator[Chosen]:
     """Yields what comes of the parts that a bisection tries; ``is_more``: whether a larger one is looked for."""
     low, high = part(0.0), part(1.0)
     yield low
@@ -387,7 +392,7 @@ def _tried(part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool]) -
     if not is_more(low) or is_more(high):
         return
     begin, end = 0.0, 1.0
-    for _ in range(_HALVINGS):
+    for _ in range(halvings):
         middle = (begin + end) / 2
         yield (found := part(middle))
         begin, end = (middle, end) if is_more(found) else (begin, middle)

@@ -174,7 +174,11 @@ def _logging_no_traceback() -> Iterator[None]:
 
 
 def _run_step(
-    recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Mapping[str, Sequence[Kept]] = _NOTHING
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None,
+    again: Mapping[str, Sequence[Kept]] = _NOTHING,
 ) -> None:
     """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
     if isinstance(inputs, Mapping):
