@@ -123,16 +123,16 @@ class Recording:
 
 # -- levels -----------------------------------------------------------------------------------------------------------
 
-#: What a block keeps of itself where it is computed again: numbers of dispatches; ``None``: it is not.
-Level: TypeAlias = frozenset[int] | None
+#: By name of a block that is computed again, the dispatches whose results it keeps.
+Mixture: TypeAlias = Mapping[str, frozenset[int]]
 #: Prices that differ by less than this factor are one; and levels at most, with nothing and the whole block.
 _ALIKE, _MOST_LEVELS = 1.25, 8
 #: In so many of so many blocks the first one of two levels is taken.
 _SHARES = ((1, 4), (2, 4), (3, 4))
 
 
-def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> list[list[Level]]:
-    """Returns what each of these blocks keeps at each level, from nothing computed again to the whole block.
+def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> list[Mixture]:
+    """Returns what these blocks keep at each level, from nothing computed again to the whole blocks.
 
     The price of a result is the seconds of its operator for a byte of it. A level is one price: what is cheaper is
     computed again, the rest is kept. Prices that are alike are one, so that few levels remain.
@@ -154,24 +154,27 @@ def levels_of(of: Recording, names: Sequence[str], seconds: Sequence[float]) -> 
     while len(steps) > _MOST_LEVELS - 2:  # the two that are most alike become one
         place = min(range(1, len(steps)), key=lambda at: steps[at] / steps[at - 1])
         del steps[place]
-    rows: list[list[Level]] = [[None for _ in names]]
+    rows: list[Mixture] = [{}]
     for step in steps:
-        rows.append([frozenset(number for number, price in prices.items() if price >= step) for prices in priced])
-    return [*rows, [frozenset() for _ in names]]
+        kept = (frozenset(number for number, price in prices.items() if price >= step) for prices in priced)
+        rows.append(dict(zip(names, kept, strict=True)))
+    return [*rows, dict.fromkeys(names, frozenset())]
 
 
-def mixtures(levels: Sequence[Sequence[Level]]) -> list[tuple[Level, ...]]:
-    """Returns what the blocks may keep together: all of one level, or two levels that alternate evenly."""
-    found = dict.fromkeys(tuple(row) for row in levels)
+def mixtures(names: Sequence[str], levels: Sequence[Mixture]) -> list[Mixture]:
+    """Returns what those blocks may keep together: all of one level, or of two that alternate evenly."""
+    found = [*levels]
     for at, more in enumerate(levels):
         for less in levels[:at]:
             for part, whole in _SHARES:
-                chosen = (
-                    more[number] if (number + 1) * part // whole > number * part // whole else less[number]
-                    for number in range(len(more))
-                )
-                found[tuple(chosen)] = None
-    return [*found]
+                rows = [
+                    more if (number + 1) * part // whole > number * part // whole else less
+                    for number in range(len(names))
+                ]
+                mixture = {name: row[name] for name, row in zip(names, rows, strict=True) if name in row}
+                if mixture not in found:
+                    found.append(mixture)
+    return found
 
 
 @dataclass
@@ -210,7 +213,7 @@ class _New:
         self.dropped = max(self.dropped, dropped)
 
 
-def computed_again(of: Recording, kept: Mapping[str, Collection[int]]) -> Program:
+def computed_again(of: Recording, kept: Mixture) -> Program:
     """Returns the step in which those modules are computed again.
 
     Args:
@@ -221,7 +224,7 @@ def computed_again(of: Recording, kept: Mapping[str, Collection[int]]) -> Progra
     return _Maker(of, runs).program() if runs else of.program
 
 
-def _runs(of: Recording, kept: Mapping[str, Collection[int]]) -> list[_Run]:
+def _runs(of: Recording, kept: Mixture) -> list[_Run]:
     """Returns them in the order in which backward comes to them; what it asks nothing of is not run again."""
     program, of_save = of.program, dict[int, str]()
     for name in kept:

@@ -24,7 +24,7 @@ from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
-from eager_offload.planning.levels import Kept, Level, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.levels import Kept, Mixture, Recording, computed_again, levels_of, mixtures
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
@@ -47,8 +47,6 @@ from eager_offload.torch_private.memory import tree_iter
 _HERE = "here"
 #: Of a step, the part that compute waits where it may be worth much to compute something again.
 _MUCH = 0.1
-#: How often the part that moves is halved, while mixtures are looked through.
-_FEW_HALVINGS = 5
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -212,7 +210,7 @@ def _make(
                 chosen = whole.hidden()
             case _:
                 chosen = whole.share(1.0)
-        found = Mixture(search.none, whole, chosen)
+        found = _Found({}, whole, chosen)
         if policy == "least" and (
             chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
         ):  # nothing fits, or compute waits
@@ -245,10 +243,10 @@ def _make(
     )
 
 
-class Mixture(NamedTuple):
-    """What blocks keep of themselves, and what comes of it."""
+class _Found(NamedTuple):
+    """A mixture, and what comes of it."""
 
-    levels: Sequence[Level]
+    mixture: Mixture
     chooser: Chooser
     chosen: Chosen
 
@@ -259,8 +257,7 @@ class _Search:
 
     def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
         self._recording, self._asked = recording, asked
-        self._blocks = _blocks(recording.program)
-        self.none: Sequence[Level] = [None] * len(self._blocks)
+        self._blocks, self._inner = _blocks(recording.program)
         #: The same for all blocks; operators of compiled code cannot be told apart.
         self.levels = levels_of(recording, self._blocks, recording.program.seconds(asked.machine))
         if is_compiled:
@@ -268,25 +265,25 @@ class _Search:
         #: What was found on the way.
         self.points: list[Point] = []
 
-    def mixtures(self) -> list[tuple[Level, ...]]:
-        return mixtures(self.levels)
+    def mixtures(self) -> list[Mixture]:
+        inner = [dict.fromkeys(self._inner, frozenset[int]())] if self._inner else []
+        return [*mixtures(self._blocks, self.levels), *inner]
 
     @cached_property
     def nothing(self) -> Chooser:
         """That of the step in which nothing is computed again."""
-        return self._chooser(self.none)
+        return self._chooser({})
 
     @cached_property
     def all_again(self) -> Chooser:
         return self._chooser(self.levels[-1])
 
-    def kept(self, found: Mixture) -> dict[str, tuple[Kept, ...]]:
+    def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
         """Returns by name the blocks that are computed again, and what each keeps."""
         of = self._recording
-        chosen = zip(self._blocks, found.levels, strict=True)
-        return {name: of.kept(of.calls[name], level) for name, level in chosen if level is not None}
+        return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
 
-    def best(self, among: Sequence[Sequence[Level]], found: Mixture | None = None) -> Mixture:
+    def best(self, among: Sequence[Mixture], found: _Found | None = None) -> _Found:
         """Returns the best of those mixtures, and of ``found``.
 
         Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
@@ -295,36 +292,35 @@ class _Search:
         """
         budget, machine = self._asked.budget, self._asked.machine
         todo = []
-        for order, levels in enumerate(among):
-            chooser = self._chooser(levels, few=True)
+        for order, mixture in enumerate(among):
+            chooser = self._chooser(mixture, few=True)
             problem = chooser.problem
             peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
             forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
             seconds = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
             self.points.append(Point(peak, peak, problem.compute_seconds))
-            todo.append((seconds, order, levels, chooser))
+            todo.append((seconds, order, mixture, chooser))
         todo.sort(key=itemgetter(0, 1))
 
-        def rank(one: Mixture) -> tuple[float, ...]:
+        def rank(one: _Found) -> tuple[float, ...]:
             chosen = one.chosen
             return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
 
         best = found
-        for seconds, _, levels, chooser in todo:
+        for seconds, _, mixture, chooser in todo:
             if best is not None and best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
                 break
-            one = Mixture(levels, chooser, chooser.within(budget, _FEW_HALVINGS))
+            one = _Found(mixture, chooser, chooser.within(budget, roughly=True))
             self.points.append(Point.least_of(one.chosen))
             best = one if best is None or rank(one) < rank(best) else best
         assert best is not None, "there is one without anything"
         if best is found:
             return best
-        chooser = self._chooser(best.levels)
-        return Mixture(best.levels, chooser, chooser.within(budget))
+        chooser = self._chooser(best.mixture)
+        return _Found(best.mixture, chooser, chooser.within(budget))
 
-    def _chooser(self, levels: Sequence[Level], *, few: bool = False) -> Chooser:
-        chosen = zip(self._blocks, levels, strict=True)
-        program = computed_again(self._recording, {name: kept for name, kept in chosen if kept is not None})
+    def _chooser(self, mixture: Mixture, *, few: bool = False) -> Chooser:
+        program = computed_again(self._recording, mixture)
         seconds = tuple(program.seconds(self._asked.machine))
         step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
         return _chooser(step, seconds, self._asked, few=few)
@@ -381,8 +377,13 @@ def _or(names: tuple[str, ...]) -> str:
 _NEARLY_ALL = 0.9
 
 
-def _blocks(program: Program) -> list[str]:
-    """Returns the names of the modules that may be computed again, none inside of another one, in their order.
+#: Parts of the names of operators that attend: a product of products, and what is between them.
+_ATTENDS = ("attention", "softmax")
+
+
+def _blocks(program: Program) -> tuple[list[str], list[str]]:
+    """Returns the names of the modules that may be computed again, none inside of another one, in their order; and
+    right below each the one that saves most of those that attend to nothing, which takes less memory to compute again.
 
     Those are the ones that repeat and save most together, and beside them others with a number in their name, such as
     the stages of a U-Net.
@@ -406,4 +407,12 @@ def _blocks(program: Program) -> list[str]:
         if not any(name in around or chosen.intersection(modules_around(name)) for name in kinds[kind]):
             chosen.update(kinds[kind])
         del together[kind]
-    return [name for name in repeatable if name in chosen]
+    attend = set[str]()
+    for op in program.ops:
+        if any(part in op.name for part in _ATTENDS):
+            attend.update(modules_around(program.modules[op.module]))
+    blocks, inner = [name for name in repeatable if name in chosen], list[str]()
+    for block in blocks:
+        below = [one for one in repeatable if one.startswith(f"{block}.") and "." not in one[len(block) + 1 :]]
+        inner += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
+    return blocks, inner
