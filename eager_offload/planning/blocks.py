@@ -229,6 +229,8 @@ class Place(NamedTuple):
     op: int
     save: int
     dispatch: int
+    node: int
+    """See ``Call``."""
 
 
 @dataclass
@@ -265,7 +267,7 @@ class Calls:
                 reason = reason_to_stay(one, min_bytes)
                 known = inputs.get(block)
                 moved = area.moved if known is None else min(area.moved + known.moved_bytes, block.nbytes)
-                inputs[block] = Input(block.number, logical_bytes(one), moved, reason)
+                inputs[block] = Input(block.number, logical_bytes(one), one.requires_grad, moved, reason)
         call = _Open(module, place, state_of_others(), inputs)
         self._all.append(call)
         self._open.append(call)
@@ -318,7 +320,7 @@ class Calls:
             if one.module in modules and one.end is not None:
                 begin, end = one.begin, one.end
                 between = (begin.op, end.op, begin.save, end.save, begin.dispatch, end.dispatch)
-                yield Call(one.module, *between, tuple(one.inputs.values()))
+                yield Call(one.module, *between, begin.node, tuple(one.inputs.values()))
 
 
 def written_by(call: OperatorCall) -> Iterator[Tensor]:

@@ -66,6 +66,7 @@ class Input(NamedTuple):
 
     value: int
     nbytes: int
+    requires_grad: bool
     moved_bytes: int
     reason: KeepReason | None
     """Why it would stay where a checkpoint saves it; ``None`` for one that may move."""
@@ -81,6 +82,9 @@ class Call(NamedTuple):
     last_save: int
     first_dispatch: int
     last_dispatch: int
+    node: int
+    """The number of the node that has saved something last, if autograd has made no other one since; else -1. To
+    autograd what a checkpoint saves is of that node."""
     inputs: tuple[Input, ...]
 
 
@@ -187,6 +191,8 @@ class _Run:
     #: Where it begins in the step that is made, in operators; and by operator of forward, how many run before it.
     start: int = -1
     before: dict[int, int] = field(default_factory=dict)
+    #: From this operator on nothing of the block is there, and with it what was saved of its arguments.
+    gone: int = -1
 
     @property
     def end(self) -> int:
@@ -270,7 +276,11 @@ class _Maker:
                 self.ops += [self.old.ops[again] for again in added_ops[op]]
             self.ops.append(one)
         self.run_of_save = {save: run for run in runs for save in range(run.call.first_save, run.call.last_save)}
-        self.run_of_op = {op: run for run in runs for op in range(run.call.begin, run.call.end)}
+        #: By value, the run whose block has made it; what was there before is none's.
+        self.maker: dict[int, _Run] = {}
+        for run in runs:
+            for dispatch in of.dispatches[run.call.first_dispatch : run.call.last_dispatch]:
+                self.maker.update(dict.fromkeys(range(dispatch.first, dispatch.last), run))
         #: By value, the runs that are given it, and the dispatch whose result a run keeps.
         self.given: dict[int, list[tuple[_Run, Input]]] = defaultdict(list)
         self.kept: dict[int, int] = {}
@@ -286,12 +296,15 @@ class _Maker:
             self.saves_of[value].append(save)
         for ask in self.old.asks:
             self.asks_of[of.saved_values[ask.save]].append(ask)
+        for ask in self.old.asks:
+            if (asking := self.run_of_save.get(ask.save)) is not None:
+                asking.gone = max(asking.gone, asking.end, self._from[ask.op] + 1)
         self.spans: list[tuple[int, int, int]] = []
         self.new: dict[int, _New] = {}
 
     def program(self) -> Program:
         for number, value in enumerate(self.of.values):
-            run = self.run_of_op.get(value.made)
+            run = self.maker.get(number)
             if run is None:
                 self._outside(number, value)
             else:
@@ -333,7 +346,7 @@ class _Maker:
     def _outside(self, number: int, value: Value) -> None:
         """What no block that is computed again has made."""
         given = self.given[number]
-        ends = [self._until[value.end], *(run.end for run, _ in given)]
+        ends = [self._until[value.end], *(run.gone for run, _ in given)]
         new = self._movable(number, value, [*self.saves_of[number]], given, value.freed)
         if new is None:
             self._live(value, self._from[value.made], max(ends))
@@ -358,7 +371,7 @@ class _Maker:
             new.ask(at, again_end)
             return
         if (outer or given) and self._movable(number, value, outer, given, freed) is None:
-            self._live(value, value.made, max(self._until[value.end], *(other.end for other, _ in given), 0))
+            self._live(value, value.made, max(self._until[value.end], *(other.gone for other, _ in given), 0))
         elif not (outer or given):
             self._live(value, value.made, self._until[freed])
         if value.made < stop:
@@ -388,7 +401,7 @@ class _Maker:
         if value.storage >= 0 and not is_kept:
             new.moved_bytes = self.old.storages[value.storage].moved_bytes
             new.is_forced = self.old.storages[value.storage].is_forced
-        is_last = self.run_of_op.get(value.made) is None
+        is_last = number not in self.maker
         for save in chosen:
             run = self.run_of_save.get(save)
             new.save(self.old.saves[save].op if run is None else run.call.begin)
@@ -399,7 +412,7 @@ class _Maker:
         for run, one in given:
             new.moved_bytes = max(new.moved_bytes, one.moved_bytes)
             new.save(run.call.begin)
-            new.ask(run.start, run.end)
+            new.ask(run.start, run.gone)
         return new
 
     def _added_before(self, run: _Run) -> int:
@@ -433,15 +446,15 @@ class _Maker:
                 call = run.call
                 for place, given in enumerate(call.inputs):
                     nbytes = self.of.values[given.value].nbytes
-                    made = ProgramSave(given.nbytes, False, given.reason, -1, nbytes, call.begin, 0)
-                    add((id(run), "input", place), id(run), made, given.value)
+                    made = ProgramSave(given.nbytes, given.requires_grad, given.reason, -1, nbytes, call.begin)
+                    add((id(run), "input", place), id(run) if call.node < 0 else call.node, made, given.value)
                 for number in sorted(run.kept):
                     dispatch = self.of.dispatches[number]
                     for value in range(dispatch.first, dispatch.last):
                         nbytes = self.of.values[value].nbytes
                         reason = KeepReason.SMALL if nbytes < self.of.min_bytes else None
-                        made = ProgramSave(nbytes, False, reason, -1, nbytes, dispatch.op + 1, 0)
-                        add((id(run), "kept", value), (id(run), value), made, value)
+                        made = ProgramSave(nbytes, False, reason, -1, nbytes, dispatch.op + 1)
+                        add((id(run), "kept", value), (id(run), number), made, value)
             if save not in self.run_of_save:
                 add(save, one.node, one, self.of.saved_values[save])
         return found, numbers, renamed

@@ -134,7 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._calls.leave(self._place())
 
     def _place(self) -> Place:
-        return Place(len(self._ops), len(self._saves), len(self._dispatches))
+        node = self._nodes.get(autograd_sequence(), -1)
+        return Place(len(self._ops), len(self._saves), len(self._dispatches), node)
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():

@@ -189,7 +189,7 @@ def test_gradients_are_those_of_plain_checkpoints_and_bytes_move() -> None:
 def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
     model, x = wide()
     expected = gradients(model, x)
-    with plan.apply(model), eo.Offload(tier="host", min_bytes=0) as offload:
+    with plan.apply(model), eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0) as offload:
         assert_identical(expected, gradients(model, x))
         stats = offload.stats(synchronize=True)
     saves = plan.problem.program.saves
