@@ -401,7 +401,8 @@ class _Maker:
         if value.storage >= 0 and not is_kept:
             new.moved_bytes = self.old.storages[value.storage].moved_bytes
             new.is_forced = self.old.storages[value.storage].is_forced
-        is_last = number not in self.maker
+        # Of what its own block saves too, the end is that of the block's.
+        is_last = all(self.run_of_save.get(save) is not self.maker.get(number, self) for save in self.saves_of[number])
         for save in chosen:
             run = self.run_of_save.get(save)
             new.save(self.old.saves[save].op if run is None else run.call.begin)
