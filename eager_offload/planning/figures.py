@@ -136,8 +136,10 @@ class PlanFigures:
     """The step in which nothing is computed again, where something is."""
     whole_windows: tuple[int, ...] = ()
     """The windows that were chosen among for that."""
+    checkpointing: Point | None = None
+    """What comes of computing all of each block again where nothing moves, if ``recompute`` was asked for."""
     points: tuple[Point, ...] = ()
-    """What other mixtures come to, for :meth:`Plan.front`."""
+    """What other mixtures come to, for :meth:`Plan.front`: the larger the peak, the faster."""
     may_again: Again | None = None
     """What ``recompute=True`` would bring, where that is much."""
     is_compiled: bool = False
@@ -333,6 +335,16 @@ def sentences(plan: PlanFigures) -> list[str]:
         f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
         f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
     )
+    if plan.again:
+        kinds = ", ".join(dict.fromkeys(map(kind_of, plan.again)))
+        kept = dict.fromkeys(one.name for each in plan.kept for one in each)
+        but = f", but for {', '.join(kept)}" if kept else ""
+        lines.append(f"computed again: {len(plan.again)} of {kinds}{but}")
+    if plan.checkpointing is not None:
+        lines.append(
+            f"checkpointing instead: {about}{seconds_text(plan.checkpointing.step_seconds)}, "
+            f"a peak of {size_text(plan.checkpointing.peak_bytes)}"
+        )
     if plan.may_again is not None:
         names, peak_bytes, seconds = plan.may_again
         kinds = ", ".join(dict.fromkeys(map(kind_of, names)))

@@ -60,6 +60,11 @@ class Kept(NamedTuple):
     calls: int
     """Of such operators in the whole block."""
 
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return "attention" if self.kind == _ATTENTION else self.kind.removeprefix("aten.").partition(".")[0]
+
 
 class Input(NamedTuple):
     """A tensor among the arguments of a block."""

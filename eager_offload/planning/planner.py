@@ -9,8 +9,9 @@ these mixtures the fastest one that fits is taken. Only the step without checkpo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import add, attrgetter, itemgetter
@@ -104,10 +105,11 @@ def plan(
             beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
-        recompute: whether modules may be computed again in backward, where that takes less time than moving what they
-            save: every, every second or every fourth of the blocks that repeat, or what attends to nothing in each.
-            :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
-            line what it would bring, where compute waits for a tenth of the step or nothing fits.
+        recompute: whether the blocks that repeat may be computed again in backward, all of each or but for the results
+            that cost most seconds a byte, such as those of attention and of products, where that takes less time than
+            moving what they save. :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``;
+            without it the plan says in a line what it would bring, where compute waits for a tenth of the step or
+            nothing fits.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes`` and ``skip`` are heeded (the plan chooses windows that are ``"auto"``), and
             ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
@@ -235,7 +237,8 @@ def _make(
         tuple(kept.values()),
         whole.problem if kept else None,
         whole.windows if kept else (),
-        tuple(search.points),
+        search.checkpointing if recompute else None,
+        tuple(search.best_points) if recompute else (),
         may_again,
         compiled,
         asked.states,
@@ -277,6 +280,19 @@ class _Search:
     @cached_property
     def all_again(self) -> Chooser:
         return self._chooser(self.levels[-1])
+
+    @property
+    def checkpointing(self) -> Point | None:
+        return Point.least_of(self.all_again.nothing) if self._blocks else None
+
+    @property
+    def best_points(self) -> Iterator[Point]:
+        """Yields those of which none has a smaller peak and a faster step, the least peak first."""
+        fastest = math.inf
+        for point in sorted(self.points):
+            if point.step_seconds < fastest:
+                fastest = point.step_seconds
+                yield point
 
     def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
         """Returns by name the blocks that are computed again, and what each keeps."""
