@@ -222,7 +222,7 @@ def skipped(model: nn.Module, offload: eo.Offload) -> Iterator[eo.Offload]:
 @contextmanager
 def computed_again(model: nn.Module, offload: eo.Offload) -> Iterator[eo.Offload]:
     """What ``plan.apply`` does."""
-    with checkpointed(model, ["layer"]):
+    with checkpointed(model, {"layer": ()}):
         yield offload
 
 

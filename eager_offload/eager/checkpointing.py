@@ -14,7 +14,7 @@ handles have results leave that are small or among the newest, too. The recomput
 of calling the operator, where nothing but time tells the difference:
 
 1. An operator that does more than return a result always runs again: one that draws random numbers (else the next one
-   would draw its numbers), writes, updates statistics or communicates. See :func:`_has_effects`.
+   would draw its numbers), writes, updates statistics or communicates. See :func:`has_effects`.
 2. A result is taken once. A second backward of the same graph computes it again.
 3. A result that was changed in place since it was stored is computed again: the handle finds out, and the bytes of its
    time cannot be had. A change through ``.data`` leaves no version: the mode drops what is written to.
@@ -258,7 +258,7 @@ def _ask(
 ) -> Any:
     """Returns what the policy says of an operator, and notes whether its results are to be handles."""
     policy = policy_fn(context, func, *args, **kwargs)
-    if not is_proxied() and (policy in _SAVES or (policy in _OFFLOADS and not _has_effects(func))):
+    if not is_proxied() and (policy in _SAVES or (policy in _OFFLOADS and not has_effects(func))):
         mode = weak()
         assert mode is not None, "it asks"
         mode.policy_of_saved = policy
@@ -266,7 +266,7 @@ def _ask(
     return policy
 
 
-def _has_effects(func: Any) -> bool:
+def has_effects(func: Any) -> bool:
     """Returns whether an operator does more than return a new result, as far as it says so itself.
 
     Operators of batch norm write to the statistics that they are given, which only some schemas declare.

@@ -6,12 +6,13 @@ trace.py      a model and its inputs -> Program: one step as numbers (program.py
 program.py    the step as numbers: Program; with a machine and windows: Problem
 replay.py     how much of it moves, in which windows: a rule of one number, bisected; and what comes of that: the
               library's schedule, replayed on numbers
+levels.py     what a block may keep of itself where it is computed again, by price; and what the step becomes then
 apply.py      puts checkpoints around modules that are computed again; verify.py compares what they save with what
               forward saved
 states.py     bytes of an optimizer's states; sharding.py: what FSDP2 leaves of parameters and gradients on one
               device, and how several ranks agree
 numbers.py    what planning leaves alone: modes, hooks, caches and random numbers
-planner.py    plan(): all of that, and which modules are worth computing again; plan.py is what it returns, and its
+planner.py    plan(): all of that, and the search for the fastest step that fits; plan.py is what it returns, and its
               figure, with figures.py: its fields, text and file; command.py the command line
 """
 

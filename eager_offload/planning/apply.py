@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from eager_offload.core.modules import INNER_MODULES, ModuleCall, modules_by_name
 from eager_offload.errors import ConfigError, tell, warn
+from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
 from eager_offload.torch_private.calls import without_torch_function
@@ -41,8 +42,8 @@ class Checks:
 
 
 @contextmanager
-def checkpointed(model: nn.Module, names: Sequence[str], verify: Verify = False) -> Iterator[Checks]:
-    """Has the modules of these names computed again in backward, until it is left.
+def checkpointed(model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: Verify = False) -> Iterator[Checks]:
+    """Has the modules of these names computed again in backward but for the results they keep, until it is left.
 
     Several may be in force at once, in any thread: a module is computed again once, as long as one of them is, and
     checked as the strictest says. Calls that have begun keep their checkpoints.
@@ -53,24 +54,24 @@ def checkpointed(model: nn.Module, names: Sequence[str], verify: Verify = False)
     if not (isinstance(verify, bool) or verify == "auto"):
         raise ConfigError(f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"')
     used: list[tuple[ModuleCall, _Again]] = []
-    modules, checks = [*_modules_named(model, names)], Checks(verify)
+    modules, checks = [*_modules_named(model, again)], Checks(verify)
     try:
         with _lock:
-            for name, module in zip(names, modules, strict=True):
-                again = _modules.setdefault(module, _Again(module))
-                used.append((ModuleCall.begin(module, again), again))
-                again.name = name
-                again.users.append(checks)
+            for (name, kept), module in zip(again.items(), modules, strict=True):
+                one = _modules.setdefault(module, _Again(module))
+                used.append((ModuleCall.begin(module, one), one))
+                one.name = name
+                one.users.append((checks, kept))
         yield checks
     finally:
         with _lock:
-            for call, again in used:
+            for call, one in used:
                 call.end()
-                again.users[:] = [one for one in again.users if one is not checks]
+                one.users[:] = [user for user in one.users if user[0] is not checks]
     tell()
 
 
-def _modules_named(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+def _modules_named(model: nn.Module, names: Iterable[str]) -> Iterator[nn.Module]:
     """Yields the modules of these names, in ``model`` or in what it is wrapped in."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__} is not accepted: apply takes a torch.nn.Module")
@@ -116,7 +117,9 @@ class _Again:
         self._lock = threading.Lock()
         #: The name of the module in the plan that is in force, and the plans that are.
         self.name = ""
-        self.users: list[Checks] = []
+        self.users: list[tuple[Checks, Sequence[Kept]]] = []
+        #: Whether its operators are not those of the plan.
+        self._is_other = False
         self._kinds: dict[object, _Kind] = {}
 
     def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -130,19 +133,36 @@ class _Again:
         if torch.compiler.is_compiling():
             return _checkpoint(run, *given)
         check, own = self._check(given), [given]
+        kept = self.users[-1][1] if self.users and not self._is_other else ()
+        policy = Policy(kept) if kept else None
 
         def run_now(*held: Any) -> Any:
             """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
             if own:
                 call_it = partial(run, *own.pop())
-                return call_it() if check is None else check.forward(call_it)
+                result = call_it() if check is None else check.forward(call_it)
+                if policy is not None and torch.is_grad_enabled():
+                    self._compare(policy)
+                return result
             call_it = partial(run, *_as_it_is(held))
             return call_it() if check is None else check.again(call_it)
 
-        return _checkpoint(run_now, *_as_it_is(given))
+        if policy is None:
+            return _checkpoint(run_now, *_as_it_is(given))
+        return _checkpoint(run_now, *_as_it_is(given), context_fn=policy.contexts)
+
+    def _compare(self, policy: Policy) -> None:
+        if (other := policy.other) is None or self._is_other:
+            return
+        self._is_other = True
+        warn(
+            f"module {self.name!r} calls {other} when it runs than when it was planned, so nothing of it is kept from "
+            "now on: it is computed again whole, which is as exact and takes longer. Plan on the device that trains, "
+            "and with inputs of the shapes and types that it is given"
+        )
 
     def _check(self, given: tuple[Any, ...]) -> Check | None:
-        users, module = tuple(self.users), self._module()
+        users, module = tuple(checks for checks, _ in self.users), self._module()
         verify = {checks.verify for checks in users}
         if module is None or not (verify - {False} and torch.is_grad_enabled()):
             return None
@@ -175,6 +195,53 @@ class _Again:
                 "are as exact as such kernels are. Or a state of its own changes a little with each call: gradients "
                 "are wrong by about as little. It is said once; plan.apply(model, verify=True) makes it an error"
             )
+
+
+class Policy:
+    """Which results one call of a module keeps, by the kinds of operators and their numbers in it."""
+
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self._kept = kept
+        self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
+        #: Calls of operators so far, in forward, and as it is computed again: torch 2.11 asks there too.
+        self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+
+    def __call__(self, context: Any, func: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+        kind, calls = kind_of_call(func), self._calls[context.is_recompute]
+        number = calls[kind]
+        calls[kind] += 1
+        if number in self._numbers.get(kind, ()):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    @property
+    def other(self) -> str | None:
+        """How many operators of a kind were called that the plan had another number of; ``None`` if it had the same."""
+        for one in self._kept:
+            if (calls := self._calls[False][one.kind]) != one.calls:
+                return f"{one.kind} {calls} and not {one.calls} times"
+        return None
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Returns what forward runs in, and each time that it is computed again."""
+        saving, taking = create_selective_checkpoint_contexts(self)  # type: ignore[no-untyped-call]  # no types
+        return saving, _First(taking)
+
+
+class _First:
+    """Puts a context around the first ``with``; results are kept for one backward, and another computes all again."""
+
+    def __init__(self, context: Any) -> None:
+        self._context: Any | None = context
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        context, self._context = self._context or nullcontext(), None
+        self._entered.append(context)
+        context.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._entered.pop().__exit__(*raised)
 
 
 #: Of each module that was ever computed again, for as long as it lives: a plan may be applied for each step anew.

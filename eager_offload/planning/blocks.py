@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eager_offload.compile.decide import OperatorCall
-from eager_offload.core.selection import footprint
+from eager_offload.core.selection import footprint, logical_bytes, reason_to_stay
 from eager_offload.marks import Mark
+from eager_offload.planning.levels import Call, Input, Value
 from eager_offload.planning.numbers import state_of_others
 from eager_offload.planning.program import Storage, living
 from eager_offload.torch_private.calls import schema_of, without_dispatch_modes
@@ -35,6 +36,8 @@ class Block:
     nbytes: int
     made: int
     module: int
+    #: Of all that were seen.
+    number: int
     #: From which operator on it is not there any more; ``None`` while it is.
     freed: int | None = None
     #: The operators that came next at its first save and its first unpack, and from which on no graph holds it.
@@ -126,7 +129,7 @@ class Blocks:
         known = self.of(tensor)
         if known is not None:
             return known
-        block = Block(storage.nbytes(), op, module)
+        block = Block(storage.nbytes(), op, module, len(self.all))
         key = storage_key(storage)
 
         def died(weak: object) -> None:
@@ -183,6 +186,12 @@ class Blocks:
         self._weak[id(weak)] = weak
         return weak
 
+    def values(self, ops: int, numbers: Mapping[Block, int]) -> Iterator[Value]:
+        for one in self.all:
+            freed = ops if one.freed is None else one.freed
+            dropped = 0 if one.saved is None else ops if one.dropped is None else one.dropped
+            yield Value(one.nbytes, one.module, one.made, freed, max(freed, dropped), numbers.get(one, -1))
+
     def result(self, ops: int) -> tuple[dict[Block, int], tuple[Storage, ...], tuple[int, ...]]:
         """Once all is over: the number of each storage that may move, those storages, and all other bytes at each of
         ``ops`` operators."""
@@ -214,16 +223,24 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 STATISTICS = ("running_mean", "running_var")
 
 
+class Place(NamedTuple):
+    """How many operators that take time, saves and dispatches came before."""
+
+    op: int
+    save: int
+    dispatch: int
+    node: int
+    """See ``Call``."""
+
+
 @dataclass
 class _Open:
     module: int
-    begin: int
-    first_save: int
+    begin: Place
     #: Where Python's random numbers were before.
     numbers: tuple[object, ...]
-    inputs: set[Block]
-    end: int = -1
-    last_save: int = -1
+    inputs: dict[Block, Input]
+    end: Place | None = None
     #: Whether random numbers that no checkpoint puts back were drawn.
     has_changed: bool = False
 
@@ -238,22 +255,29 @@ class Calls:
         self._writes: list[tuple[int, Block]] = []
         self._decided: list[int] = []
 
-    def enter(self, module: int, op: int, save: int, arguments: object, *, is_backward: bool) -> None:
+    def enter(self, module: int, place: Place, arguments: object, min_bytes: int, *, is_backward: bool) -> None:
         """``module`` is called; in backward where the model itself computes it again."""
         self._times[module] += 1
         if is_backward:
             return
-        given = (self._blocks.of(one) for one in tree_iter(arguments) if isinstance(one, Tensor))
-        call = _Open(module, op, save, state_of_others(), {block for block in given if block is not None})
+        inputs = dict[Block, Input]()
+        for one in tree_iter(arguments):
+            if isinstance(one, Tensor) and (block := self._blocks.of(one)) is not None:
+                area = footprint(one, block.nbytes)
+                reason = reason_to_stay(one, min_bytes)
+                known = inputs.get(block)
+                moved = area.moved if known is None else min(area.moved + known.moved_bytes, block.nbytes)
+                inputs[block] = Input(block.number, logical_bytes(one), one.requires_grad, moved, reason)
+        call = _Open(module, place, state_of_others(), inputs)
         self._all.append(call)
         self._open.append(call)
 
-    def leave(self, op: int, save: int) -> None:
+    def leave(self, place: Place) -> None:
         call = self._open[-1]
         if call.numbers != state_of_others():
             self.changed()
         self._open.pop()
-        call.end, call.last_save = op, save
+        call.end = place
 
     def changed(self) -> None:
         """Random numbers that no checkpoint puts back were drawn in the calls that have begun."""
@@ -263,6 +287,10 @@ class Calls:
     def write(self, op: int, tensor: Tensor) -> None:
         if (block := self._blocks.of(tensor)) is not None:
             self._writes.append((op, block))
+
+    @property
+    def written(self) -> set[Block]:
+        return {block for _, block in self._writes}
 
     def decided(self, save: int) -> None:
         """A mark or a region of the user's says of that save whether it is to move."""
@@ -275,15 +303,24 @@ class Calls:
         be there as it was, so no operator may write to that, before backward at least.
         """
         for call in self._all:
-            if call.module == 0 or call.end < 0 or self._times[call.module] > 1 or call.first_save == call.last_save:
+            begin, end = call.begin, call.end
+            if call.module == 0 or end is None or self._times[call.module] > 1 or begin.save == end.save:
                 continue
-            if call.has_changed or any(call.first_save <= save < call.last_save for save in self._decided):
+            if call.has_changed or any(begin.save <= save < end.save for save in self._decided):
                 continue
             if not any(
-                op >= call.begin and block.made < call.begin and (op < call.end or block in call.inputs)
+                op >= begin.op and block.made < begin.op and (op < end.op or block in call.inputs)
                 for op, block in self._writes
             ):
                 yield call.module
+
+    def of(self, modules: Collection[int]) -> Iterator[Call]:
+        """Yields the calls of ``modules``, which are called once."""
+        for one in self._all:
+            if one.module in modules and one.end is not None:
+                begin, end = one.begin, one.end
+                between = (begin.op, end.op, begin.save, end.save, begin.dispatch, end.dispatch)
+                yield Call(one.module, *between, begin.node, tuple(one.inputs.values()))
 
 
 def written_by(call: OperatorCall) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from eager_offload.config import OffloadConfig, size_text
 from eager_offload.errors import ConfigError
+from eager_offload.planning.levels import Kept
 from eager_offload.planning.machine import Machine
 from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of
 from eager_offload.planning.replay import Chooser, Chosen, Outcome
@@ -21,7 +22,7 @@ from eager_offload.stats import KeepReason
 from eager_offload.version import digest
 
 #: The form of the file.
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Point(NamedTuple):
@@ -129,10 +130,16 @@ class PlanFigures:
     """The windows that were chosen among; bytes, smallest first."""
     again: tuple[str, ...] = ()
     """The names of the modules that are computed again in backward: see ``Plan.apply``."""
+    kept: tuple[tuple[Kept, ...], ...] = ()
+    """For each of these modules, the results that it keeps in place of computing them again."""
     whole: Problem | None = None
     """The step in which nothing is computed again, where something is."""
     whole_windows: tuple[int, ...] = ()
     """The windows that were chosen among for that."""
+    checkpointing: Point | None = None
+    """What comes of computing all of each block again where nothing moves, if ``recompute`` was asked for."""
+    points: tuple[Point, ...] = ()
+    """What other mixtures come to, for :meth:`Plan.front`: the larger the peak, the faster."""
     may_again: Again | None = None
     """What ``recompute=True`` would bring, where that is much."""
     is_compiled: bool = False
@@ -328,6 +335,16 @@ def sentences(plan: PlanFigures) -> list[str]:
         f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
         f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
     )
+    if plan.again:
+        kinds = ", ".join(dict.fromkeys(map(kind_of, plan.again)))
+        kept = dict.fromkeys(one.name for each in plan.kept for one in each)
+        but = f", but for {', '.join(kept)}" if kept else ""
+        lines.append(f"computed again: {len(plan.again)} of {kinds}{but}")
+    if plan.checkpointing is not None:
+        lines.append(
+            f"checkpointing instead: {about}{seconds_text(plan.checkpointing.step_seconds)}, "
+            f"a peak of {size_text(plan.checkpointing.peak_bytes)}"
+        )
     if plan.may_again is not None:
         names, peak_bytes, seconds = plan.may_again
         kinds = ", ".join(dict.fromkeys(map(kind_of, names)))

@@ -34,7 +34,7 @@ _LITTLE, _BITS = 0.05, 6
 #: Samples of a curve at most: more than a screen has pixels.
 _SAMPLES = 4096
 #: Of what plans are compared with.
-_SYMBOLS = ("square", "diamond", "triangle-up")
+_SYMBOLS = ("square", "diamond", "triangle-up", "triangle-down")
 
 
 class Plan(PlanFigures, PlanSettings):
@@ -67,7 +67,7 @@ class Plan(PlanFigures, PlanSettings):
         Raises:
             ConfigError: a module is not there, or ``verify`` is another thing.
         """
-        return checkpointed(model, self.again, verify)
+        return checkpointed(model, dict(zip(self.again, self.kept, strict=True)), verify)
 
     @cached_property
     def relief(self) -> Relief | None:
@@ -95,7 +95,7 @@ class Plan(PlanFigures, PlanSettings):
     def front(self, points: int = 16) -> list[Point]:
         """Returns the best plans for budgets from ``least_budget`` to where nothing has to move, in that order.
 
-        Where this plan has something computed again, they are those in which the same is, or nothing.
+        With ``recompute`` blocks keep what they do in this plan, or what was found for it on the way.
 
         Args:
             points: how many, 2 or more.
@@ -113,6 +113,9 @@ class Plan(PlanFigures, PlanSettings):
             for chosen in (chooser.within(budget) for chooser in choosers):
                 if chosen.peak_bytes <= budget and chosen.step_seconds < best.step_seconds:
                     best = Point.least_of(chosen)
+            for point in self.points:
+                if point.peak_bytes <= budget and point.step_seconds < best.step_seconds:
+                    best = point
             found.append(best._replace(budget=budget))
         return found
 
@@ -125,7 +128,10 @@ class Plan(PlanFigures, PlanSettings):
             "every second storage moves": chooser.of(every_second),
             "all that may moves": chooser.share(1.0).outcome,
         }
-        return [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
+        ways = [FixedWay(name, one.peak_bytes, one.step_seconds) for name, one in chosen.items()]
+        if self.checkpointing is not None:
+            ways.append(FixedWay("checkpointing", self.checkpointing.peak_bytes, self.checkpointing.step_seconds))
+        return ways
 
     # -- for a reader -------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,21 @@
 """``plan``: from a model and its inputs to what a step of it will take.
 
 [Note: what is computed again]
-A model is mostly blocks that repeat. Computing every, every second or every fourth of them again, or in each block all
-that attends to nothing, comes within a few percent of what a search among all modules finds; so these are traced and
-replayed, and the fastest one that fits is taken.
+A model is mostly blocks that repeat. Each has a few levels, by what a second of the device buys: what is cheaper for a
+byte than the level's price is computed again, the rest is kept, and of that a part moves. All blocks have one level, or
+two that alternate evenly: a link that is busy with what some blocks keep hides behind the compute of the others. Of
+these mixtures the fastest one that fits is taken. Only the step without checkpoints is traced (``levels.py``).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any
+from functools import cached_property
+from operator import add, attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +25,11 @@ from eager_offload.core.schedule import bounded_window
 from eager_offload.errors import ConfigError, PlanError
 from eager_offload.planning import OF_TORCHSCRIPT, POLICIES
 from eager_offload.planning.figures import Again, Point
+from eager_offload.planning.levels import Kept, Mixture, Recording, computed_again, levels_of, mixtures
 from eager_offload.planning.machine import TABLE, Machine, here
 from eager_offload.planning.plan import Plan
-from eager_offload.planning.program import Problem, Program, kind_of, modules_around
-from eager_offload.planning.replay import WINDOWS, Chooser
+from eager_offload.planning.program import Problem, Program, floor_seconds, kind_of, modules_around
+from eager_offload.planning.replay import WINDOWS, Chooser, Chosen
 from eager_offload.planning.sharding import (
     Asked,
     agreed,
@@ -101,10 +105,11 @@ def plan(
             beginning, under FSDP2 in shards.
         policy: ``"least"``: the least movement that fits the budget, where compute waits as little as can be;
             ``"free"``: only what the link hides; ``"max"``: all that may move.
-        recompute: whether modules may be computed again in backward, where that takes less time than moving what they
-            save: every, every second or every fourth of the blocks that repeat, or what attends to nothing in each.
-            :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``; without it the plan says in a
-            line what it would bring, where compute waits for a tenth of the step or nothing fits.
+        recompute: whether the blocks that repeat may be computed again in backward, all of each or but for the results
+            that cost most seconds a byte, such as those of attention and of products, where that takes less time than
+            moving what they save. :meth:`Plan.apply` puts checkpoints around them. Only with ``policy="least"``;
+            without it the plan says in a line what it would bring, where compute waits for a tenth of the step or
+            nothing fits.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
             ``prefetch_bytes`` and ``skip`` are heeded (the plan chooses windows that are ``"auto"``), and
             ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
@@ -189,49 +194,34 @@ def _make(
     *,
     recompute: bool,
 ) -> Plan:
-    from eager_offload.planning.trace import trace  # it brings in what only tracing needs
+    from eager_offload.planning.trace import record  # it brings in what only tracing needs
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
-
-    def traced(again: Sequence[str] = ()) -> tuple[Program, Sequence[float]]:
-        least, patterns = settings.size("min_bytes"), settings.skip
-        seen = trace(model, inputs, loss, min_bytes=least, patterns=patterns, again=again, target=machine.kernels)
-        seconds = tuple(seen.seconds(machine))
-        return on_one_device(seen, asked.sharding, accumulates=asked.accumulates), seconds
-
-    whole = _chooser(*traced(), asked)
-    least = whole.least
-    match policy:
-        case "least":
-            chosen = whole.within(budget)
-        case "free":
-            chosen = whole.hidden()
-        case _:
-            chosen = whole.share(1.0)
-    names: tuple[str, ...] = ()
-    steps = {names: whole}
-    may_again: Again | None = None
-    tried: Sequence[tuple[str, ...]] = ()
+    least, patterns = settings.size("min_bytes"), settings.skip
+    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=machine.kernels)
+    compiled = any(map(is_compiled, (*model.modules(), loss)))
+    search = _Search(recording, asked, is_compiled=compiled)
+    whole, may_again = search.nothing, None
     if recompute:
-        tried = _positions(whole.problem.program)
-    elif policy == "least" and (
-        chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
-    ):  # nothing fits, or compute waits: one is enough to say that to compute again is worth while
-        tried = _positions(whole.problem.program)[1:2]
-    for again in tried:
-        try:
-            step = traced(again)
-        except Exception:  # whatever a module raises that does another thing the second time
-            continue
-        steps[again] = _chooser(*step, asked)
-    if tried:
-        found = {again: step.within(budget) for again, step in steps.items()}
-        names = min(found, key=lambda again: (max(found[again].peak_bytes - budget, 0), found[again].step_seconds))
-        best = found[names]
-        if recompute:
-            chosen, least = best, min((one.least for one in steps.values()), key=attrgetter("peak_bytes"))
-        elif names:
-            may_again, names = Again(names, best.peak_bytes, best.step_seconds), ()
+        found = search.best(search.mixtures())
+    else:
+        match policy:
+            case "least":
+                chosen = whole.within(budget)
+            case "free":
+                chosen = whole.hidden()
+            case _:
+                chosen = whole.share(1.0)
+        found = _Found({}, whole, chosen)
+        if policy == "least" and (
+            chosen.peak_bytes > budget or whole.nothing.step_seconds < (1 - _MUCH) * chosen.step_seconds
+        ):  # nothing fits, or compute waits
+            better = search.best(search.levels, found)
+            if kept := search.kept(better):
+                may_again = Again(tuple(kept), better.chosen.peak_bytes, better.chosen.step_seconds)
+    chosen, kept = found.chosen, search.kept(found)
+    lowest = [found.chooser.least, *([search.all_again.least] if recompute else [])]
+
     # What it was worked out for is what is in force from the first step on.
     settings = replace(settings, max_inflight_bytes=chosen.problem.window, prefetch_bytes=chosen.problem.ahead)
     return Plan(
@@ -241,19 +231,118 @@ def _make(
         policy,
         *chosen,
         settings,
-        Point.least_of(least),
-        steps[names].windows,
-        names,
-        whole.problem if names else None,
-        whole.windows if names else (),
+        Point.least_of(min(lowest, key=attrgetter("peak_bytes"))),
+        found.chooser.windows,
+        tuple(kept),
+        tuple(kept.values()),
+        whole.problem if kept else None,
+        whole.windows if kept else (),
+        search.checkpointing if recompute else None,
+        tuple(search.best_points) if recompute else (),
         may_again,
-        any(map(is_compiled, (*model.modules(), loss))),
+        compiled,
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
     )
 
 
-def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
+class _Found(NamedTuple):
+    """A mixture, and what comes of it."""
+
+    mixture: Mixture
+    chooser: Chooser
+    chosen: Chosen
+
+
+class _Search:
+    """Looks for the fastest step that fits among what blocks may keep of themselves: see
+    [Note: what is computed again]."""
+
+    def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
+        self._recording, self._asked = recording, asked
+        self._blocks, self._inner = _blocks(recording.program)
+        #: The same for all blocks; operators of compiled code cannot be told apart.
+        self.levels = levels_of(recording, self._blocks, recording.program.seconds(asked.machine))
+        if is_compiled:
+            self.levels = [self.levels[0], self.levels[-1]]
+        #: What was found on the way.
+        self.points: list[Point] = []
+
+    def mixtures(self) -> list[Mixture]:
+        inner = [dict.fromkeys(self._inner, frozenset[int]())] if self._inner else []
+        return [*mixtures(self._blocks, self.levels), *inner]
+
+    @cached_property
+    def nothing(self) -> Chooser:
+        """That of the step in which nothing is computed again."""
+        return self._chooser({})
+
+    @cached_property
+    def all_again(self) -> Chooser:
+        return self._chooser(self.levels[-1])
+
+    @property
+    def checkpointing(self) -> Point | None:
+        return Point.least_of(self.all_again.nothing) if self._blocks else None
+
+    @property
+    def best_points(self) -> Iterator[Point]:
+        """Yields those of which none has a smaller peak and a faster step, the least peak first."""
+        fastest = math.inf
+        for point in sorted(self.points):
+            if point.step_seconds < fastest:
+                fastest = point.step_seconds
+                yield point
+
+    def kept(self, found: _Found) -> dict[str, tuple[Kept, ...]]:
+        """Returns by name the blocks that are computed again, and what each keeps."""
+        of = self._recording
+        return {name: of.kept(of.calls[name], kept) for name, kept in found.mixture.items()}
+
+    def best(self, among: Sequence[Mixture], found: _Found | None = None) -> _Found:
+        """Returns the best of those mixtures, and of ``found``.
+
+        Each has a step that it cannot be faster than: compute, and the link's time for what has to leave. They are
+        replayed in that order, with few windows, until none that is left could be faster than the best; then that is
+        replayed with all of them.
+        """
+        budget, machine = self._asked.budget, self._asked.machine
+        todo = []
+        for order, mixture in enumerate(among):
+            chooser = self._chooser(mixture, few=True)
+            problem = chooser.problem
+            peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
+            forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
+            seconds = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
+            self.points.append(Point(peak, peak, problem.compute_seconds))
+            todo.append((seconds, order, mixture, chooser))
+        todo.sort(key=itemgetter(0, 1))
+
+        def rank(one: _Found) -> tuple[float, ...]:
+            chosen = one.chosen
+            return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
+
+        best = found
+        for seconds, _, mixture, chooser in todo:
+            if best is not None and best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
+                break
+            one = _Found(mixture, chooser, chooser.within(budget, roughly=True))
+            self.points.append(Point.least_of(one.chosen))
+            best = one if best is None or rank(one) < rank(best) else best
+        assert best is not None, "there is one without anything"
+        if best is found:
+            return best
+        chooser = self._chooser(best.mixture)
+        return _Found(best.mixture, chooser, chooser.within(budget))
+
+    def _chooser(self, mixture: Mixture, *, few: bool = False) -> Chooser:
+        program = computed_again(self._recording, mixture)
+        seconds = tuple(program.seconds(self._asked.machine))
+        step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
+        return _chooser(step, seconds, self._asked, few=few)
+
+
+def _chooser(program: Program, seconds: Sequence[float], asked: Asked, *, few: bool) -> Chooser:
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -272,7 +361,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Choose
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem, sorted(tried))
+    return Chooser(problem, sorted(tried)[:: 2 if few else 1])
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:
@@ -300,15 +389,21 @@ def _or(names: tuple[str, ...]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-#: Of so many blocks one is computed again.
-_EVERY = (1, 2, 4)
+#: Of what the repeated modules save, the part that smaller ones in their place have to save, too.
+_NEARLY_ALL = 0.9
+
+
 #: Parts of the names of operators that attend: a product of products, and what is between them.
 _ATTENDS = ("attention", "softmax")
 
 
-def _positions(program: Program) -> list[tuple[str, ...]]:
-    """Returns names of modules that may be computed again together, the most bytes first: see
-    [Note: what is computed again]."""
+def _blocks(program: Program) -> tuple[list[str], list[str]]:
+    """Returns the names of the modules that may be computed again, none inside of another one, in their order; and
+    right below each the one that saves most of those that attend to nothing, which takes less memory to compute again.
+
+    Those are the ones that repeat and save most together, and beside them others with a number in their name, such as
+    the stages of a U-Net.
+    """
     saved: dict[str, int] = defaultdict(int)
     for storage in program.storages:
         for name in modules_around(program.modules[storage.module]):
@@ -318,16 +413,22 @@ def _positions(program: Program) -> list[tuple[str, ...]]:
     for name in repeatable:
         if (kind := kind_of(name)) != name and saved[name]:
             kinds[kind].append(name)
-    repeated = [names for names in kinds.values() if len(names) > 1]
-    # Of one that is all of another, the outer one, whose name is shorter.
-    blocks = max(repeated, key=lambda names: (sum(saved[name] for name in names), -len(names[0])), default=list[str]())
+    together = {kind: sum(saved[name] for name in names) for kind, names in kinds.items()}
+    chosen = set[str]()
+    while together:
+        most = _NEARLY_ALL * max(together.values())
+        # Of those that save nearly as much, the most modules; of one that is all of another, the outer one.
+        kind = max((one for one in together if together[one] >= most), key=lambda one: (len(kinds[one]), -len(one)))
+        around = {outer for name in chosen for outer in modules_around(name)}
+        if not any(name in around or chosen.intersection(modules_around(name)) for name in kinds[kind]):
+            chosen.update(kinds[kind])
+        del together[kind]
     attend = set[str]()
     for op in program.ops:
         if any(part in op.name for part in _ATTENDS):
             attend.update(modules_around(program.modules[op.module]))
-    inner = []
-    for block in blocks:  # right below it what saves most of that which attends to nothing
+    blocks, inner = [name for name in repeatable if name in chosen], list[str]()
+    for block in blocks:
         below = [one for one in repeatable if one.startswith(f"{block}.") and "." not in one[len(block) + 1 :]]
         inner += sorted((one for one in below if one not in attend and saved[one]), key=saved.__getitem__)[-1:]
-    found = [tuple(blocks[::every]) for every in _EVERY if every < len(blocks)]
-    return [*found, tuple(inner)] if inner else found
+    return blocks, inner

@@ -201,6 +201,12 @@ class Problem:
         )
 
     @property
+    def stored_bytes(self) -> list[int]:
+        """Bytes of the storages that may move, at each operator, where none of them does."""
+        storages = self.program.storages
+        return living(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
+
+    @property
     def compute_seconds(self) -> float:
         return self.begins[-1]
 

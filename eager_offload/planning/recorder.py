@@ -14,7 +14,8 @@ from eager_offload import marks
 from eager_offload.compile.decide import OperatorCall, flops_of, is_single, traffic_of
 from eager_offload.core.selection import logical_bytes, reason_to_stay
 from eager_offload.errors import PlanError
-from eager_offload.planning.blocks import Block, Blocks, Calls, SavedBlock, Use, written_by
+from eager_offload.planning.blocks import Block, Blocks, Calls, Place, SavedBlock, Use, written_by
+from eager_offload.planning.levels import Dispatch, Recording, has_steady_results, kind_of_call
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
 from eager_offload.planning.target import guessed_name
 from eager_offload.stats import KeepReason
@@ -53,6 +54,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         #: Names of functions whose saves depend on the device.
         self._guessed: dict[str, None] = {}
         self._ops: list[Op] = []
+        #: Those of forward, with views and the like.
+        self._dispatches: list[Dispatch] = []
         self._forward_ops = 0
         self._saves: list[tuple[ProgramSave, Block | None, Use | None]] = []
         self._asks: list[ProgramAsk] = []
@@ -120,14 +123,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._again.append(number)
         op = len(self._ops)
         self.blocks.note_deaths(op)
-        self._calls.enter(number, op, len(self._saves), given, is_backward=self._is_backward)
+        with self.unseen():
+            self._calls.enter(number, self._place(), given, self.min_bytes, is_backward=self._is_backward)
 
     def _leaving(self, module: nn.Module, *_: object) -> None:
         self._inside.pop()
         if self._is_backward:
             del self._again[-1:]
         else:
-            self._calls.leave(len(self._ops), len(self._saves))
+            self._calls.leave(self._place())
+
+    def _place(self) -> Place:
+        node = self._nodes.get(autograd_sequence(), -1)
+        return Place(len(self._ops), len(self._saves), len(self._dispatches), node)
 
     def begin_backward(self, loss: Tensor) -> None:
         with self.unseen():
@@ -183,11 +191,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             call, op, module = OperatorCall(func, args, named, result), len(self._ops), self._module()
             for one in written:
                 self._calls.write(op, one)
+            first = len(self.blocks.all)
             for one in tensors_in(result):
                 self.blocks.add(one, op, module)
             if nbytes := traffic_of(call):
                 name = schema_of(func).name.removeprefix("aten::")
                 self._ops.append(Op(name, module, flops_of(call), nbytes, is_single(call)))
+            if not self._is_backward:
+                may_stay = has_steady_results(func, args, named)
+                op = op if nbytes else -1
+                self._dispatches.append(Dispatch(kind_of_call(func), op, first, len(self.blocks.all), may_stay))
         return result
 
     @contextmanager
@@ -311,7 +324,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
-    def program(self) -> Program:
+    def recording(self) -> Recording:
         self.blocks.note_deaths(len(self._ops))
         numbers, storages, other_bytes = self.blocks.result(len(self._ops))
         saves = [save for save, _, _ in self._saves]
@@ -324,7 +337,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         ops, asks = tuple(self._ops), tuple(self._asks)
         noted = tuple(self._calls.repeatable()), tuple(sorted(self._guessed)), tuple(self._weights)
         made = tuple(saves), asks, storages, other_bytes
-        return Program(tuple(self._modules), ops, self._forward_ops, *made, *noted)
+        program = Program(tuple(self._modules), ops, self._forward_ops, *made, *noted)
+        values = tuple(self.blocks.values(len(ops), numbers))
+        saved = tuple(-1 if block is None else block.number for _, block, _ in self._saves)
+        written = self._calls.written
+        dispatches = tuple(
+            one._replace(may_stay=False) if written.intersection(self.blocks.all[one.first : one.last]) else one
+            for one in self._dispatches
+        )
+        calls = {self._modules[call.module]: call for call in self._calls.of(noted[0])}
+        return Recording(program, self.min_bytes, values, saved, calls, dispatches)
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:

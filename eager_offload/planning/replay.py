@@ -306,7 +306,7 @@ class _Step:
 #: Bytes of the windows that a plan chooses among, beside the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
 #: How often the part that moves is halved.
-_HALVINGS = 8
+_HALVINGS, _FEW_HALVINGS = 8, 5
 #: The parts that are tried for the least peak.
 _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
 #: Of a step without waits: a wait that counts as none.
@@ -345,14 +345,20 @@ class Chooser:
         #: Say what comes of moving a part of the bytes, with each of the windows.
         self._parts = [cache(replay.part) for replay in (self._replay, *map(Replay, problems[1:]))]
 
-    def within(self, budget: int) -> Chosen:
+    def within(self, budget: int, *, roughly: bool = False) -> Chosen:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
 
         Where there is none, that of the least peak.
+
+        Args:
+            roughly: whether it is enough to come near to it, in a third of the time.
         """
-        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget)]
-        fitting = [one for one in (self.least, *found) if one.peak_bytes <= budget]
-        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes), default=self.least)
+        halvings = _FEW_HALVINGS if roughly else _HALVINGS
+        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget, halvings)]
+        if not roughly:
+            found += self._eighths
+        fitting = [one for one in found if one.peak_bytes <= budget] or [self.least]
+        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
 
     def hidden(self) -> Chosen:
         """Returns the decision that moves most of those that the link hides."""
@@ -368,8 +374,11 @@ class Chooser:
     @cached_property
     def least(self) -> Chosen:
         """That of the least peak."""
-        found = [part(eighth) for part in self._parts for eighth in _EIGHTHS]
-        return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))
+        return min(self._eighths, key=lambda one: (one.peak_bytes, one.step_seconds))
+
+    @cached_property
+    def _eighths(self) -> list[Chosen]:
+        return [part(eighth) for part in self._parts for eighth in _EIGHTHS]
 
     def share(self, fraction: float) -> Chosen:
         """Returns what comes of moving that part of the bytes, in the first windows."""
@@ -379,7 +388,9 @@ class Chooser:
         return self._replay.run(moves)
 
 
-def _tried(part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool]) -> Iterator[Chosen]:
+def _tried(
+    part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool], halvings: int = _HALVINGS
+) -> Iterator[Chosen]:
     """Yields what comes of the parts that a bisection tries; ``is_more``: whether a larger one is looked for."""
     low, high = part(0.0), part(1.0)
     yield low
@@ -387,7 +398,7 @@ def _tried(part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool]) -
     if not is_more(low) or is_more(high):
         return
     begin, end = 0.0, 1.0
-    for _ in range(_HALVINGS):
+    for _ in range(halvings):
         middle = (begin + end) / 2
         yield (found := part(middle))
         begin, end = (middle, end) if is_more(found) else (begin, middle)

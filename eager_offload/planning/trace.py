@@ -37,6 +37,7 @@ from eager_offload.errors import PlanError
 from eager_offload.planning import OF_TORCHSCRIPT
 from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.blocks import Blocks
+from eager_offload.planning.levels import Kept, Recording
 from eager_offload.planning.numbers import CACHE, by_itself, caches_apart, numbers_of_its_own
 from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import Recorder, is_of_fakes
@@ -47,6 +48,7 @@ from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
+_NOTHING: Mapping[str, Sequence[Kept]] = {}
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 
@@ -57,10 +59,24 @@ def trace(
     *,
     min_bytes: int,
     patterns: Sequence[str] = (),
-    again: Sequence[str] = (),
+    again: Mapping[str, Sequence[Kept]] = _NOTHING,
     target: str = CPU,
 ) -> Program:
-    """One training step of ``model`` as numbers.
+    """One training step of ``model`` as numbers: see :func:`record`."""
+    return record(model, inputs, loss, min_bytes=min_bytes, patterns=patterns, again=again, target=target).program
+
+
+def record(
+    model: nn.Module,
+    inputs: object,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    min_bytes: int,
+    patterns: Sequence[str] = (),
+    again: Mapping[str, Sequence[Kept]] = _NOTHING,
+    target: str = CPU,
+) -> Recording:
+    """One training step of ``model`` as numbers, with all that was seen.
 
     Args:
         model: real, or on ``meta``; it is neither changed nor run.
@@ -68,7 +84,7 @@ def trace(
         loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
         min_bytes: a smaller saved tensor stays.
         patterns: name modules that keep what they save.
-        again: names of modules that are computed again, as :meth:`Plan.apply` has them.
+        again: by name the modules that are computed again, as :meth:`Plan.apply` has them, and what each keeps.
         target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
             of the process stands.
 
@@ -78,7 +94,7 @@ def trace(
     """
     made = _Made()
 
-    def traced_step() -> Program:
+    def traced_step() -> Recording:
         device = device_of(target)
         is_guess = device.type == CPU != target
         # Where the program makes tensors if it does not say: the caller's choice if the program is on the device
@@ -119,8 +135,8 @@ def trace(
                     "model"
                 )
                 raise  # the model's own
-            program = recorder.program()
-            return program if is_guess else replace(program, guessed=())
+            recording = recorder.recording()
+            return recording if is_guess else replace(recording, program=replace(recording.program, guessed=()))
 
     with _nothing_held(made):
         return copy_context().run(traced_step)  # what is set of a context variable goes with the context
@@ -158,7 +174,11 @@ def _logging_no_traceback() -> Iterator[None]:
 
 
 def _run_step(
-    recorder: Recorder, model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None, again: Sequence[str] = ()
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None,
+    again: Mapping[str, Sequence[Kept]] = _NOTHING,
 ) -> None:
     """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
     if isinstance(inputs, Mapping):

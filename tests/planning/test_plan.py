@@ -173,7 +173,7 @@ def _set(*path: Any, to: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("format", to=7), "format 7 instead of 5"),
+        (_set("format", to=7), "format 7 instead of 6"),
         (_set("digest", to=None), "not as it was written"),
         (_set("plan", "policy", to="most"), "not as it was written"),
         (_set("plan", "device_budget", to=10**400), "not as it was written"),

@@ -43,7 +43,7 @@ _FIRST = {
     "offload": "contract counts",
     "runtime/accelerator": "",
     "runtime/base": "runtime/simulated runtime/checker hazards/copies",
-    "planning/planner": "planning/recompute",
+    "planning/planner": "planning/recompute planning/levels",
     "planning/replay": "planning/plan planning/replay",
     "planning/target": "planning/trace",
     "runtime/host": "=host",

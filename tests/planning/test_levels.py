@@ -1,0 +1,271 @@
+"""Levels of a block: what costs less than a price a byte is computed again, the rest is kept."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eager_offload as eo
+from eager_offload.planning.apply import checkpointed
+from eager_offload.planning.levels import Mixture, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.machine import TABLE
+from eager_offload.planning.program import Problem, Program
+from eager_offload.planning.replay import Replay
+from eager_offload.planning.trace import record, trace
+from tests.hazards.backends import DiskBackend
+from tests.hazards.programs import assert_identical
+from tests.planning.programs import CONFIG, Linears, Net, Stack, gradients, slow, wide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MACHINE = slow(out=3e7, back=3e7, launch_seconds=1e-5)
+
+
+class Shaky(nn.Module):
+    """Draws random numbers, writes in place, makes several results, and gives back a part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.up(self.norm(x)).chunk(3, -1)
+        h = torch.cat((a.sigmoid() * b, torch.relu_(c + 1)), -1)
+        return x + self.down(nn.functional.dropout(h, 0.2)).clamp_(min=-1)
+
+
+class Kinds(Linears):
+    """Gives back what it saves itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Given(nn.Module):
+    """Is given a mask by name, which all blocks share, and has blocks inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+
+    def forward(self, x: Tensor, *, given: Tensor) -> Tensor:
+        return x + self.parts(x * given) * given
+
+
+class Convolved(nn.Module):
+    """Convolutions, of two resolutions; (batch, 4, 16, 16) to a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half = nn.Conv2d(8, 8, 2, 2)
+        self.down = nn.ModuleList([self.part(4, 8, nn.Identity()), self.part(8, 8, half)])
+        self.up = nn.ModuleList([self.part(8, 8, nn.Upsample(scale_factor=2)), self.part(16, 4, nn.Identity())])
+
+    @staticmethod
+    def part(before: int, after: int, last: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, 1, 1), nn.GroupNorm(2, after), nn.SiLU(), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = self.down[0](x)
+        return self.up[1](torch.cat((high, self.up[0](self.down[1](high))), 1)).square().mean()
+
+
+def frozen() -> tuple[nn.Module, Tensor]:
+    model, x = wide()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model, x
+
+
+def rows() -> Tensor:
+    return torch.randn(256, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def mask() -> Tensor:
+    return torch.arange(32.0) / 32
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "stack": wide,
+    "deep": lambda: (Stack(5, 32, 2, 2, 96), wide()[1]),
+    "frozen": frozen,
+    "linears": lambda: (Net(Linears, count=3), rows()),
+    "shaky": lambda: (Net(Shaky, count=3), rows()),
+    "gives back what it saves": lambda: (Net(Kinds, count=3), rows()),
+    "is given more": lambda: (Net(Given, mask, count=4), rows()),
+    "convolutions": lambda: (Convolved(), torch.randn(4, 4, 16, 16)),
+}
+
+
+def recorded(name: str) -> tuple[nn.Module, Tensor, Recording, list[Mixture]]:
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    recording = record(model, x, min_bytes=1024)
+    numbered = [module for module in recording.calls if module.rpartition(".")[2].isdigit()]
+    blocks = [one for one in numbered if not any(one.startswith(f"{other}.") for other in numbered)]
+    assert len(blocks) > 1
+    levels = levels_of(recording, blocks, recording.program.seconds(MACHINE))
+    return model, x, recording, mixtures(blocks, levels)
+
+
+def kept_by(recording: Recording, mixture: Mixture) -> dict[str, Any]:
+    return {name: recording.kept(recording.calls[name], kept) for name, kept in mixture.items()}
+
+
+def tried(found: list[Mixture]) -> list[Mixture]:
+    """All levels, and a few of two that alternate."""
+    return [*found[1:9], *found[9::13]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_finds(name: str) -> None:
+    model, x, recording, found = recorded(name)
+
+    def outcome(program: Program, part: float) -> tuple[float, int]:
+        problem = Problem(program, program.seconds(MACHINE), 3e7, 3e7, 1 << 16, 1 << 16, 1e-5)
+        outcome = Replay(problem).part(part).outcome
+        return outcome.step_seconds, outcome.peak_bytes
+
+    assert len(found) > 2
+    assert computed_again(recording, found[0]) == recording.program
+    assert len(computed_again(recording, found[-1]).ops) > len(recording.program.ops)
+    for mixture in tried(found):
+        made = computed_again(recording, mixture)
+        again = trace(model, x, min_bytes=1024, again=kept_by(recording, mixture))
+        assert Counter(op.name for op in made.ops) == Counter(op.name for op in again.ops)
+        for part in (0.0, 0.5, 1.0):
+            (seconds, peak), (traced_seconds, traced_peak) = outcome(made, part), outcome(again, part)
+            assert seconds == pytest.approx(traced_seconds, rel=0.01)
+            assert peak == pytest.approx(traced_peak, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_by_each_level_has_the_bits_of_plain_training(name: str, disk: DiskBackend) -> None:
+    model, x, recording, found = recorded(name)
+
+    def step(offload: Any = None) -> list[Tensor]:
+        torch.manual_seed(3)
+        return gradients(model, lambda: model(x), offload)
+
+    expected = step()
+    for mixture in tried(found):
+        offload = disk.offload()
+        with checkpointed(model, kept_by(recording, mixture), verify=True) as checks:
+            for _ in range(2):
+                assert_identical(expected, step(offload))
+        assert checks.calls == 2 * len(mixture)
+        assert offload.stats(synchronize=True).bytes_out > 0
+        offload.close()
+
+
+def test_what_is_dearer_than_a_price_is_kept_and_nothing_that_draws_or_is_written_to() -> None:
+    _, _, recording, _ = recorded("shaky")
+    names = [f"blocks.{number}" for number in range(3)]
+    levels = levels_of(recording, names, recording.program.seconds(MACHINE))
+    assert levels[0] == {}
+    assert levels[-1] == dict.fromkeys(names, frozenset())
+    assert 2 < len(levels) <= 8
+    for more, less in pairwise(levels[1:]):
+        assert all(more[name] > less[name] for name in names)
+    kinds = {kept.kind for kept in recording.kept(recording.calls[names[0]], levels[1][names[0]])}
+    assert "aten.addmm.default" in kinds
+    assert not any(part in kind for kind in kinds for part in ("dropout", "bernoulli", "relu", "clamp", "view"))
+    stop = recording.stop(recording.calls[names[0]])
+    assert all(recording.dispatches[number].op < stop for level in levels[1:] for number in level[names[0]])
+
+
+def test_two_levels_alternate_evenly() -> None:
+    names = [str(number) for number in range(8)]
+    found = mixtures(names, [{}, dict.fromkeys(names, frozenset())])
+    assert [sorted(map(int, one)) for one in found] == [
+        [],
+        [*range(8)],
+        [3, 7],
+        [1, 3, 5, 7],
+        [1, 2, 3, 5, 6, 7],
+    ]
+
+
+def plan_of_levels(**fields: Any) -> eo.Plan:
+    torch.manual_seed(0)
+    machine = slow(out=2e6, back=2e6, memory=1e11, single_flops=1e9, flops=1e9)
+    planned = partial(eo.plan, *wide(), device=machine, optimizer=None, config=CONFIG, recompute=True)
+    most = planned().peak_bytes
+    plan = planned(device_budget=most * 3 // 5, **fields)
+    assert any(plan.kept), "it keeps what is dear"
+    assert plan.fits
+    return plan
+
+
+def test_a_plan_is_as_fast_as_the_best_level_and_a_file_keeps_what_blocks_keep(tmp_path: Any) -> None:
+    plan = plan_of_levels()
+    whole = min(one.step_seconds for one in plan.front() if one.peak_bytes <= plan.device_budget)
+    assert plan.step_seconds <= whole
+    plan.save(tmp_path / "plan.json")
+    assert eo.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_second_backward_computes_all_again() -> None:
+    plan, (model, x) = plan_of_levels(), wide()
+    expected = gradients(model, lambda: model(x))
+    with plan.apply(model), eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0) as offload:
+        loss = model(x)
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        assert_identical(expected[1:], [one.grad for one in model.parameters()])
+        del loss
+    assert offload.stats(synchronize=True).bytes_out > 0
+
+
+def test_h70_a_block_with_other_operators_than_the_plan_is_computed_again_whole_and_says_so_once() -> None:
+    plan, (model, x), attend = plan_of_levels(), wide(), nn.functional.scaled_dot_product_attention
+    for block in model.blocks:
+        own = block.query.forward
+        block.query.forward = lambda given, own=own: own(attend(*[given[None, None]] * 3)[0, 0])
+    expected = gradients(model, lambda: model(x))
+    offload = eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0)
+    with plan.apply(model):
+        with pytest.warns(RuntimeWarning, match=r"'blocks\.\d' calls .* 2 and not 1 times") as said:
+            assert_identical(expected, gradients(model, lambda: model(x), offload))
+        assert sum(" and not 1 times" in str(one.message) for one in said) == len(plan.again)
+        saved = offload.stats(synchronize=True).saved_bytes
+        offload.reset_stats()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            assert_identical(expected, gradients(model, lambda: model(x), offload))
+    stats = offload.stats(synchronize=True)
+    assert 0 < stats.saved_bytes < saved, "nothing but its inputs is kept"
+    assert stats.bytes_out > 0
+    offload.close()
+
+
+@pytest.mark.long
+def test_a_llama_on_an_h100_is_a_tenth_faster_than_checkpointing_at_its_own_memory() -> None:
+    from benchmarks import peers
+    from benchmarks.models import Llama, Shape
+
+    shape = Shape(layers=4, shared_heads=8)
+    machine = replace(TABLE["h100"], out=53.8e9, back=54.2e9)
+    tokens = torch.randint(shape.vocabulary, (1, 32769), generator=torch.Generator().manual_seed(random.randint(0, 9)))
+
+    def planned(run: Any, **fields: Any) -> eo.Plan:
+        with torch.device("meta"):
+            model = Llama(shape, run).to(torch.bfloat16).train()
+        return eo.plan(model, tokens, device=machine, **fields)
+
+    checkpointing = planned(peers.checkpointed, device_budget="500GiB")
+    plan = planned(peers.plain, device_budget=int(1.005 * checkpointing.peak_bytes), recompute=True)
+    assert plan.fits
+    assert plan.step_seconds <= 0.95 * checkpointing.step_seconds
