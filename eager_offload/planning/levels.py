@@ -193,8 +193,10 @@ class _Run:
     call: Call
     kept: frozenset[int]
     again: list[int]
-    #: Where it begins in the step that is made, in operators; and by operator of forward, how many run before it.
-    start: int = -1
+    #: The operator of the step without checkpoints before which it begins, and where that is in the step that is made.
+    asked: int
+    start: int
+    #: By operator of the block, how many of those that run again come before it.
     before: dict[int, int] = field(default_factory=dict)
     #: From this operator on nothing of the block is there, and with it what was saved of its arguments.
     gone: int = -1
@@ -208,13 +210,17 @@ class _Run:
         return self.start + self.before.get(op, len(self.again))
 
 
+@dataclass
 class _New:
     """A storage that may move in the step that is made, as far as it is known."""
 
-    def __init__(self, value: Value, moved_bytes: int, freed: int, is_forced: bool) -> None:
-        self.value, self.moved_bytes, self.freed, self.is_forced = value, moved_bytes, freed, is_forced
-        self.saved = self.asked = -1
-        self.dropped = 0
+    value: Value
+    freed: int
+    moved_bytes: int
+    is_forced: bool = False
+    saved: int = -1
+    asked: int = -1
+    dropped: int = 0
 
     def save(self, op: int) -> None:
         self.saved = op if self.saved < 0 else min(op, self.saved)
@@ -248,7 +254,7 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
         call, dispatches = of.calls[name], frozenset(kept[name])
         left_out = {of.dispatches[number].op for number in dispatches}
         again = [op for op in range(call.begin, of.stop(call)) if op not in left_out]
-        run = found[name] = _Run(call, dispatches, again, ask.op + added)
+        run = found[name] = _Run(call, dispatches, again, ask.op, ask.op + added)
         ran = 0
         for op in range(call.begin, of.stop(call)):
             run.before[op] = ran
@@ -260,26 +266,19 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
 class _Maker:
     def __init__(self, of: Recording, runs: list[_Run]) -> None:
         self.of, self.runs, self.old = of, runs, of.program
-        count = len(self.old.ops)
-        #: By operator, those that are put before it, and before what comes earlier.
-        added, self._until, self._from = [0] * (count + 2), [0] * (count + 2), [0] * (count + 2)
-        added_ops: dict[int, list[int]] = defaultdict(list)
-        self.count, total = count, 0
+        again: dict[int, list[int]] = defaultdict(list)
         for run in runs:
-            begin = run.start - total
-            added[begin] += len(run.again)
-            added_ops[begin] += run.again
-            total += len(run.again)
-        so_far = 0
-        for op in range(count + 2):
-            self._until[op] = op + so_far
-            so_far += added[op]
-            self._from[op] = op + so_far
+            again[run.asked] += run.again
         self.ops: list[Op] = []
-        for op, one in enumerate(self.old.ops):
-            if op in added_ops:
-                self.ops += [self.old.ops[again] for again in added_ops[op]]
-            self.ops.append(one)
+        #: By operator, where it is in the step that is made, and where what runs again before it begins: what dies at
+        #: an operator dies before that, and what is made there is made behind it.
+        self._from, self._until = list[int](), list[int]()
+        for op, one in enumerate((*self.old.ops, None)):
+            self._until.append(len(self.ops))
+            self.ops += [self.old.ops[number] for number in again[op]]
+            self._from.append(len(self.ops))
+            if one is not None:
+                self.ops.append(one)
         self.run_of_save = {save: run for run in runs for save in range(run.call.first_save, run.call.last_save)}
         #: By value, the run whose block has made it; what was there before is none's.
         self.maker: dict[int, _Run] = {}
@@ -371,7 +370,9 @@ class _Maker:
             if value.nbytes < self.of.min_bytes:
                 self._live(value, value.made, max(again_end, at))
                 return
-            new = self._movable(number, value, outer, given, freed, is_kept=True) or self._add(number, value, freed)
+            new = self._movable(number, value, outer, given, freed, is_kept=True)
+            if new is None:
+                new = self.new[number] = _New(value, freed, value.nbytes)
             new.save(value.made + 1)
             new.ask(at, again_end)
             return
@@ -393,22 +394,18 @@ class _Maker:
         is_kept: bool = False,
     ) -> _New | None:
         """Returns a storage that those saves and calls of blocks have; ``None`` where it may not move."""
-        chosen, asks = {*saves}, [ask for ask in self.asks_of[number] if ask.save in {*saves}]
-        if value.storage < 0 and (not given or any(one.reason is not None for _, one in given) or saves):
+        asks = [ask for ask in self.asks_of[number] if ask.save in saves]
+        if value.storage < 0 and (saves or not given or any(one.reason is not None for _, one in given)):
             return None
-        first = min(
-            [run.start - self._added_before(run) for run, _ in given] + [ask.op for ask in asks], default=self.count
-        )
-        if not (asks or given) or freed > first:
+        if freed > min([*(run.asked for run, _ in given), *(ask.op for ask in asks)], default=-1):
             return None
-        moved = value.nbytes if is_kept else 0
-        new = self._add(number, value, freed, moved)
-        if value.storage >= 0 and not is_kept:
-            new.moved_bytes = self.old.storages[value.storage].moved_bytes
-            new.is_forced = self.old.storages[value.storage].is_forced
+        old = None if value.storage < 0 else self.old.storages[value.storage]
+        new = self.new[number] = _New(value, freed, value.nbytes if is_kept else 0)
+        if old is not None:
+            new.moved_bytes, new.is_forced = max(old.moved_bytes, new.moved_bytes), old.is_forced
         # Of what its own block saves too, the end is that of the block's.
         is_last = all(self.run_of_save.get(save) is not self.maker.get(number, self) for save in self.saves_of[number])
-        for save in chosen:
+        for save in saves:
             run = self.run_of_save.get(save)
             new.save(self.old.saves[save].op if run is None else run.call.begin)
         for ask in asks:
@@ -419,18 +416,6 @@ class _Maker:
             new.moved_bytes = max(new.moved_bytes, one.moved_bytes)
             new.save(run.call.begin)
             new.ask(run.start, run.gone)
-        return new
-
-    def _added_before(self, run: _Run) -> int:
-        total = 0
-        for one in self.runs:
-            if one is run:
-                break
-            total += len(one.again)
-        return total
-
-    def _add(self, number: int, value: Value, freed: int, moved_bytes: int = 0) -> _New:
-        new = self.new[number] = _New(value, moved_bytes or value.nbytes, freed, is_forced=False)
         return new
 
     # -- saves and asks -----------------------------------------------------------------------------------------------
