@@ -260,7 +260,11 @@ class _Search:
 
     def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
         self._recording, self._asked = recording, asked
-        self._blocks, self._inner = _blocks(recording.program)
+        # Of one that saves nothing but what it is given, nothing would run again.
+        self._blocks, self._inner = (
+            [name for name in names if recording.stop(call := recording.calls[name]) > call.begin]
+            for names in _blocks(recording.program)
+        )
         #: The same for all blocks; operators of compiled code cannot be told apart.
         self.levels = levels_of(recording, self._blocks, recording.program.seconds(asked.machine))
         if is_compiled:
