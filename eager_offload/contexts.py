@@ -53,6 +53,8 @@ class Owner(Protocol):
     config: OffloadConfig
     #: The name of the configuration in compiled graphs.
     config_key: str
+    #: Whether all that may move does, so that nothing stays as the newest, for a budget or by a plan.
+    moves_all: bool
     #: Decides about a saved tensor, and returns the handle that autograd holds in its place.
     pack: Callable[[Tensor], Any]
 

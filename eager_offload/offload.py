@@ -93,6 +93,9 @@ class Offload:
 
     _hook_pair: tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
+    #: Whether all that may move does, so that nothing stays as the newest, for a budget or by a plan.
+    moves_all: bool
+
     def __init__(
         self,
         config: OffloadConfig | Mapping[str, Any] | None = None,
@@ -109,6 +112,7 @@ class Offload:
             self._accounts.counters.expect(plan)
             if (fraction := fraction_of(plan)) is not None:
                 self._hooks.fraction = fraction
+                self.moves_all = False
                 self._hook_pair = hook_pair(text_of(self.config_key, fraction))
             if plan.is_small or not plan.moved_bytes:
                 self._accounts.said.add("nothing")  # the warning of that: the plan has said it
@@ -129,6 +133,7 @@ class Offload:
         self.config = OffloadConfig.from_dict({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
+        self.moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and not config.is_free
         self._accounts = Accounts()
         self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
         self._hooks = Hooks(self.config, self._accounts, self._offloaders)

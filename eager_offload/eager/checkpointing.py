@@ -379,9 +379,7 @@ def _saver() -> Saver | None:
     offload = contexts.current()
     if offload is None:
         return None
-    config = offload.config
-    moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and not config.is_free
-    return Saver(offload.pack, contexts.unpack, config.size("min_bytes"), moves_all)
+    return Saver(offload.pack, contexts.unpack, offload.config.size("min_bytes"), offload.moves_all)
 
 
 @contextmanager
