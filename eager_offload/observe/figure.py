@@ -79,8 +79,7 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
         OffloadError: plotly is not installed.
     """
     stack = Stack(name or "A trace of eager_offload", title(trace))
-    headline, *figures = summary(trace)
-    stack.table(["Summary"], [[headline], *(["  ".join(line.split())] for line in figures)], [1.0])
+    stack.tiles(summary(trace))
     said = [*notes(trace), *(trace.advice or ("Nothing limited this run that a setting would change.",))]
     slices = sorted(trace.slices, key=lambda one: -one.seconds)[:_MOST_SLICES]
     if len(slices) < len(trace.slices):
@@ -104,7 +103,7 @@ def trace_figure(trace: Trace, name: str = "") -> Any:
     rows = [
         [
             row.operation.removesuffix("Backward0"),
-            row.module or "outside of modules",
+            f"{row.module or 'outside of modules'}{f' ({row.modules:,} modules)' if row.modules > 1 else ''}",
             f"{row.count:,}",
             size_text(row.nbytes),
             sizes_text(row.outcomes),

@@ -6,9 +6,10 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from eager_offload.config import OffloadConfig, size_text
+from eager_offload.config import OffloadConfig, rate_text, size_text
 from eager_offload.observe.advice import (
     WEAR_SECONDS,
     change_text,
@@ -18,6 +19,7 @@ from eager_offload.observe.advice import (
     sizes_text,
     stays_within_host,
 )
+from eager_offload.observe.timeline import SliceKind
 from eager_offload.observe.trace import MemorySample, SavedGroup, Trace
 from eager_offload.stats import OffloadStats
 
@@ -30,14 +32,6 @@ _MOST_SAVERS = 15
 
 def describe(stats: OffloadStats, config: OffloadConfig) -> str:
     """Returns the report of a run with that configuration; it ends in advice."""
-    lines = figures(stats, config)
-    for sentence in stats.advice:
-        lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
-    return "\n".join(lines)
-
-
-def figures(stats: OffloadStats, config: OffloadConfig) -> list[str]:
-    """Returns the lines of the report without the advice: the first one, then names and their numbers."""
     lines = [_headline(stats, config), *_table(stats)]
     peaks = {
         "in flight": stats.inflight_bytes_peak,
@@ -82,7 +76,9 @@ def figures(stats: OffloadStats, config: OffloadConfig) -> list[str]:
         lines.append(f"looked up  {looked_up}; not to the end: {counts_text(stats.table_misses)}")
     if stats.is_approximate:
         lines.append("note       an interrupt came in the midst of the library: the figures are approximate")
-    return lines
+    for sentence in stats.advice:
+        lines += textwrap.wrap(sentence, 100, initial_indent="advice     ", subsequent_indent=" " * 11)
+    return "\n".join(lines)
 
 
 def _headline(stats: OffloadStats, config: OffloadConfig) -> str:
@@ -151,13 +147,64 @@ class Tile(NamedTuple):
     rest: str
 
 
+@dataclass(frozen=True, slots=True)
+class SaverRow:
+    """The saves of an operation of a module, or of several modules whose paths differ in numbers alone."""
+
+    operation: str
+    module: str
+    """The path, with ``*`` for a number that differs."""
+    modules: int
+    count: int
+    nbytes: int
+    outcomes: dict[str, int]
+    """Bytes by outcome: ``offloaded``, ``shared``, or the reason for which they were kept."""
+
+
 def peaks(trace: Trace) -> MemorySample:
     """Returns the most bytes at one moment, by where they were."""
     columns = zip(*trace.memory, strict=True) if trace.memory else [(0,)] * 5
     return MemorySample(*map(max, columns))
 
 
-def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[SavedGroup]:
+def summary(trace: Trace) -> list[Tile]:
+    stats, most = trace.stats, peaks(trace)
+    saved, offloaded = stats.get("saved_bytes", 0), stats.get("offloaded_bytes", 0)
+    shared, kept = stats.get("shared_bytes", 0), stats.get("kept_bytes", {})
+    stall, fallbacks = stats.get("stall_seconds", 0.0), stats.get("fallbacks", {})
+    host_wait = stats.get("host_wait_seconds", stall)
+    moved = f"{size_text(stats.get('bytes_in', 0))} back{_rate(trace, SliceKind.RELOAD, SliceKind.PREFETCH)}"
+    if written := stats.get("disk_bytes_written"):
+        moved += f"; {size_text(written)} written to disk"
+    waited = f"{_share(stall, trace.seconds)} of {time_text(trace.seconds)}"
+    return [
+        Tile(
+            "Peak on the device",
+            size_text(most.device),
+            f"{size_text(most.without_offload)} without offload ({change_text(most.without_offload, most.device)})",
+        ),
+        Tile("Saved", size_text(saved), f"in {stats.get('saved_tensors', 0):,} tensors"),
+        Tile(
+            "Offloaded",
+            size_text(offloaded),
+            f"and {size_text(shared)} shared with them: {_share(offloaded + shared, saved)} of what is saved",
+        ),
+        Tile("Kept", size_text(sum(kept.values())), sizes_text(kept)),
+        Tile("Moved out", f"{size_text(stats.get('bytes_out', 0))}{_rate(trace, SliceKind.OFFLOAD)}", moved),
+        Tile(
+            "Compute stalled",
+            time_text(stall),
+            waited if host_wait == stall else f"{waited}; the host waited {time_text(host_wait)}",
+        ),
+        Tile(
+            "Fallbacks",
+            f"{sum(fallbacks.values()):,}",
+            counts_text(fallbacks) or "everything went as planned",
+        ),
+    ]
+
+
+def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[SaverRow]:
     """Returns the savers of most bytes, and a last row for all others.
 
     ``layers.0.mlp`` and ``layers.1.mlp`` count as one, ``layers.*.mlp``.
@@ -165,21 +212,11 @@ def saved_rows(groups: Sequence[SavedGroup], most: int = _MOST_SAVERS) -> list[S
     members: dict[tuple[str, str], list[SavedGroup]] = {}
     for group in groups:
         members.setdefault((group.operation or "unknown operation", kind_of(group.module)), []).append(group)
-    rows = list[SavedGroup]()
-    for (operation, module), those in members.items():
-        names = {group.module for group in those}
-        rows.append(_together(operation, module if len(names) > 1 else names.pop(), those))
-    rows.sort(key=lambda row: -row.nbytes)
-    if others := rows[most:]:
-        rows[most:] = [_together(f"{len(others)} others", "", others)]
+    ordered = sorted(members.items(), key=lambda item: -sum(group.nbytes for group in item[1]))
+    rows = [_row_of(operation, module, those) for (operation, module), those in ordered[:most]]
+    if others := ordered[most:]:
+        rows.append(_row_of(f"{len(others)} others", "", [group for _, those in others for group in those]))
     return rows
-
-
-def _together(operation: str, module: str, groups: Sequence[SavedGroup]) -> SavedGroup:
-    outcomes = Counter[str]()
-    for group in groups:
-        outcomes.update(group.outcomes)
-    return SavedGroup(operation, module, sum(group.count for group in groups), dict(outcomes))
 
 
 def kind_of(path: str) -> str:
@@ -187,9 +224,13 @@ def kind_of(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def summary(trace: Trace) -> list[str]:
-    """Returns the lines of the report on the stats of a trace."""
-    return figures(OffloadStats(**trace.stats), OffloadConfig.from_dict(trace.config))
+def _row_of(operation: str, module: str, groups: Sequence[SavedGroup]) -> SaverRow:
+    outcomes: Counter[str] = Counter()
+    for group in groups:
+        outcomes[group.reason or group.outcome] += group.nbytes
+    names, count = {group.module for group in groups}, sum(group.count for group in groups)
+    module = next(iter(names)) if len(names) == 1 else module
+    return SaverRow(operation, module, len(names), count, sum(outcomes.values()), dict(outcomes))
 
 
 def notes(trace: Trace) -> list[str]:
@@ -210,7 +251,9 @@ def title(trace: Trace) -> str:
 
 def to_text(trace: Trace) -> str:
     """Returns the report as text: summary, advice and the savers of most bytes."""
-    lines = [title(trace), *summary(trace)]
+    lines = [title(trace)]
+    for tile in summary(trace):
+        lines.append(f"{tile.name:<20}{tile.value}" + (f"  ({tile.rest})" if tile.rest else ""))
     for sentence in (*notes(trace), *trace.advice):
         lines += ["", *textwrap.wrap(sentence, 100)]
     lines += ["", f"{'bytes':>10}  {'saves':>7}  saved by"]
@@ -226,3 +269,17 @@ def time_text(seconds: float) -> str:
     if not seconds or seconds >= 1:
         return f"{seconds:,.2f} s" if seconds else "0 s"
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
+
+
+def _rate(trace: Trace, *kinds: SliceKind) -> str:
+    """Returns the rate of the link while at least one copy ran."""
+    copies = [one for one in trace.slices if one.track in kinds]
+    seconds = reached = 0.0
+    for start, stop in sorted((one.start, one.stop) for one in copies):
+        seconds += max(stop - max(start, reached), 0.0)
+        reached = max(reached, stop)
+    return f" at {rate_text(sum(one.nbytes for one in copies) / seconds)}" if seconds else ""
+
+
+def _share(part: float, whole: float) -> str:
+    return percent_text(part / whole if whole else 0.0)

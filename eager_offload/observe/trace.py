@@ -46,7 +46,6 @@ import os
 import platform
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,7 +70,7 @@ from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.version import VERSION
 
 #: The version of the file format.
-FORMAT = 3
+FORMAT = 2
 
 
 class MemorySample(NamedTuple):
@@ -91,23 +90,20 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """The saved tensors of one operation of one module, or of several modules whose paths differ in numbers alone."""
+    """The saved tensors of one operation of one module with the same outcome."""
 
     operation: str
     """The autograd node that saved them, such as ``"MmBackward0"``; ``"compiled graph"`` for tensors that a graph moves
     by itself; empty if no backward came to the node."""
     module: str
-    """The path of the module in whose forward they were saved, with ``*`` for a number that differs; empty outside of
-    every module."""
+    """The path of the module in whose forward they were saved; empty outside of every module."""
+    outcome: str
+    """``"offloaded"``, ``"shared"`` (with an offloaded one) or ``"kept"``."""
+    reason: str
+    """The reason why they were kept, as in ``OffloadStats.kept_bytes``; else empty."""
     count: int
-    outcomes: Mapping[str, int]
-    """Their bytes, as ``OffloadStats.saved_bytes`` counts, by outcome: ``"offloaded"``, ``"shared"`` (with an offloaded
-    one), or the reason why they were kept, as in ``OffloadStats.kept_bytes``."""
-
-    @property
-    def nbytes(self) -> int:
-        """All their bytes."""
-        return sum(self.outcomes.values())
+    nbytes: int
+    """Their bytes, as ``OffloadStats.saved_bytes`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +229,14 @@ class _Save(NamedTuple):
     record: CountedBytes | None = None
     shares: bool = False
 
-    def outcome(self) -> str:
-        """Returns the outcome, as in ``SavedGroup``."""
+    def outcome(self) -> tuple[str, str]:
+        """Returns the outcome and the reason, as in ``SavedGroup``."""
         record = self.record
         if record is None:
-            return self.reason
+            return "kept", self.reason
         if record.state is State.KEPT or (record.state is State.WAITING and not self.shares):
-            return record.kept.value
-        return "shared" if self.shares else "offloaded"
+            return "kept", record.kept.value
+        return "shared" if self.shares else "offloaded", ""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -292,23 +288,18 @@ class TraceRecorder:
             seconds = timeline.now()
             self._compute.break_off()
             timeline.is_over = True
-            groups: dict[tuple[str, str], list[_Save]] = {}
+            sizes: dict[tuple[str, str, str, str], list[int]] = {}
             for one in self._saves:
-                groups.setdefault((one.saver.operation, one.saver.module), []).append(one)
-            saved = list[SavedGroup]()
-            for (operation, module), saves in groups.items():
-                outcomes = Counter[str]()
-                for one in saves:
-                    outcomes[one.outcome()] += one.nbytes
-                saved.append(SavedGroup(operation, module, len(saves), dict(outcomes)))
+                sizes.setdefault((one.saver.operation, one.saver.module, *one.outcome()), []).append(one.nbytes)
             counted = after.since(self._before) if self._counters is self._accounts.counters else after
         slices = timeline.slices()
+        groups = (SavedGroup(*key, count=len(nbytes), nbytes=sum(nbytes)) for key, nbytes in sizes.items())
         return Trace(
             seconds=max([seconds, *(one.stop for one in slices)]),  # compute may go on when transfers are over
             config=self._config.to_dict(),
             stats=counted.to_dict(),
             advice=advise(counted, self._config),
-            saved=tuple(sorted(saved, key=lambda group: -group.nbytes)),
+            saved=tuple(sorted(groups, key=lambda group: -group.nbytes)),
             slices=slices,
             memory=tuple(self._memory),
             versions={"eager_offload": VERSION, "torch": torch.__version__, "python": platform.python_version()},

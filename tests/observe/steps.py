@@ -92,8 +92,8 @@ def of(trace: Trace, *kinds: SliceKind) -> list[Slice]:
     return [one for one in trace.slices if one.kind in kinds]
 
 
-def saved(trace: Trace, outcome: str) -> int:
-    return sum(group.outcomes.get(outcome, 0) for group in trace.saved)
+def saved(trace: Trace, outcome: str, reason: str = "") -> int:
+    return sum(group.nbytes for group in trace.saved if (group.outcome, group.reason) == (outcome, reason))
 
 
 def assert_sound(trace: Trace) -> None:
@@ -106,9 +106,8 @@ def assert_sound(trace: Trace) -> None:
     assert sum(one.nbytes for one in of(trace, SliceKind.RELOAD, SliceKind.PREFETCH)) == stats["bytes_in"]
     assert saved(trace, "offloaded") == stats["offloaded_bytes"]
     assert saved(trace, "shared") == stats["shared_bytes"]
-    kept = {outcome for group in trace.saved for outcome, nbytes in group.outcomes.items() if nbytes}
-    assert kept - {"offloaded", "shared"} == set(stats["kept_bytes"])
-    assert all(saved(trace, reason) == nbytes for reason, nbytes in stats["kept_bytes"].items())
+    assert {g.reason for g in trace.saved if g.nbytes} - {""} == set(stats["kept_bytes"])
+    assert all(saved(trace, "kept", reason) == nbytes for reason, nbytes in stats["kept_bytes"].items())
     times = [one.seconds for one in trace.memory]
     assert times == sorted(times)
     assert trace.memory[-1][1:] == (0, 0, 0, 0), "the graphs are gone"

@@ -11,7 +11,7 @@ import pytest
 
 from eager_offload.__main__ import main
 from eager_offload.observe.figure import trace_figure, write_page
-from eager_offload.observe.report import saved_rows, to_text
+from eager_offload.observe.report import SaverRow, saved_rows, summary, to_text
 from eager_offload.observe.timeline import Slice, SliceKind
 from eager_offload.observe.trace import FORMAT, MemorySample, SavedGroup, Trace, read_trace, write_trace
 
@@ -19,19 +19,16 @@ MIB = 1 << 20
 #: No module is called that, and nothing may come of it.
 AWKWARD = '</script><img src=x onerror="document.title=1">&amp;'
 SAVED = (
-    SavedGroup("Mm", "Net.layers.0.mlp", 1, {"offloaded": 10}),
-    SavedGroup("Mm", "Net.layers.1.mlp", 3, {"offloaded": 20, "newest": 40}),
-    SavedGroup("Mm", "Net.head2", 1, {"newest": 5}),
-    SavedGroup("Mm", AWKWARD, 1, {"shared": 3}),
+    SavedGroup("Mm", "Net.layers.0.mlp", "offloaded", "", 1, 10),
+    SavedGroup("Mm", "Net.layers.1.mlp", "offloaded", "", 2, 20),
+    SavedGroup("Mm", "Net.layers.1.mlp", "kept", "newest", 1, 40),
+    SavedGroup("Mm", "Net.head2", "kept", "newest", 1, 5),
+    SavedGroup("Mm", AWKWARD, "shared", "", 1, 3),
 )
 EXAMPLE = Trace(
     seconds=0.9,
     config={"tier": "disk", "min_bytes": MIB},
     stats={
-        "steps": 1,
-        "seconds": 0.9,
-        "device_bytes_peak": 45 * MIB,
-        "without_offload_bytes_peak": 168 * MIB,
         "saved_tensors": 60,
         "saved_bytes": 196 * MIB,
         "offloaded_bytes": 140 * MIB,
@@ -75,13 +72,23 @@ def test_what_is_written_is_read_again_and_stands_where_viewers_look(path: Path)
 
 
 def test_the_report_has_the_numbers_of_the_trace() -> None:
-    first = SavedGroup("Mm", "Net.layers.*.mlp", 4, {"offloaded": 30, "newest": 40})
-    assert saved_rows(SAVED) == [first, *SAVED[2:]]
-    assert saved_rows(SAVED, most=1) == [first, SavedGroup("2 others", "", 2, {"newest": 5, "shared": 3})]
+    assert {tile.name: (tile.value, tile.rest) for tile in summary(EXAMPLE)} == {
+        "Peak on the device": ("45.0 MiB", "168.0 MiB without offload (-73 %)"),
+        "Saved": ("196.0 MiB", "in 60 tensors"),
+        "Offloaded": ("140.0 MiB", "and 20.0 MiB shared with them: 82 % of what is saved"),
+        "Kept": ("36.0 MiB", "newest 28.0 MiB, small 8.0 MiB"),
+        "Moved out": ("1.0 MiB at 600.0 MB/s", "0 B back"),  # time that overlaps counts once
+        "Compute stalled": ("15.0 ms", "1.7 % of 900.0 ms; the host waited 6.00 s"),
+        "Fallbacks": ("2", "budget 2"),
+    }
+    first = SaverRow("Mm", "Net.layers.*.mlp", 2, 4, 70, {"offloaded": 30, "newest": 40})
+    assert saved_rows(SAVED) == [
+        first,
+        SaverRow("Mm", "Net.head2", 1, 1, 5, {"newest": 5}),
+        SaverRow("Mm", AWKWARD, 1, 1, 3, {"shared": 3}),
+    ]
+    assert saved_rows(SAVED, most=1) == [first, SaverRow("2 others", "", 2, 2, 8, {"newest": 5, "shared": 3})]
     text = to_text(EXAMPLE)
-    assert "peak saved-tensor memory 45 MiB (168 MiB without offload, -73 %); stalled 1.7 % of step time" in text
-    assert "newest 28.0 MiB, small 8.0 MiB" in text
-    assert "fallbacks  budget 2" in text
     assert "Net.layers.*.mlp (newest 40 B, offloaded 30 B)" in text
     assert "The run ended early: ValueError" in text
     assert "7 slices, samples and saves were too many" in text

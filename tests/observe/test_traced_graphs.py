@@ -42,7 +42,7 @@ def assert_shows_graphs(trace: Trace) -> None:
     assert min(trace.stats["bytes_out"], trace.stats["bytes_in"]) > 0
     assert {one.tier for one in of(trace, SliceKind.OFFLOAD, SliceKind.RELOAD, SliceKind.PREFETCH)} == {"disk"}
     groups = [group for group in trace.saved if group.operation == "compiled graph"]
-    assert sum(g.outcomes.get("offloaded", 0) for g in groups) == trace.stats["offloaded_bytes"]
+    assert sum(g.nbytes for g in groups if g.outcome == "offloaded") == trace.stats["offloaded_bytes"]
     assert {group.module for group in groups} == {"OptimizedModule"}
     assert max(one.without_offload for one in trace.memory) >= 2 * DEPTH * NBYTES
     assert next(one.name for one in trace.slices if one.track == "compute forward") == "OptimizedModule"
@@ -76,7 +76,7 @@ def test_a_graph_whose_tier_is_full_tells_what_stays(path: Path, net: Net, disk:
     with pytest.warns(RuntimeWarning, match="no room"), offload.trace(path):
         step(compiled(net), offload)
     trace = read_trace(path)
-    assert sum(g.outcomes.get("budget", 0) for g in trace.saved) == trace.stats["kept_bytes"]["budget"] > 0
+    assert sum(g.nbytes for g in trace.saved if g.reason == "budget") == trace.stats["kept_bytes"]["budget"] > 0
     assert trace.stats["fallbacks"]["budget"] > 0
 
 
