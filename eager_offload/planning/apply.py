@@ -118,8 +118,8 @@ class _Again:
         #: The name of the module in the plan that is in force, and the plans that are.
         self.name = ""
         self.users: list[tuple[Checks, Sequence[Kept]]] = []
-        #: Whether its operators are not those of the plan.
-        self._is_other = False
+        #: What plans have it keep that had other operators in it than it calls.
+        self._other: list[Sequence[Kept]] = []
         self._kinds: dict[object, _Kind] = {}
 
     def __call__(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -133,8 +133,8 @@ class _Again:
         if torch.compiler.is_compiling():
             return _checkpoint(run, *given)
         check, own = self._check(given), [given]
-        kept = self.users[-1][1] if self.users and not self._is_other else ()
-        policy = Policy(kept) if kept else None
+        kept = [kept for _, kept in tuple(self.users)][-1:]  # another thread may leave its plan meanwhile
+        policy = Policy(kept[0]) if kept and kept[0] and kept[0] not in self._other else None
 
         def run_now(*held: Any) -> Any:
             """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
@@ -152,9 +152,10 @@ class _Again:
         return _checkpoint(run_now, *_as_it_is(given), context_fn=policy.contexts)
 
     def _compare(self, policy: Policy) -> None:
-        if (other := policy.other) is None or self._is_other:
-            return
-        self._is_other = True
+        with self._lock:
+            if (other := policy.other) is None or policy.kept in self._other:
+                return
+            self._other.append(policy.kept)
         warn(
             f"module {self.name!r} calls {other} when it runs than when it was planned, so nothing of it is kept from "
             "now on: it is computed again whole, which is as exact and takes longer. Plan on the device that trains, "
@@ -201,7 +202,7 @@ class Policy:
     """Which results one call of a module keeps, by the kinds of operators and their numbers in it."""
 
     def __init__(self, kept: Sequence[Kept]) -> None:
-        self._kept = kept
+        self.kept = kept
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
         #: Calls of operators so far, in forward, and as it is computed again: torch 2.11 asks there too.
         self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
@@ -217,7 +218,7 @@ class Policy:
     @property
     def other(self) -> str | None:
         """How many operators of a kind were called that the plan had another number of; ``None`` if it had the same."""
-        for one in self._kept:
+        for one in self.kept:
             if (calls := self._calls[False][one.kind]) != one.calls:
                 return f"{one.kind} {calls} and not {one.calls} times"
         return None

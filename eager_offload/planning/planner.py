@@ -395,8 +395,6 @@ def _or(names: tuple[str, ...]) -> str:
 
 #: Of what the repeated modules save, the part that smaller ones in their place have to save, too.
 _NEARLY_ALL = 0.9
-
-
 #: Parts of the names of operators that attend: a product of products, and what is between them.
 _ATTENDS = ("attention", "softmax")
 

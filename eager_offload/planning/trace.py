@@ -47,8 +47,8 @@ from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
-#: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _NOTHING: Mapping[str, Sequence[Kept]] = {}
+#: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
 from eager_offload.compile import ops
 from eager_offload.compile.decide import bandwidth_of, flops_of, traffic_of
+from eager_offload.planning.machine import UNKNOWN_BANDWIDTH
 from eager_offload.runtime.base import Direction
 from tests.simulation.simulated import SimulatedRuntime
 
@@ -63,6 +66,16 @@ def test_the_bandwidth_is_that_of_the_offload_that_is_active() -> None:
     with offload:
         assert bandwidth_of(CPU, Direction.OUT, offload.config_key) == 7.0
         assert bandwidth_of(CPU, Direction.IN, offload.config_key) == 9.0
+    offload.close()
+
+
+def test_a_disk_is_measured_while_a_compiler_traces_and_counted_nowhere(tmp_path: Path) -> None:
+    offload = eo.Offload(tier="disk", disk_path=tmp_path, min_bytes=5)
+    with FakeTensorMode(), offload:
+        assert bandwidth_of(CPU, Direction.OUT, offload.config_key) != UNKNOWN_BANDWIDTH
+        back = bandwidth_of(CPU, Direction.IN, offload.config_key)
+        assert back == bandwidth_of(CPU, Direction.IN, offload.config_key) > 1e4
+    assert offload.stats().disk_bytes_peak == 0
     offload.close()
 
 

@@ -42,6 +42,21 @@ def asynchronous(one: Split) -> None:
     one.take(insert_asynchronous(one.forward.graph), insert_asynchronous(one.backward.graph))
 
 
+def calls(split: Split, *targets: object) -> list[int]:
+    graphs = (split.forward.graph, split.backward.graph)
+    return [sum(node.target is target for graph in graphs for node in graph.nodes) for target in targets]
+
+
+@pytest.mark.parametrize("partition", PARTITIONERS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_attention_is_exact(partition: str, waits: bool) -> None:
+    one, choice = assert_moves_exactly(
+        Attention(), tokens(2, 8), partition=partition, more=(lambda one: None) if waits else asynchronous
+    )
+    count = len(choice.groups)
+    assert calls(one, ops.offload, ops.reload, ops.wait_tensor) == [count, count, 0 if waits else 2 * count]
+
+
 @pytest.mark.parametrize("partition", PARTITIONERS)
 def test_attention_is_exact_when_shapes_change(partition: str) -> None:
     shapes = [(tokens(3, 5),), (tokens(4, 11),)]

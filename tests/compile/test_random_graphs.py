@@ -163,10 +163,15 @@ def count(seen: Counter[str], stats: eo.OffloadStats) -> None:
     seen.update({reason: nbytes for reason, nbytes in stats.kept_bytes.items() if nbytes})
 
 
+@pytest.mark.short
+def test_random_functions_are_exact_on_aot_eager() -> None:
+    explore("aot_eager", 5)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # compiles each function two or three times
-@pytest.mark.parametrize("fixed", [pytest.param(5, marks=pytest.mark.short), pytest.param(20, marks=pytest.mark.long)])
-def test_random_functions_are_exact_on_aot_eager(fixed: int) -> None:
-    explore("aot_eager", fixed)
+def test_many_random_functions_are_exact_on_aot_eager() -> None:
+    explore("aot_eager", 20)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eager_offload as eo
@@ -224,3 +224,43 @@ def test_h35_what_an_operator_hands_back_undeclared_stays() -> None:
         _, choice = chosen(program, leaf(8, 8))
     assert reasons(choice)["sin"] == "alive"
     assert moving(choice)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+WIDTH, HEADS = 64, 4
+
+
+class Loss(nn.Module):
+    """A tower to a number, whose graph is a whole step."""
+
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_a_budget_of_a_graph_is_held_by_as_little_as_it_takes_and_free_moves_what_is_hidden() -> None:
+    halves, _ = split(Loss(), torch.randn(4096, WIDTH))
+    windows = {"min_bytes": "4KiB", "max_inflight_bytes": "1MiB", "prefetch_bytes": "1MiB", "tier": "host"}
+
+    def decided(**fields: Any) -> Choice:
+        choice = halves.choose(eo.OffloadConfig(**windows, **fields))
+        assert choice.outcome is not None
+        assert sum(group.nbytes for group in choice.groups) == sum(map(bool, choice.outcome.moves)) << 20
+        return choice
+
+    nothing, everything = (decided(device_budget=budget).outcome for budget in (1 << 40, 1))
+    assert nothing is not None
+    assert everything is not None
+    assert not any(nothing.moves)
+    # What is on its way fills a window on either side of what the graph itself needs.
+    assert everything.peak_bytes <= nothing.peak_bytes - (len(everything.moves) - 3 << 20)
+    for share in (1, 2, 3):
+        budget = nothing.peak_bytes - (share << 20)
+        choice = decided(device_budget=budget)
+        assert choice.outcome is not None
+        assert choice.outcome.peak_bytes <= budget
+        assert 0 < sum(group.nbytes for group in choice.groups) < everything.moved_bytes

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from eager_offload import Offload
+from eager_offload.core.schedule import Windows
+from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.transfer import Transfer
-from eager_offload.runtime.base import Event, Stream
-from eager_offload.tiers.base import Slot, Tier
+from eager_offload.engine.transfer_log import TransferLog
+from eager_offload.runtime.base import Direction, Event, Layout, Stream
+from eager_offload.stats import Accounts
+from eager_offload.tiers.base import Fence, Slot, Tier
+from eager_offload.tiers.host import HostTier
+from eager_offload.tiers.pool import Pool
 from tests.hazards.backends import Backend, assert_settled, offloader_of
 from tests.hazards.probes import Allocations
 from tests.programs import leaf
@@ -182,3 +188,21 @@ def test_h10_h18_both_ends_of_an_interrupted_copy_stay_until_it_is_over(enqueues
         checker.assert_clean()
         assert runtime.faults == []
     assert number > 8
+
+
+@pytest.mark.parametrize("enqueues", [False, True], ids=["before", "after"])
+def test_h18_a_slot_knows_of_an_interrupted_copy_and_of_all_uses_before_it(enqueues: bool) -> None:
+    runtime, cpu = InterruptedRuntime(1, enqueues=enqueues), torch.device("cpu")
+    tier = HostTier(Pool(runtime.host_buffer), 1 << 20)
+    offloader = DeviceOffloader(cpu, runtime, [tier], Accounts(), TransferLog(), windows=Windows(1 << 20, 1 << 20))
+    outward, slot = runtime.transfer_stream(cpu, Direction.OUT), tier.reserve(4096)
+    slot.write(torch.zeros(4096, dtype=torch.uint8))
+    runtime.advance(outward, 1.0)
+    earlier = Fence(runtime, runtime.record(outward))
+    slot.fences = (earlier,)
+    with pytest.raises(KeyboardInterrupt):
+        offloader.reload(slot, Layout(4096), runtime.current_stream(cpu), "reload")
+    assert earlier in slot.fences
+    assert len(slot.fences) == 2, "its next owner has to wait for the copy, too"
+    runtime.synchronize_all()
+    assert runtime.faults == []
