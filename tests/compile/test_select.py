@@ -210,6 +210,7 @@ _library.impl("same", lambda x: x, "CompositeExplicitAutograd")
 torch.library.register_autograd("eager_offload_test_select::same", lambda context, one: one.clone(), lib=_library)
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload_test_select:UserWarning")  # torch's own, of such operators
 def test_h35_what_an_operator_hands_back_undeclared_stays() -> None:
     """Compilers take it for memory of its own, and compute into it; as they would have done with nothing offloaded."""
 
