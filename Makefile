@@ -41,7 +41,7 @@ test: $(STAMP) ## the tests, about 7 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long and not gpu" $(ARGS)
 
 # What is drawn anew may find what no change has made: CI runs what is the same in every run.
-test-full: $(STAMP) ## the long ones too, about 35 minutes; TESTS_WHOLE=1 leaves no sampled case out
+test-full: $(STAMP) ## the long ones too, about 30 minutes on 2 cores; TESTS_WHOLE=1 leaves no sampled case out
 	TESTS_FRESH=$${TESTS_FRESH-$(if $(CI),0,2)} $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not short" $(ARGS)
 
 gpu: ## the tests and benchmarks that need a GPU, under 10 minutes, with PYTHON's own torch and nothing installed

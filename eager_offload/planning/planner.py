@@ -337,7 +337,10 @@ class _Search:
         if best is found:
             return best
         chooser = self._chooser(best.mixture)
-        return _Found(best.mixture, chooser, chooser.within(budget))
+        best = _Found(best.mixture, chooser, chooser.within(budget))
+        if best.mixture:  # with all windows, what moves alone may be faster than it was roughly
+            best = min(best, _Found({}, self.nothing, self.nothing.within(budget)), key=rank)
+        return best
 
     def _chooser(self, mixture: Mixture, *, few: bool = False) -> Chooser:
         program = computed_again(self._recording, mixture)
