@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,14 +13,19 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from eager_offload.core.modules import INNER_MODULES, ModuleCall, modules_by_name
-from eager_offload.errors import ConfigError, tell, warn
+from eager_offload.errors import ConfigError, SavedTensorModifiedError, tell, warn
 from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
-from eager_offload.torch_private.calls import without_torch_function
+from eager_offload.torch_private.calls import TorchDispatchMode, without_newest_mode, without_torch_function
 from eager_offload.torch_private.memory import tree_iter
 
 #: Which calls are checked: the first of each kind, all, none.
@@ -206,8 +211,12 @@ class Policy:
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
         #: Calls of operators so far, in forward, and as it is computed again: torch 2.11 asks there too.
         self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+        #: What forward has called, in order.
+        self.called: list[object] = []
 
-    def __call__(self, context: Any, func: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, func: Any, /, *args: Any, **named: Any) -> CheckpointPolicy:
+        if not context.is_recompute:
+            self.called.append(_signature(func, args))
         kind, calls = kind_of_call(func), self._calls[context.is_recompute]
         number = calls[kind]
         calls[kind] += 1
@@ -226,23 +235,71 @@ class Policy:
     def contexts(self) -> tuple[Any, Any]:
         """Returns what forward runs in, and each time that it is computed again."""
         saving, taking = create_selective_checkpoint_contexts(self)  # type: ignore[no-untyped-call]  # no types
-        return saving, _First(taking)
+        return saving, _First(taking, self.called)
 
 
 class _First:
     """Puts a context around the first ``with``; results are kept for one backward, and another computes all again."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, called: list[object]) -> None:
         self._context: Any | None = context
-        self._entered: list[Any] = []
+        self._called = called
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        context, self._context = self._context or nullcontext(), None
-        self._entered.append(context)
-        context.__enter__()
+        context, self._context = self._context, None
+        self._entered.append(ExitStack())
+        if context is not None:
+            self._entered[-1].enter_context(context)
+            self._entered[-1].enter_context(_AsInForward(self._called))
 
     def __exit__(self, *raised: Any) -> Any:
         return self._entered.pop().__exit__(*raised)
+
+
+class _AsInForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """Has kept results taken, by torch's mode below this one, as long as the operators are those of forward.
+
+    Results are told by numbers. From the first other operator on a number may be that of another result (of a table
+    that was made once, or a cast that autocast has kept), so from there on each operator runs. So does one whose kept
+    result was written to.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, called: list[object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._called, self._at, self._is_other = called, 0, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **named)
+        at, self._at = self._at, self._at + 1
+        self._is_other |= at >= len(self._called) or self._called[at] != _signature(func, args)
+        if not self._is_other:
+            try:
+                return func(*args, **named)
+            except (RuntimeError, SavedTensorModifiedError) as error:
+                if not any(text in str(error) for text in _REFUSALS):
+                    raise
+        with without_newest_mode():
+            return func(*args, **named)
+
+
+#: What torch's mode says where it has no result, or one that was written to.
+_REFUSALS = ("has been mutated", "encountered during backward")
+
+
+def _signature(func: Any, args: tuple[Any, ...]) -> object:
+    """Returns what tells a call of an operator from others, without holding what it is given."""
+    return func, *((shape_of(one), one.dtype) if type(one) in _PLAIN else type(one) for one in args)
+
+
+#: Of other classes even the shape may be asked of the modes.
+_PLAIN = (Tensor, nn.Parameter)
 
 
 #: Of each module that was ever computed again, for as long as it lives: a plan may be applied for each step anew.

@@ -269,3 +269,37 @@ def test_a_llama_on_an_h100_is_a_tenth_faster_than_checkpointing_at_its_own_memo
     plan = planned(peers.plain, device_budget=int(1.005 * checkpointing.peak_bytes), recompute=True)
     assert plan.fits
     assert plan.step_seconds <= 0.95 * checkpointing.step_seconds
+
+
+class Once(Linears):
+    """Makes a table at its first call; the second time it has fewer operators."""
+
+    table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 128).expand(h.shape).exp()
+        return (h * self.table).cos()
+
+
+@pytest.mark.parametrize("how", ["a table", "a cast"])
+def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forward(how: str, disk: DiskBackend) -> None:
+    """Of autocast's cache the second forward has its casts, and the recomputation has not."""
+    model, x = Net(Once, count=3), rows()
+    recording = record(model, x, min_bytes=1024)
+    names = [f"blocks.{number}" for number in range(3)]
+
+    def loss() -> Tensor:
+        for block in model.blocks:
+            block.table = None if how == "a table" else torch.ones(256, 128)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "a cast"):
+            return model(x) + model(x + 1)
+
+    expected = gradients(model, loss)
+    for level in levels_of(recording, names, recording.program.seconds(MACHINE))[1:-1]:
+        offload = disk.offload()
+        with checkpointed(model, kept_by(recording, level)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert_identical(expected, gradients(model, loss, offload))
+        assert offload.stats(synchronize=True).bytes_out > 0
+        offload.close()
