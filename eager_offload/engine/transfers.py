@@ -304,6 +304,7 @@ class Transfers:
                     return
             what = self._held_back.pop(transfer)
             self._held_back_bytes -= transfer.moved
+            # See [Note: memory that is replaced].
             source = None if transfer.source is None else transfer.source()
             if source is None or (source.data_ptr() == transfer.address and source.nbytes() >= transfer.source_nbytes):
                 self._enqueue(transfer, what.slot, what.source, what.slot, what.after, "offload", what.key)
@@ -476,6 +477,7 @@ class Transfers:
         """A copy out is over, or whatever writes over its source comes after it: that may go, if nothing failed."""
         if self._out.pop(transfer, self) is self:
             return
+        # See [Note: memory that is replaced].
         source = None if transfer.source is None else transfer.source()
         if source is not None and (source.data_ptr() != transfer.address or source.nbytes() < transfer.source_nbytes):
             failure = _replaced(transfer)

@@ -30,9 +30,9 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 #: Returns that mode of the calling thread, the outermost at 0.
+mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
 #: A context without the dispatch mode that was entered last.
 without_newest_mode: Callable[[], AbstractContextManager[object]] = _pop_mode_temporarily
-mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
 
 
 def is_tracing() -> bool:
