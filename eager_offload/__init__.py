@@ -15,6 +15,7 @@ from eager_offload.version import VERSION
 if TYPE_CHECKING:
     from eager_offload.config import OffloadConfig
     from eager_offload.core.step_table import StepTable
+    from eager_offload.eager.held import HeldTensor
     from eager_offload.errors import (
         CapacityError,
         ConfigError,
@@ -37,6 +38,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "CorruptionError",
+    "HeldTensor",
     "Machine",
     "Offload",
     "OffloadConfig",
@@ -60,7 +62,7 @@ __version__ = VERSION
 #: The modules of the public names. `offload` comes first, because it defines the operators of compiled code.
 _HOMES = (
     *("offload", "config", "errors", "planning.machine", "tiers.host", "marks", "planning.figures", "planning.plan"),
-    *("planning.planner", "stats", "core.step_table"),
+    *("planning.planner", "stats", "core.step_table", "eager.held"),
 )
 
 if not TYPE_CHECKING:  # a type checker would accept every name

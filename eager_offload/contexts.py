@@ -178,8 +178,12 @@ class PackHook:
     text: str | None = None
     """The text that tells compilers of the hook; ``None``: compilers leave it to autograd to call the hook."""
 
-    def __init__(self, config_key: str) -> None:
+    owner: Owner | None = None
+    """Whose hook it is, in a ``with`` or not; ``None``: that of the context that the thread has entered last."""
+
+    def __init__(self, config_key: str, owner: Owner | None = None) -> None:
         self.config_key = config_key
+        self.owner = owner
 
     def __call__(self, tensor: Tensor) -> Any:
         thread.packed += 1
@@ -187,9 +191,9 @@ class PackHook:
             context = contexts[-1]
             if context.above and not isinstance(top := top_pack_hook(), PackHook):
                 context.delegating.add(_kind_of(top))  # autograd has called the hook on top, which has called this one
-            if context.owner.config_key == self.config_key:
+            if context.owner.config_key == self.config_key and self.owner is None:
                 return context.owner.pack(tensor)
-        return serving(self.config_key, is_hooked=True).pack(tensor)
+        return (self.owner or serving(self.config_key, is_hooked=True)).pack(tensor)
 
 
 def unpack(handle: Handle) -> Tensor:

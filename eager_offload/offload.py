@@ -23,6 +23,7 @@ from eager_offload.contexts import Context, explained_ban, plain_hooks
 from eager_offload.core.budget import Controller
 from eager_offload.core.modules import MatchedModules, show_to_compilers
 from eager_offload.core.step_table import StepTable
+from eager_offload.eager.held import HeldTensor, stays
 from eager_offload.eager.hooks import Hooks
 from eager_offload.engine.offloader import DeviceOffloader
 from eager_offload.engine.offloaders import Offloaders
@@ -303,6 +304,60 @@ class Offload:
                 self._hooks.leave(waits=True)
         finally:
             context.give_up()
+
+    def hold(self, tensor: Tensor) -> HeldTensor:
+        """Takes a tensor of the caller's own, which leaves as a saved one does, and returns what brings it back.
+
+            class Chunked(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, logits):
+                    ctx.held = offload.hold(logits)
+                    ...
+
+                @staticmethod
+                def backward(ctx, grad):
+                    logits = ctx.held.restore()
+
+        For autograd functions, checkpoints and engines that keep tensors beside autograd. All of the settings hold:
+        what is small, a parameter or kept alive by someone else stays, and counts so in the stats. It may be called in
+        a ``with`` of this object or outside of any. The tensor must be whole: queued on the current stream at least.
+
+        Args:
+            tensor: of any shape, type and device.
+
+        Raises:
+            OffloadError: in compiled code, which a capture or ``torch.compile`` traces, or if a signal handler or the
+                like calls it during a call of the library.
+        """
+        if torch.compiler.is_compiling():
+            raise OffloadError(
+                "hold cannot be compiled: call it outside of compiled code, or in a function that is "
+                "decorated with torch.compiler.disable"
+            )
+        if not self.config.enabled:
+            return HeldTensor(stays(tensor))
+        self._in_vain.is_used()
+        self.refuse_reentry()
+        if self._hooks.thread.captured is None and self._offloaders.is_capturing():
+            raise captured("a tensor was held")
+        if contexts.entered(self) is None:
+            self.replace_crashed()
+        held = HeldTensor(self._hooks.hold(tensor))
+        tell()
+        return held
+
+    def saved_tensors_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Returns the pair of hooks that ``with offload:`` installs, for engines that take a pair.
+
+            torch_remat.checkpoint(block, x, saved_tensors_hooks=offload.saved_tensors_hooks())
+
+        It packs for this object in any thread, in a ``with`` of it or outside. Compilers leave it to autograd to call
+        it. With ``enabled=False`` everything stays.
+        """
+        if not self.config.enabled:
+            return stays, contexts.unpack
+        self._in_vain.is_used()
+        return contexts.PackHook(self.config_key, self), contexts.unpack
 
     def held(self) -> Held:
         """Returns the bytes of saved tensors that are on the devices now."""

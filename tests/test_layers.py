@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
         *("offload", "runtime", "schedule", "stats", "tiers", "torch_private", "version"),
     },
     "eager_offload": {
-        *("chooser", "config", "core", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
+        *("chooser", "config", "core", "eager", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
     },
     "integrations": {"config", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"},
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},

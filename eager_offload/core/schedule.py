@@ -509,6 +509,14 @@ class PrefetchOrder:
             self._held[use] = None
         return found
 
+    def promise(self, use: Use) -> bool:
+        """Promises ``use`` out of its turn, and returns whether its storage is to be brought: if there is room."""
+        is_brought, needed = use.storage not in self.promised, self.promised_bytes + use.nbytes
+        if use in self._due or (is_brought and needed > self.limit and (self.promised_bytes or self.limit == 0)):
+            return False
+        self._promise(use, self.unpacks + len(self._due) + 1)
+        return is_brought
+
     def _judge(self, use: Use, expected: Use | None) -> None:
         """Counts whether a save is asked for in order; see the class."""
         if expected is None or use is expected or abs(use.rank - expected.rank) <= self.NEAR:

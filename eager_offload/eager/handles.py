@@ -58,6 +58,9 @@ class Moves(Protocol):
     def fetch(self, view: SavedView) -> Tensor:
         """Returns the tensor for the current stream once its bytes are there."""
 
+    def prefetch(self, view: SavedView) -> None:
+        """Brings back a saved tensor that the caller is about to ask for, if there is room."""
+
     def drop_all_but(self, needed: SavedStorage) -> None:
         """Lets go of all that was brought back early, but for ``needed``."""
 
@@ -337,6 +340,13 @@ class SavedView:
             tensor = self.original.like(tensor)
             own_until_taken(self.storage, tensor)
         return tensor
+
+    def prefetch(self) -> None:
+        """Starts to bring the tensor back, if it is away and there is room."""
+        saves = self.storage.saves
+        saves.offloader.refuse_call("a tensor that was offloaded was to be brought back")
+        with saves.offloader.crashing():
+            saves.moves.prefetch(self)
 
     def over(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
         """This view over ``storage``, in which the footprint begins at ``first_byte``.

@@ -47,6 +47,8 @@ Packed: TypeAlias = KeptTensor | SavedView | WrappedTensor | ChangeableTensor
 _NOT_FOLLOWED = frozenset({KeepReason.PARAMETER, KeepReason.DEVICE, KeepReason.LAYOUT})
 
 _sequences = itertools.count(1)
+#: Less than every sequence number: no operator that saves a tensor now may still fill it.
+_WHOLE = -1
 
 
 class ThreadState:
@@ -154,23 +156,24 @@ class Hooks:
                     saves.keeping.move(self.fraction)
         return saves
 
-    def pack(self, tensor: Tensor, *, is_unseen: bool = False) -> Packed:
+    def pack(self, tensor: Tensor, *, is_unseen: bool = False, packed_at: int | None = None) -> Packed:
         """Decides about a saved tensor; called by autograd while the operator that saves it is recorded.
 
         Args:
             is_unseen: whether neither modes, nor a profiler, nor the tensor's own class see anything of it any more.
+            packed_at: the sequence number of the operator that may still fill it; ``None``: of the one that runs now.
         """
         if not is_unseen:
             kind = type(tensor)
             is_other = kind is not Tensor and kind is not Parameter
             if is_other or dispatch_modes() or function_modes() or profiler_is_on():
-                return self._pack_unseen(tensor)
+                return self._pack_unseen(tensor, packed_at)
         if self._accounts.lock._is_owned():  # see [Note: reentry] in tiers/forking.py
             raise reentered()
         thread = self._threads.state
         thread.packed += 1
         if thread.captured is not None:
-            return thread.captured.pack(tensor, is_unseen=True)
+            return thread.captured.pack(tensor, is_unseen=True, packed_at=packed_at)
         packed: KeptTensor | SavedView | WrappedTensor | None = None
         mark = None
         if marks.standing and (storage := storage_of(tensor)) is not None:
@@ -191,7 +194,8 @@ class Hooks:
                 step = thread.steps.get(saves)
                 if step is None or step.is_over:
                     step = thread.step_of(saves)
-                saved = saves.save(tensor, thread.queues[saves], autograd_sequence(), step, mark)
+                sequence = autograd_sequence() if packed_at is None else packed_at
+                saved = saves.save(tensor, thread.queues[saves], sequence, step, mark)
                 if isinstance(saved, SavedView):
                     packed = saved
                 else:
@@ -205,21 +209,30 @@ class Hooks:
             packed = self._keep(tensor, reason)
         return packed
 
-    def _pack_unseen(self, tensor: Tensor) -> Packed:
+    def _pack_unseen(self, tensor: Tensor, packed_at: int | None) -> Packed:
         """Decides where the caller has modes active, or ``tensor`` is of a subclass, which are to see nothing of it, or
         where there is a profiler, which is told."""
         if not (dispatch_modes() or function_modes()):
             with profiled("pack") if profiler_is_on() else nullcontext(), without_torch_function():
-                return self.pack(tensor, is_unseen=True)
+                return self.pack(tensor, is_unseen=True, packed_at=packed_at)
         if is_tracing():
             self.thread.packed += 1
             with without_torch_function():
                 return self._keep(tensor, KeepReason.PARAMETER if is_parameter(tensor) else KeepReason.LAYOUT)
         changes = allowing_changes()
         with without_caller_modes(), without_torch_function():
-            packed = self.pack(tensor, is_unseen=True)
+            packed = self.pack(tensor, is_unseen=True, packed_at=packed_at)
             assert not isinstance(packed, ChangeableTensor), "that is what is made here alone"
             return packed if changes is None else ChangeableTensor(tensor, packed, changes)
+
+    def hold(self, tensor: Tensor) -> Packed:
+        """Returns the handle of a tensor of the caller's own, which no operator fills any more, and starts its copy
+        if it is due."""
+        packed = self.pack(tensor, packed_at=_WHOLE)
+        hooks = self.thread.captured or self
+        for saves, queue in list(hooks.thread.queues.items()):
+            saves.start_due(queue, autograd_sequence())
+        return packed
 
     def last_table(self, device: torch.device | None) -> StepTable | None:
         """The table of the step that was looked up last on ``device``, or where that is ``None`` on any."""

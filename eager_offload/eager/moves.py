@@ -179,6 +179,16 @@ class Moves:
                 offloader.release(transfer)
             raise
 
+    def prefetch(self, view: SavedView) -> None:
+        """Brings back a saved tensor that the caller is about to ask for, if there is room."""
+        offloader, record = self._offloader, view.storage.record
+        with offloader.lock:
+            offloader.poll()
+            if not offloader.is_crashed and not offloader.is_captured and self._order.promise(view.use):
+                found = Prefetch()
+                found.bring, found.drop = [record], []
+                self._follow(found, record)
+
     def drop_all_but(self, needed: SavedStorage) -> None:
         """Lets go of all that was brought back early, but for ``needed``."""
         for saved in self.storages():

@@ -267,17 +267,23 @@ class SavedTensors:
         Args:
             waits: for room in the window; else what finds none stays until something is saved again.
         """
+        self.start_due(queue, None, waits=waits)
+        if self.keeping.readings is not None:
+            with self.offloader.lock:
+                self.keeping.readings.note_exit()
+
+    def start_due(self, queue: ResidentQueue, sequence: int | None, *, waits: bool = True) -> None:
+        """Starts what is due by that sequence number of the thread, or all that exceeds the newest bytes; see
+        ``flush``."""
         offloader = self.offloader
         if offloader.is_crashed or offloader.refuses_saves():
             return
         with offloader.crashing():
             with offloader.lock:
                 offloader.poll()
-                lack = self.moves.start_due(queue, None)
-                if self.keeping.readings is not None:
-                    self.keeping.readings.note_exit()
+                lack = self.moves.start_due(queue, sequence)
             if lack is not None:
-                offloader.go_on(lack, partial(self.moves.start_due, queue, None), waits=waits)
+                offloader.go_on(lack, partial(self.moves.start_due, queue, sequence), waits=waits)
 
     def storages(self) -> list[SavedStorage]:
         """Returns every saved storage with a living handle."""
