@@ -165,6 +165,7 @@ def test_an_integration_asks_for_its_own_framework_alone(source: Path) -> None:
     own = {source.stem} if source.stem in FOREIGN else set()
     own |= {"pytorch_lightning"} if source.stem == "lightning" else set()
     own |= {"trl", "peft", "accelerate"} if source.stem == "transformers" else set()  # what its users combine it with
+    own |= {"transformers"} if source.stem == "trl" else set()  # which it is made of
     roots = {name.partition(".")[0] for name, _ in imports_of(source)}
     assert roots - sys.stdlib_module_names <= own | {"torch", "eager_offload"}
     assert list(private_names_of_torch(source)) == []

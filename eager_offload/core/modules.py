@@ -163,7 +163,7 @@ class _Matched:
 
     def begin(self) -> None:
         if (module := self.module()) is not None and self.call() is None:
-            self.call = weakref.ref(ModuleCall.begin(module, _in_no_offload))
+            self.call = weakref.ref(ModuleCall.begin(module, in_no_offload))
             show_to_compilers()
 
     def end(self) -> None:
@@ -265,7 +265,8 @@ def _no_call() -> None:
     return None
 
 
-def _in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Has what a call saves stay."""
     with no_offload():
         return call(*arguments, **named)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl.models
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import eager_offload as eo
+from eager_offload.integrations import trl as ours
 from eager_offload.integrations.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 from tests.integrations.training import exact, fields
 from tests.integrations.transformers_training import ForMixin, llama, run, settings
@@ -73,3 +76,52 @@ def test_activation_offloading_is_warned_of(kind: Any, tmp_path: Path) -> None:
     trainer.args.activation_offloading = True
     with pytest.warns(RuntimeWarning, match=r"activation_offloading=True \(TRL\).*leave that option out"):
         trainer.train()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """TRL's flag has this library underneath, which moves what it can to the disk."""
+    for name, value in fields(tmp_path).items():
+        monkeypatch.setenv(f"EAGER_OFFLOAD_{name.upper()}", str(value))
+    ours.install()
+    ours.install()
+    yield
+    ours.uninstall()
+    ours.uninstall()
+    assert trl.models.get_act_offloading_ctx_manager is not ours.get_act_offloading_ctx_manager
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.usefixtures("installed")
+def test_trls_own_flag_has_the_library_underneath(
+    lora: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run(sft(tmp_path, lora=lora))
+    trainer = sft(tmp_path, lora=lora, activation_offloading=True)
+    offload = trainer.maybe_activation_offload_context
+    assert isinstance(offload, eo.Offload)
+    exact(expected, run(trainer), offload)
+    stats = offload.stats()
+    assert trainer.state.log_history[0]["offload/moved_mib"] > 0
+    assert "eager_offload: " in capsys.readouterr().err
+    assert stats.disk_bytes_peak > 0
+    assert not list(tmp_path.glob("**/*.spill"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_the_output_head_saves_stays_under_trls_flag() -> None:
+    model, tokens = llama(), torch.arange(32).unsqueeze(0) % 61
+    model(tokens, labels=tokens).loss.backward()
+    expected = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    offload = trl.models.get_act_offloading_ctx_manager(model=model, use_pin_memory=False, max_fwd_stash_size=2)
+    with offload:
+        model(tokens, labels=tokens).loss.backward()
+    assert all(map(torch.equal, expected, (one.grad for one in model.parameters())))
+    stats = offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert stats.kept_bytes["region"] > 0
+    assert not offload.config.pin_memory
+    offload.close()
+    with pytest.warns(RuntimeWarning, match="Linear has no get_output_embeddings"):
+        trl.models.get_act_offloading_ctx_manager(torch.nn.Linear(4, 4)).close()
