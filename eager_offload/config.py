@@ -141,6 +141,7 @@ class OffloadFields(TypedDict, total=False):
     device_budget: Size | None
     policy: str
     skip: tuple[str, ...] | Sequence[str] | str
+    only: tuple[str, ...] | Sequence[str] | str
     release_freed_memory: bool | Auto
     enabled: bool
 
@@ -234,6 +235,10 @@ class OffloadConfig(_BesideFields):
     to :meth:`Offload.skip_in <eager_offload.Offload.skip_in>`. A pattern matches calls ``module(x)``:
     ``module.forward(x)`` is not seen, and a warning names patterns whose modules are never called."""
 
+    only: tuple[str, ...] | Sequence[str] | str = ()
+    """Patterns of module names, such as ``["*.mlp"]``, whose saved tensors alone may move, also those of modules inside
+    them; all others stay. Otherwise as ``skip``, which may leave out a part of what ``only`` names."""
+
     release_freed_memory: bool | Auto = "auto"
     """Whether memory that is freed goes back to the system while CPU tensors move, so that the process gets smaller.
     That is a matter of the whole process: the first ``Offload`` that is entered to move CPU tensors begins with it, and
@@ -285,15 +290,22 @@ class OffloadConfig(_BesideFields):
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")
         self._store("disk_path", _directory(self.disk_path))
-        patterns = cast(object, [self.skip] if isinstance(self.skip, str) else self.skip)
-        if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
-            raise _refuse("skip", self.skip, "the names of modules, or patterns of them, as a list of texts")
-        self._store("skip", tuple(patterns))
+        for field in ("skip", "only"):
+            given: object = getattr(self, field)
+            patterns = [given] if isinstance(given, str) else given
+            if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
+                raise _refuse(field, given, "the names of modules, or patterns of them, as a list of texts")
+            self._store(field, tuple(patterns))
         if self.tier == "host" and self.disk_path is not None:
             raise ConfigError(
                 f'disk_path={self.shown("disk_path")!r} does not go with tier="host", which never writes to disk: '
                 'take tier="auto" or tier="disk", or leave disk_path out'
             )
+
+    @property
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The patterns of module names that are given, by field."""
+        return {name: tuple(found) for name in ("skip", "only") if (found := getattr(self, name))}
 
     @classmethod
     def from_given(cls, config: object, fields: Mapping[str, Any]) -> OffloadConfig:
@@ -321,7 +333,7 @@ class OffloadConfig(_BesideFields):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> OffloadConfig:
         """Returns a config from ``EAGER_OFFLOAD_<FIELD>`` variables, such as ``EAGER_OFFLOAD_MIN_BYTES=4MiB``.
 
-        The patterns of ``skip`` are separated by commas. An unset or empty variable leaves the default.
+        The patterns of ``skip`` and ``only`` are separated by commas. An unset or empty variable leaves the default.
 
         Raises:
             ConfigError: a variable with the prefix names no field, or a value is not accepted.
@@ -511,7 +523,7 @@ def _directory(value: object) -> Path | None:
 
 def field_from_text(field: str, text: str) -> object:
     """Returns the value of a field from the text of a variable or of a command line."""
-    if field == "skip":
+    if field in ("skip", "only"):
         return [one.strip() for one in text.split(",")]
     if field == "device_budget" and text.lower() == "none":
         return None

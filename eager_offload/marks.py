@@ -55,10 +55,14 @@ class _Marked(FinalizerRecord[torch.UntypedStorage]):
 class _Inside(threading.local):
     #: How many; those of generators need not nest.
     keeps = 0
+    #: How many calls of modules that ``only`` names.
+    opens = 0
 
 
 #: The key in the ``meta["custom"]`` of a node that was traced inside a region.
 REGION_NOTE = "eager_offload_keeps"
+#: Likewise of a node that was traced in the call of a module that ``only`` names.
+ONLY_NOTE = "eager_offload_opens"
 #: A region as a user writes it.
 _WRITTEN = "eager_offload.no_offload()"
 
@@ -108,8 +112,22 @@ def no_offload() -> Region:
             x = block(x)
     """
     if torch.compiler.is_compiling():
-        return _traced_region()  # type: ignore[return-value]  # no decorator while it is traced
+        return _traced_region(REGION_NOTE)  # type: ignore[return-value]  # no decorator while it is traced
     return Region()
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    """Lets what is saved inside move where ``only`` has the rest stay; for the calling thread."""
+    if torch.compiler.is_compiling():
+        with _traced_region(ONLY_NOTE):
+            yield
+        return
+    inside.opens += 1
+    try:
+        yield
+    finally:
+        inside.opens -= 1
 
 
 def keep(tensor: T) -> T:
@@ -203,10 +221,10 @@ torch.fx.has_side_effect(region_operator)
 
 
 @contextmanager
-def _traced_region() -> Iterator[None]:
-    region_operator("begins")
+def _traced_region(note: str) -> Iterator[None]:
+    region_operator(f"begins {note}")
     try:
-        with annotate({REGION_NOTE: True}):
+        with annotate({note: True}):
             yield
     finally:
         region_operator("ends")

@@ -206,10 +206,11 @@ class Offload:
         if not self.config.enabled:
             return self
         self._in_vain.is_used()
-        if self.config.skip and not self._matched.begin():
+        if (patterns := self.config.patterns) and not self._matched.begin():
+            named = " and ".join(f"{field}={list(own)}" for field, own in patterns.items())
             raise ConfigError(
-                f"skip={list(self.config.skip)} needs the names of a model's modules: call offload.skip_in(model) "
-                "once, before the first `with offload:`"
+                f"{named} needs the names of a model's modules: call offload.skip_in(model) once, before the first "
+                "`with offload:`"
             )
         self.refuse_reentry()
         is_captured = self._hooks.thread.captured is not None
@@ -380,9 +381,10 @@ class Offload:
             return Held(stays, leaving, max(resident - waiting - leaving, 0), counters.prefetch_bytes)
 
     def skip_in(self, model: torch.nn.Module) -> None:
-        """Finds the modules of ``model`` that the patterns of ``skip`` name.
+        """Finds the modules of ``model`` that the patterns of ``skip`` and ``only`` name.
 
-        From now on, tensors saved in calls of these modules stay, with the reason ``region``. :meth:`close` restores
+        From now on, tensors saved in calls of the modules of ``skip``, and where ``only`` is given outside of calls of
+        its modules, stay with the reason ``region``. :meth:`close` restores
         the modules. The integrations and :meth:`compile` call this method themselves. A second call for the same model
         changes nothing.
 
@@ -396,8 +398,8 @@ class Offload:
         Raises:
             ConfigError: a pattern matches no module of ``model``; the text lists near names.
         """
-        if self.config.enabled and self.config.skip:
-            self._matched.add(model, self.config.skip)
+        if self.config.enabled and (patterns := self.config.patterns):
+            self._matched.add(model, patterns)
 
     def expect_no_use(self) -> None:
         """Suppresses the warning that nothing of this object was used: another object decides whether it is."""
@@ -405,12 +407,12 @@ class Offload:
 
     def skip_in_one_of(self, model: torch.nn.Module) -> None:
         """Does what :meth:`skip_in` does for one of several models, where each pattern has to match in one of them."""
-        if self.config.enabled and self.config.skip:
-            self._matched.add_one_of_several(model, self.config.skip)
+        if self.config.enabled and (patterns := self.config.patterns):
+            self._matched.add_one_of_several(model, patterns)
 
     def unmatched(self) -> list[ConfigError]:
         """Returns an error for each pattern that has matched in none of the models of :meth:`skip_in_one_of`."""
-        return self._matched.unmatched(self.config.skip)
+        return self._matched.unmatched(self.config.patterns)
 
     def check_capture(self) -> None:
         """Raises ``CaptureStateError`` if the calling thread is in a ``with`` of this object, or that is traced."""

@@ -140,7 +140,7 @@ def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iter
                 calls["in eval mode" if torch.is_grad_enabled() else "without gradients"] += 1
                 return inner(self, *arguments, **named)
             calls["offloaded"] += 1
-            if offload.config.skip and next(self.parameters(), None) is not None:
+            if offload.config.patterns and next(self.parameters(), None) is not None:
                 offload.skip_in_one_of(self)
                 if contexts.process.backwards - before >= _LOOKED_AT and not calls["warned"]:
                     calls["warned"] += 1

@@ -59,6 +59,7 @@ TABLE = {
     "device_budget": Field(None, "auto", "auto", "auto"),
     "policy": Field("max", "free", "free", "free"),
     "skip": Field((), ["lm_head", "*.norm"], "lm_head, *.norm", "lm_head *.norm"),
+    "only": Field((), ["*.mlp"], "*.mlp", "*.mlp"),
     "release_freed_memory": Field("auto", False, "0", "False"),
     "enabled": Field(True, False, "0", "False"),
 }
@@ -159,7 +160,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
         for name in ("pin_memory", "step_tables", "release_freed_memory")
     ),
     ("verify", "True or False", ["auto", 1]),
-    ("skip", "the names of modules", [3, [""]]),
+    *((name, "the names of modules", [3, [""]]) for name in ("skip", "only")),
     ("disk_path", "a directory, or None", ["", [], ["/tmp"], 3, b"/tmp", {"/tmp"}]),
 ]
 

@@ -43,9 +43,9 @@ def eager_offload(
         )
     given = dict(options or {})
     config = OffloadConfig.from_given(None, {name: value for name, value in given.items() if name in FIELDS})
-    if config.skip:
+    for field in config.patterns:
         raise ConfigError(
-            'skip is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
+            f'{field} is not accepted by backend="eager_offload", which sees graphs and no names: leave the backend '
             "and take offload.compile(model)"
         )
     patches = {name.replace("-", "_"): value for name, value in given.items() if name not in FIELDS}

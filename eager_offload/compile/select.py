@@ -50,7 +50,7 @@ from eager_offload.config import OffloadConfig
 from eager_offload.core.schedule import Windows
 from eager_offload.core.selection import covers_little, keeps_cpu_tensors, part_of_storage
 from eager_offload.errors import OffloadError
-from eager_offload.marks import REGION_NOTE, Mark, mark_of
+from eager_offload.marks import ONLY_NOTE, REGION_NOTE, Mark, mark_of
 from eager_offload.planning.machine import memory_of
 from eager_offload.planning.replay import Outcome
 from eager_offload.stats import KeepReason
@@ -86,10 +86,12 @@ def policy_of(node: Node) -> OffloadPolicy:
     return policy if mark is None else max(policy, _MARKS[mark])
 
 
-def is_in_region(node: Node) -> bool:
-    """Whether ``node`` was traced inside of :func:`~eager_offload.no_offload`, or is the backward of what was."""
+def is_in_region(node: Node, config: OffloadConfig) -> bool:
+    """Whether ``node`` was traced inside of :func:`~eager_offload.no_offload`, or is the backward of what was; or
+    outside of the modules of ``only``."""
     notes = node.meta.get("custom")
-    return isinstance(notes, dict) and bool(notes.get(REGION_NOTE))
+    notes = notes if isinstance(notes, dict) else {}
+    return bool(notes.get(REGION_NOTE) or (config.only and not notes.get(ONLY_NOTE)))
 
 
 #: What a compiler may take for granted about the address of a result, in bytes.
@@ -245,7 +247,7 @@ def choose_among(
     movable: dict[object, Movable] = {}
     for key, members in by_storage.items():
         policy = max(map(policy_of, sharing[key]), default=OffloadPolicy.NONE)
-        in_region = has_regions or any(is_in_region(user) for node in members for user in users[node])
+        in_region = has_regions or any(is_in_region(user, config) for node in members for user in users[node])
         reason = _reason_to_stay(members, policy, in_region, config)
         groups = _groups(members, sharing[key], counted=key in from_the_beginning) if reason is None else []
         is_firm = policy in (OffloadPolicy.MOVE, OffloadPolicy.MOVE_IF_LARGE)

@@ -1,4 +1,6 @@
-"""Functions around the calls of modules, and the modules that patterns of ``skip`` name: their saves stay.
+"""Functions around the calls of modules, and the modules that patterns name.
+
+What those of ``skip`` save stays, and where ``only`` is given what all others save.
 
 A module is matched when it is called. Its saves are those made in its call, also in the calls of modules inside it.
 
@@ -31,7 +33,7 @@ import torch
 from torch import nn
 
 from eager_offload.errors import ConfigError
-from eager_offload.marks import no_offload
+from eager_offload.marks import moving, no_offload
 from eager_offload.tiers.forking import Living
 from eager_offload.torch_private import Patch
 from eager_offload.torch_private.calls import (
@@ -155,15 +157,15 @@ INNER_MODULES = frozenset(_WRAPPERS.values())
 class _Matched:
     """One module that patterns name. Refers to it and to its call weakly: it holds the call, and a compiled call it."""
 
-    def __init__(self, module: nn.Module, patterns: frozenset[str]) -> None:
+    def __init__(self, module: nn.Module, field: str, patterns: frozenset[str]) -> None:
         self.module = weakref.ref(module)
-        #: The patterns that name the module.
-        self.patterns = patterns
+        #: The patterns that name the module, and the field that has them.
+        self.field, self.patterns = field, patterns
         self.call: Callable[[], ModuleCall | None] = _no_call
 
     def begin(self) -> None:
         if (module := self.module()) is not None and self.call() is None:
-            self.call = weakref.ref(ModuleCall.begin(module, in_no_offload))
+            self.call = weakref.ref(ModuleCall.begin(module, _AROUND[self.field]))
             show_to_compilers()
 
     def end(self) -> None:
@@ -173,7 +175,8 @@ class _Matched:
 
 
 class MatchedModules:
-    """The modules whose calls run in a region of ``no_offload``, for one ``Offload``.
+    """The modules of ``skip``, whose calls run in a region of ``no_offload``, and those of ``only``, for one
+    ``Offload``.
 
     [Note: copies of matched modules]
     A copy or a pickle of a module has nothing of the library. So the copy of an ``Offload`` learns its modules from the
@@ -197,45 +200,45 @@ class MatchedModules:
             if its is None:
                 copied._matched = []
                 break
-            copied._matched.append(_Matched(its, one.patterns))
+            copied._matched.append(_Matched(its, one.field, one.patterns))
         return copied
 
-    def add(self, model: nn.Module, patterns: Sequence[str]) -> None:
+    def add(self, model: nn.Module, patterns: Mapping[str, Sequence[str]]) -> None:
         """Runs the calls of matching modules in a region from now on, beside those that do already.
 
         Args:
             model: the model, wrapped or not.
-            patterns: patterns of names as ``model.named_modules()`` gives them, without the parts that wrappers add;
-                ``*`` stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
+            patterns: for each field, patterns of names as ``model.named_modules()`` gives them, without the parts that
+                wrappers add; ``*`` stands for any text, dots included, ``?`` and ``[...]`` as in :mod:`fnmatch`.
 
         Raises:
             ConfigError: a pattern matches no module; the text lists near names.
         """
-        found = _matching(model, patterns)
+        found = [(field, *one) for field, own in patterns.items() for one in _matching(model, field, own)]
         alive = [] if self._is_copy else self._alive()  # what is copied alone may be given another model
         self._matched, self._is_copy = [one for one, _ in alive], False
-        known = {id(module): one for one, module in alive}
-        for module, naming in found:
-            if (one := known.get(id(module))) is None:
-                self._matched.append(one := _Matched(module, naming))
+        known = {(one.field, id(module)): one for one, module in alive}
+        for field, module, naming in found:
+            if (one := known.get((field, id(module)))) is None:
+                self._matched.append(one := _Matched(module, field, naming))
             elif not naming <= one.patterns:  # a module of several models
                 one.end()
                 one.patterns |= naming
             one.begin()
 
-    def add_one_of_several(self, model: nn.Module, patterns: Sequence[str]) -> None:
+    def add_one_of_several(self, model: nn.Module, patterns: Mapping[str, Sequence[str]]) -> None:
         """Does what ``add`` does, with those of ``patterns`` that match in ``model``."""
         names = dict.fromkeys(name for name in modules_by_name(model) if name)
         self._names = {**(self._names or {}), **names}
-        self.add(model, [one for one in patterns if _any_matches(one, names)])
+        self.add(model, {field: [one for one in own if _any_matches(one, names)] for field, own in patterns.items()})
 
-    def unmatched(self, patterns: Sequence[str]) -> list[ConfigError]:
+    def unmatched(self, patterns: Mapping[str, Sequence[str]]) -> list[ConfigError]:
         """Returns an error for each of ``patterns`` that matches in none of several models; none before the first."""
         names = self._names
         if names is None:
             return []
-        missing = [one for one in patterns if not _any_matches(one, names)]
-        return [_no_match(one, list(names), "any model that was called") for one in missing]
+        missing = [(field, one) for field, own in patterns.items() for one in own if not _any_matches(one, names)]
+        return [_no_match(*one, list(names), "any model that was called") for one in missing]
 
     def begin(self) -> bool:
         """Begins with the modules of a copy. Returns whether a model was added."""
@@ -245,11 +248,18 @@ class MatchedModules:
                 one.begin()
         return bool(self._matched) or self._names is not None
 
-    def without_calls(self) -> list[str]:
-        """Returns the patterns of which no module has been called yet."""
-        matched = [one for one, _ in self._alive()]
-        called = {pattern for one in matched if (call := one.call()) and call.has_run for pattern in one.patterns}
-        return sorted({pattern for one in matched for pattern in one.patterns} - called)
+    def without_calls(self) -> dict[str, list[str]]:
+        """Returns, by field, the patterns of which no module has been called yet."""
+        named, called = set[tuple[str, str]](), set[tuple[str, str]]()
+        for one, _ in self._alive():
+            own = {(one.field, pattern) for pattern in one.patterns}
+            named |= own
+            if (call := one.call()) and call.has_run:
+                called |= own
+        missing: dict[str, list[str]] = {}
+        for field, pattern in sorted(named - called):
+            missing.setdefault(field, []).append(pattern)
+        return missing
 
     def end(self) -> None:
         """Restores the calls of the modules."""
@@ -271,6 +281,15 @@ def in_no_offload(call: Callable[..., Any], arguments: tuple[Any, ...], named: M
         return call(*arguments, **named)
 
 
+def _moving(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    with moving():
+        return call(*arguments, **named)
+
+
+#: What calls of the modules that a field names run in.
+_AROUND: dict[str, Around] = {"skip": in_no_offload, "only": _moving}
+
+
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of ``model`` by name, without wrappers and the parts that they add to names."""
     inside: dict[str, tuple[nn.Module, str]] = {}
@@ -287,7 +306,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {plain: module for module, plain in inside.values()}
 
 
-def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
+def _matching(model: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[nn.Module, frozenset[str]]]:
     """Returns the modules that patterns name, each with its patterns."""
     modules = modules_by_name(model)
     names = [name for name in modules if name]
@@ -295,11 +314,11 @@ def _matching(model: nn.Module, patterns: Iterable[str]) -> list[tuple[nn.Module
     for pattern in patterns:
         matching = {name: modules[name] for name in names if fnmatchcase(name, pattern)}
         if not matching:
-            raise _no_match(pattern, names)
+            raise _no_match(field, pattern, names)
         for name, module in matching.items():
             if isinstance(module, torch.jit.ScriptModule):
                 raise ConfigError(
-                    f"skip={pattern!r} is not accepted: it matches {name!r}, a module of TorchScript, "
+                    f"{field}={pattern!r} is not accepted: it matches {name!r}, a module of TorchScript, "
                     "whose calls Python does not see. Name the modules around it, or script it after training"
                 )
             _, naming = found.get(id(module), (module, frozenset[str]()))
@@ -311,11 +330,11 @@ def _any_matches(pattern: str, names: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _no_match(pattern: str, names: Sequence[str], where: str = "this model") -> ConfigError:
+def _no_match(field: str, pattern: str, names: Sequence[str], where: str = "this model") -> ConfigError:
     literal = pattern.replace("*", "").strip(".")
     near = [name for name in names if literal and literal in name] + difflib.get_close_matches(pattern, names, 5)
     listed = ", ".join(dict.fromkeys(near or names[:5])) if names else "none at all"
     return ConfigError(
-        f"skip={pattern!r} is not accepted: it matches no module of {where}. "
+        f"{field}={pattern!r} is not accepted: it matches no module of {where}. "
         f"{'Near' if near else 'Its'} names: {listed}"
     )

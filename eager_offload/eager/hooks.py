@@ -114,6 +114,8 @@ class Hooks:
     def __init__(self, config: OffloadConfig, accounts: Accounts, offloaders: Devices) -> None:
         self._config = config
         self._min_bytes = config.size("min_bytes")
+        #: Whether what is saved outside of the modules of ``only`` stays.
+        self._is_limited = bool(config.only)
         self._accounts = accounts
         self._offloaders = offloaders
         self._saves: dict[torch.device, SavedTensors] = {}
@@ -183,7 +185,7 @@ class Hooks:
             saves = self._saves.get(tensor.device) or self.saved_tensors(tensor.device)
             if isinstance(saves, KeepReason):
                 reason = saves
-            elif marks.inside.keeps:
+            elif marks.inside.keeps or (self._is_limited and not marks.inside.opens):
                 reason = KeepReason.REGION
             elif isinstance(current_autograd_node(), torch.autograd.function.BackwardCFunction):
                 # Reentrant checkpointing runs the forward again inside the backward of its own node and asks for the
@@ -272,7 +274,7 @@ class Hooks:
 
     def _share(self, tensor: Tensor, thread: ThreadState) -> SavedView | None:
         """A small tensor whose storage leaves anyway goes with it: kept, it would hold all of that on the device."""
-        if marks.inside.keeps:
+        if marks.inside.keeps or (self._is_limited and not marks.inside.opens):
             return None
         for saves, queue in list(thread.queues.items()):  # the garbage collector may come back to us meanwhile
             step = thread.step_of(saves)

@@ -37,7 +37,7 @@ _FOREIGN = (
     "this context inside theirs, or leave one of the two out"
 )
 _WITHOUT_CALLS = (
-    "skip={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
+    "{field}={patterns} has had no effect so far: no module that it names has been called. It counts for what is saved "
     "where a module is called, as module(x), and not where module.forward(x) is, or a method of its own: name a module "
     "around it, or write `with eager_offload.no_offload():` there"
 )
@@ -107,8 +107,8 @@ class InVain:
                 if self.forwards == _LOOKED_AT:
                     self.warn_if_nothing_moved()
                     # Where something was compiled, traced code may have called them.
-                    if not contexts.compiled.is_set() and (patterns := matched.without_calls()):
-                        warn_once("skip", _WITHOUT_CALLS.format(patterns=patterns), self._accounts.said)
+                    for field, patterns in {} if contexts.compiled.is_set() else matched.without_calls().items():
+                        warn_once(field, _WITHOUT_CALLS.format(field=field, patterns=patterns), self._accounts.said)
             elif contexts.compiled.is_set():
                 return
             elif seen.nodes:

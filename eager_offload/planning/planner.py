@@ -111,7 +111,7 @@ def plan(
             without it the plan says in a line what it would bring, where compute waits for a tenth of the step or
             nothing fits.
         config: the settings of the ``Offload`` that will be used: ``min_bytes``, ``max_inflight_bytes``,
-            ``prefetch_bytes`` and ``skip`` are heeded (the plan chooses windows that are ``"auto"``), and
+            ``prefetch_bytes``, ``skip`` and ``only`` are heeded (the plan chooses windows that are ``"auto"``), and
             ``device_budget`` and ``host_budget`` where these are not given here. As for :class:`Offload`, which has all
             of them from ``plan=...``.
 
@@ -122,9 +122,9 @@ def plan(
         The plan. Where nothing fits, its ``fits`` is false.
 
     Raises:
-        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` that matches no module,
-            ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that is
-            sharded.
+        ConfigError: an unknown device or policy, a size below 0, a pattern of ``skip`` or ``only`` that matches no
+            module, ``keep_last_bytes`` beside it, an optimizer that cannot be tried, or a ``mesh`` beside a model that
+            is sharded.
         PlanError: what the model does depends on numbers that no trace has (train with ``device_budget=`` then, which
             measures), it calls what torch does not
             differentiate on a CPU, such as FlexAttention, it changes a tensor outside of it, or has a module of
@@ -197,7 +197,7 @@ def _make(
     from eager_offload.planning.trace import record  # it brings in what only tracing needs
 
     settings, machine, budget = asked.settings, asked.machine, asked.budget
-    least, patterns = settings.size("min_bytes"), settings.skip
+    least, patterns = settings.size("min_bytes"), settings.patterns
     recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=machine.kernels)
     compiled = any(map(is_compiled, (*model.modules(), loss)))
     search = _Search(recording, asked, is_compiled=compiled)

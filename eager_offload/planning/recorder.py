@@ -46,9 +46,11 @@ class _Handle(NamedTuple):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """Writes down operators, storages, saves and asks; known random numbers are those of ``generator``."""
 
-    def __init__(self, min_bytes: int, *, generator: torch.Generator, blocks: Blocks) -> None:
+    def __init__(self, min_bytes: int, *, generator: torch.Generator, blocks: Blocks, is_limited: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types for it
         self.min_bytes, self.blocks = min_bytes, blocks
+        #: Whether what is saved outside of the modules of ``only`` stays.
+        self._is_limited = is_limited
         #: By device, which no other thread draws from.
         self._generators = {generator.device: generator}
         #: Names of functions whose saves depend on the device.
@@ -277,9 +279,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         storage = storage_of(tensor)
         mark = None if storage is None else marks.mark_of(storage)
         reason = reason_to_stay(tensor, self.min_bytes, preferred=mark is marks.Mark.PREFER)
-        if reason is None and (mark is marks.Mark.KEEP or marks.inside.keeps):
+        in_region = marks.inside.keeps > 0 or (self._is_limited and not marks.inside.opens)
+        if reason is None and (mark is marks.Mark.KEEP or in_region):
             reason = KeepReason.MARKED if mark is marks.Mark.KEEP else KeepReason.REGION
-        if mark is not None or marks.inside.keeps:
+        if mark is not None or in_region:
             self._calls.decided(len(self._saves))
         if mark is not None and (marked := self.blocks.of(tensor)) is not None:
             marked.mark = mark  # of what was saved of it before too: no copy of that has started

@@ -15,7 +15,7 @@ from eager_offload.stats import PlanPredictions
 
 #: The fields that a plan has worked out where they are left to ``"auto"``, and all that it has been made for.
 _WINDOWS = ("max_inflight_bytes", "prefetch_bytes")
-_PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip")
+_PLANNED = ("min_bytes", *_WINDOWS, "keep_last_bytes", "skip", "only")
 
 
 class PlanSettings(PlanPredictions):

@@ -47,7 +47,7 @@ from eager_offload.torch_private.calls import without_torch_function
 from eager_offload.torch_private.inductor import FakeTensorMode
 from eager_offload.torch_private.memory import tree_iter
 
-_NOTHING: Mapping[str, Sequence[Kept]] = {}
+_NOTHING: Mapping[str, Sequence[Any]] = {}
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
 
@@ -58,7 +58,7 @@ def trace(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     min_bytes: int,
-    patterns: Sequence[str] = (),
+    patterns: Mapping[str, Sequence[str]] = _NOTHING,
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
     target: str = CPU,
 ) -> Program:
@@ -72,7 +72,7 @@ def record(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     min_bytes: int,
-    patterns: Sequence[str] = (),
+    patterns: Mapping[str, Sequence[str]] = _NOTHING,
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
     target: str = CPU,
 ) -> Recording:
@@ -83,7 +83,7 @@ def record(
         inputs: what it is called with: a tensor, a tuple or list of arguments, or a mapping of keywords.
         loss: makes the loss of what the model returns; ``None``: that itself, or its ``loss``.
         min_bytes: a smaller saved tensor stays.
-        patterns: name modules that keep what they save.
+        patterns: of ``skip``, which name modules that keep what they save, and of ``only``, beside which all others do.
         again: by name the modules that are computed again, as :meth:`Plan.apply` has them, and what each keeps.
         target: the kind of device whose kernels are written down: ``"cpu"``, or ``"cuda"``, for which any accelerator
             of the process stands.
@@ -110,7 +110,8 @@ def record(
             FakeTensorMode(allow_non_fake_inputs=True),
             autocast_of(target) if is_guess else nullcontext(),
         ):
-            recorder, matched = Recorder(min_bytes, generator=generator, blocks=made.blocks), MatchedModules()
+            recorder = Recorder(min_bytes, generator=generator, blocks=made.blocks, is_limited="only" in patterns)
+            matched = MatchedModules()
             stand_ins = StandIns(recorder, device)
             traced, given, made_loss = stand_ins.copy_of(model, inputs, loss)
             for part in (traced, made_loss):

@@ -112,6 +112,7 @@ def test_h54_steps_of_another_model_train_exactly(how: str, half: eo.Plan, tmp_p
         ({"prefetch_bytes": "1GiB"}, "prefetch_bytes='1GiB' does not go with plan"),
         ({"keep_last_bytes": 0}, "keep_last_bytes='0B' does not go with plan"),
         ({"skip": ["blocks.0"]}, "skip='blocks.0' does not go with plan"),
+        ({"only": ["blocks.0"]}, "only='blocks.0' does not go with plan"),
         ({"config": eo.OffloadConfig()}, "min_bytes='1MiB' does not go with plan"),
         ({"config": {"min_bytes": 1}}, "min_bytes='1B' does not go with plan"),
         ({"device_budget": "1GiB"}, "does not go with device_budget"),

@@ -252,10 +252,13 @@ def test_regions_marks_and_skipped_modules_stay() -> None:
     model, x = Marked(), torch.randn(16, 32, requires_grad=True)
     reasons = [save.reason for save in trace(model, x, min_bytes=64).saves]
     assert reasons.count(KeepReason.REGION) == 1
-    skipped = trace(model, x, min_bytes=64, patterns=["second"])
+    skipped = trace(model, x, min_bytes=64, patterns={"skip": ["second"]})
     assert [save.reason for save in skipped.saves].count(KeepReason.REGION) == 2
-    with pytest.raises(eo.ConfigError, match="third"):
-        trace(model, x, min_bytes=64, patterns=["third"])
+    only = trace(model, x, min_bytes=64, patterns={"only": ["second"]})
+    assert [save.reason for save in only.saves].count(None) == 1
+    for field in ("skip", "only"):
+        with pytest.raises(eo.ConfigError, match=f"{field}='third'"):
+            trace(model, x, min_bytes=64, patterns={field: ["third"]})
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------
