@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from eager_offload.marks import keep, no_offload, prefer_offload
     from eager_offload.offload import Offload
     from eager_offload.planning.figures import Point
+    from eager_offload.planning.longest import Longest, LongestRow, longest
     from eager_offload.planning.machine import Machine
     from eager_offload.planning.plan import Plan
     from eager_offload.planning.planner import plan
@@ -39,6 +40,8 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "HeldTensor",
+    "Longest",
+    "LongestRow",
     "Machine",
     "Offload",
     "OffloadConfig",
@@ -51,6 +54,7 @@ __all__ = [
     "StepTable",
     "TransferError",
     "keep",
+    "longest",
     "no_offload",
     "plan",
     "prefer_offload",
@@ -62,7 +66,7 @@ __version__ = VERSION
 #: The modules of the public names. `offload` comes first, because it defines the operators of compiled code.
 _HOMES = (
     *("offload", "config", "errors", "planning.machine", "tiers.host", "marks", "planning.figures", "planning.plan"),
-    *("planning.planner", "stats", "core.step_table", "eager.held"),
+    *("planning.planner", "planning.longest", "stats", "core.step_table", "eager.held"),
 )
 
 if not TYPE_CHECKING:  # a type checker would accept every name

@@ -45,7 +45,7 @@ def exact_backward(loss: Tensor, x: Tensor, depth: int = 4) -> None:
 PUBLIC = [
     *("CapacityError", "ConfigError", "CorruptionError", "Offload", "OffloadConfig", "OffloadError", "OffloadStats"),
     *("SavedTensorModifiedError", "TransferError", "keep", "no_offload", "prefer_offload"),
-    *("HeldTensor", "Machine", "Plan", "PlanError", "plan"),
+    *("HeldTensor", "Longest", "Machine", "Plan", "PlanError", "longest", "plan"),
 ]
 
 

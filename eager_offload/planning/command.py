@@ -7,8 +7,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eager_offload.errors import ConfigError, OffloadError
 from eager_offload.planning import POLICIES
@@ -16,6 +16,8 @@ from eager_offload.planning.machine import TABLE
 
 if TYPE_CHECKING:
     from eager_offload.planning.plan import Plan
+
+T = TypeVar("T")
 
 #: Points of the front that is shown.
 _POINTS = 8
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         or the model raises; a line on stderr says why.
     """
     options = _parser().parse_args(arguments)
+    if options.longest:
+        return _longest(options)
     from eager_offload.config import size_text  # and torch with it, as below
     from eager_offload.observe.figure import needs_plotly, write_page
 
@@ -58,6 +62,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if found.fits else 1
 
 
+def _longest(options: argparse.Namespace) -> int:
+    """Prints the table of the longest sequences; the exit status is 1 where not even the shortest one fits."""
+    from eager_offload.planning.longest import longest  # and torch with it
+
+    def told(way: str, length: int) -> None:
+        if not options.json:
+            print(f"{way}: a sequence of {length:,} ...", file=sys.stderr, flush=True)
+
+    try:
+        for name in ("device_budget", "host_budget", "policy", "recompute", "front", "save", "html"):
+            if getattr(options, name) not in (None, False, POLICIES[0]):
+                raise ConfigError(f"--{name.replace('_', '-')} does not go with --longest: leave one of them out")
+        make = _function(options.function)
+        found = _said(
+            options.function,
+            lambda: longest(
+                make,
+                options.longest,
+                device=options.device,
+                optimizer=_optimizer(options.optimizer),
+                optimizer_bytes=options.optimizer_bytes,
+                mesh=_mesh(options.mesh),
+                accumulation=options.accumulation,
+                progress=told,
+            ),
+        )
+    except OffloadError as error:
+        print(f"eager_offload plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    return 0 if any(row.length for row in found.rows) else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eager_offload plan",
@@ -73,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         default="here",
         help=f"here (known by its name, or measured), {', '.join(TABLE)}; default: %(default)s",
+    )
+    parser.add_argument(
+        "--longest",
+        metavar="BUDGET",
+        help="find the longest sequence that fits so many bytes, such as 75GiB; the function is given the length",
     )
     parser.add_argument("--device-budget", help="bytes of the device, such as 40GiB; default: all that it has")
     parser.add_argument("--host-budget", help="bytes that may rest in the tier at one time; default: any number")
@@ -94,14 +136,15 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> Plan:
     from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
 
-    try:
-        made = _call(options.function)
-        mesh = options.mesh
-        try:
-            mesh = None if mesh is None else tuple(map(int, mesh.split(",")))
-        except ValueError:
-            raise ConfigError(f"--mesh {mesh!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
-        return plan(
+    made = _said(options.function, _function(options.function))
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(
+            f"{options.function!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+            f"returned {type(made).__name__}"
+        )
+    return _said(
+        options.function,
+        lambda: plan(
             *made[:2],
             loss=made[2] if len(made) == 3 else None,
             device=options.device,
@@ -109,16 +152,32 @@ def _plan(options: argparse.Namespace) -> Plan:
             host_budget=options.host_budget,
             optimizer=_optimizer(options.optimizer),
             optimizer_bytes=options.optimizer_bytes,
-            mesh=mesh,
+            mesh=_mesh(options.mesh),
             accumulation=options.accumulation,
             policy=options.policy,
             recompute=options.recompute,
-        )
-    except OffloadError:
+        ),
+    )
+
+
+def _said(function: str, call: Callable[[], T]) -> T:
+    """Returns what ``call`` does, whose errors become one that names ``function``."""
+    try:
+        return call()
+    except OffloadError as error:
+        if notes := getattr(error, "__notes__", ()):
+            raise type(error)(" ".join([f"{error};", *notes])) from error
         raise
     except Exception as error:
         said = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
-        raise OffloadError(f"{options.function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
+        raise OffloadError(f"{function}: {' '.join([f'{type(error).__name__}:', *said])}") from error
+
+
+def _mesh(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--mesh {text!r} is not accepted: it takes sizes, such as 8 or 2,8") from None
 
 
 def _optimizer(text: str) -> Any:
@@ -136,18 +195,15 @@ def _optimizer(text: str) -> Any:
     return kind
 
 
-def _call(text: str) -> tuple[Any, ...]:
+def _function(text: str) -> Callable[..., Any]:
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")
     sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{text!r} is not accepted: {error}") from error
     if not callable(function):
         raise ConfigError(f"{text!r} is not accepted: it is no function")
-    made = function()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(f"{text!r} is not accepted: it returns no (model, inputs) and no (model, inputs, loss)")
-    return made
+    return function

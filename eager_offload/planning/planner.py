@@ -133,56 +133,86 @@ def plan(
             a note that names the module. Or the model is sharded in another way than by ``fully_shard``.
     """
 
-    def ask() -> Asked:
-        _check_what(model, loss, policy, recompute=recompute)
-        if type(accumulation) is not int or accumulation < 1:
-            raise ConfigError(
-                f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
-            )
-        check_mesh(mesh)
-        sharding = sharding_of(model, mesh)
-        given = OffloadConfig.from_given(config, {})
-        if given.keep_last_bytes != "auto":
-            raise ConfigError(
-                f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which says itself what "
-                "stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
-            )
-        settings = replace(given, device_budget=None, policy="max")
-        if host_budget is not None:
-            settings = replace(settings, host_budget=host_budget)
-        named = given.device_budget if device_budget is None else device_budget
-        budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
-        written = given.written("device_budget") if device_budget is None else device_budget
-        if isinstance(written, str):
-            OffloadConfig(device_budget=written).check_unit_of_budget(
-                lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
-            )
-        states: States | None = None
-        if optimizer_bytes is not None:
-            states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
-        elif optimizer is not None:
-            meshes: dict[Tensor, tuple[int, ...] | None] = {}
-            if isinstance(loss, nn.Module):
-                meshes.update((one, None) for one in loss.parameters())
-            meshes.update((one, mesh) for one in model.parameters())
-            states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
-        machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
-        if device == _HERE:
-            machine = here(settings)
-        elif machine is None:
-            raise ConfigError(
-                f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
-            )
-        if budget is None:
-            budget = machine.memory_bytes
-            if not budget:
-                raise ConfigError(
-                    f"device_budget=None is not accepted, since the memory of {machine.name} is not known"
-                )
-        text = model_text(model) if are_several() else ""
-        return Asked(settings, machine, budget, states, text, sharding, accumulation > 1)
+    return agreed(
+        lambda: asked_for(
+            model,
+            loss,
+            policy,
+            recompute=recompute,
+            device=device,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            optimizer=optimizer,
+            optimizer_bytes=optimizer_bytes,
+            mesh=mesh,
+            accumulation=accumulation,
+            config=config,
+        ),
+        lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute),
+    )
 
-    return agreed(ask, lambda asked: _make(asked, model, inputs, loss, policy, recompute=recompute))
+
+def asked_for(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor] | None,
+    policy: str,
+    *,
+    recompute: bool,
+    device: str | Machine,
+    device_budget: int | str | None,
+    host_budget: int | str | None,
+    optimizer: Optimizing | None,
+    optimizer_bytes: int | str | None,
+    mesh: tuple[int, ...] | None,
+    accumulation: int,
+    config: OffloadConfig | Mapping[str, Any] | None,
+) -> Asked:
+    """Checks the arguments of :func:`plan`, and works out what does not depend on a step."""
+    _check_what(model, loss, policy, recompute=recompute)
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(
+            f"accumulation={accumulation!r} is not accepted: accumulation takes a whole number, 1 or more"
+        )
+    check_mesh(mesh)
+    sharding = sharding_of(model, mesh)
+    given = OffloadConfig.from_given(config, {})
+    if given.keep_last_bytes != "auto":
+        raise ConfigError(
+            f"keep_last_bytes={given.given('keep_last_bytes')!r} does not go with a plan, which says itself what "
+            "stays: leave it out, give a device_budget, or mark what has to stay with eager_offload.keep"
+        )
+    settings = replace(given, device_budget=None, policy="max")
+    if host_budget is not None:
+        settings = replace(settings, host_budget=host_budget)
+    named = given.device_budget if device_budget is None else device_budget
+    budget = None if named is None or named == "auto" else parse_size(named, "device_budget")
+    written = given.written("device_budget") if device_budget is None else device_budget
+    if isinstance(written, str):
+        OffloadConfig(device_budget=written).check_unit_of_budget(
+            lambda: sum(one.numel() * one.itemsize for one in model.parameters()), "the model alone"
+        )
+    states: States | None = None
+    if optimizer_bytes is not None:
+        states = States("optimizer", parse_size(optimizer_bytes, "optimizer_bytes"))
+    elif optimizer is not None:
+        meshes: dict[Tensor, tuple[int, ...] | None] = {}
+        if isinstance(loss, nn.Module):
+            meshes.update((one, None) for one in loss.parameters())
+        meshes.update((one, mesh) for one in model.parameters())
+        states = states_of(optimizer, [*meshes], lambda one: shape_on(one, meshes.get(one)))
+    machine: Machine | None = device if isinstance(device, Machine) else TABLE.get(str(device))
+    if device == _HERE:
+        machine = here(settings)
+    elif machine is None:
+        raise ConfigError(
+            f"device={device!r} is not accepted: device takes {_or((_HERE, *TABLE))}, or an eager_offload.Machine"
+        )
+    if budget is None:
+        budget = machine.memory_bytes
+        if not budget:
+            raise ConfigError(f"device_budget=None is not accepted, since the memory of {machine.name} is not known")
+    text = model_text(model) if are_several() else ""
+    return Asked(settings, machine, budget, states, text, sharding, accumulation > 1)
 
 
 def _make(
@@ -194,13 +224,8 @@ def _make(
     *,
     recompute: bool,
 ) -> Plan:
-    from eager_offload.planning.trace import record  # it brings in what only tracing needs
-
     settings, machine, budget = asked.settings, asked.machine, asked.budget
-    least, patterns = settings.size("min_bytes"), settings.patterns
-    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=machine.kernels)
-    compiled = any(map(is_compiled, (*model.modules(), loss)))
-    search = _Search(recording, asked, is_compiled=compiled)
+    search = search_of(asked, model, inputs, loss)
     whole, may_again = search.nothing, None
     if recompute:
         found = search.best(search.mixtures())
@@ -240,10 +265,19 @@ def _make(
         search.checkpointing if recompute else None,
         tuple(search.best_points) if recompute else (),
         may_again,
-        compiled,
+        search.is_compiled,
         asked.states,
         1 if asked.sharding is None else asked.sharding.shards,
     )
+
+
+def search_of(asked: Asked, model: nn.Module, inputs: object, loss: Callable[[Any], Tensor] | None) -> Search:
+    """Traces a step, and returns what looks for the best of it."""
+    from eager_offload.planning.trace import record  # it brings in what only tracing needs
+
+    least, patterns = asked.settings.size("min_bytes"), asked.settings.patterns
+    recording = record(model, inputs, loss, min_bytes=least, patterns=patterns, target=asked.machine.kernels)
+    return Search(recording, asked, is_compiled=any(map(is_compiled, (*model.modules(), loss))))
 
 
 class _Found(NamedTuple):
@@ -254,12 +288,12 @@ class _Found(NamedTuple):
     chosen: Chosen
 
 
-class _Search:
+class Search:
     """Looks for the fastest step that fits among what blocks may keep of themselves: see
     [Note: what is computed again]."""
 
     def __init__(self, recording: Recording, asked: Asked, *, is_compiled: bool) -> None:
-        self._recording, self._asked = recording, asked
+        self._recording, self._asked, self.is_compiled = recording, asked, is_compiled
         # Of one that saves nothing but what it is given, nothing would run again.
         self._blocks, self._inner = (
             [name for name in names if recording.stop(call := recording.calls[name]) > call.begin]
@@ -284,6 +318,11 @@ class _Search:
     @cached_property
     def all_again(self) -> Chooser:
         return self._chooser(self.levels[-1])
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether anything may be computed again."""
+        return bool(self._blocks)
 
     @property
     def checkpointing(self) -> Point | None:

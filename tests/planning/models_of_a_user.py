@@ -56,3 +56,10 @@ def questions() -> tuple[nn.Module, Tensor]:
             return out.sum() * out.max().item()
 
     return nn.Sequential(Asks(4, 4)), torch.ones(2, 4)
+
+
+def blocks_of(length: int) -> tuple[nn.Module, Tensor]:
+    """Two blocks that attend, and a sequence."""
+    with torch.device("meta"):
+        model = Stack(2, 512, 8, 8, 1024).to(torch.bfloat16)
+        return model, torch.empty(length, 512, dtype=torch.bfloat16)

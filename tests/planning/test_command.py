@@ -77,7 +77,7 @@ def test_the_status_is_1_where_it_does_not_fit_and_2_where_there_is_no_plan(caps
     assert len(output.rpartition("     budget")[2].splitlines()) == 9
     for function, said in (
         (f"{MODELS}:questions", "Train without a plan, with Offload(device_budget=...)"),
-        (f"{MODELS}:nothing", "returns no (model, inputs)"),
+        (f"{MODELS}:nothing", "it must return (model, inputs)"),
         (f"{MODELS}:raises", f"eager_offload plan: {MODELS}:raises: FileNotFoundError: no weights\n"),
         (f"{MODELS}:shapes", "met this error in module '1'"),
         (f"{MODELS}:other", "is not accepted: module"),
