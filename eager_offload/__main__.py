@@ -117,6 +117,7 @@ def _report(arguments: Sequence[str]) -> int:
 #: The commands by name, each with the function that runs it, or the module whose ``main`` does, and a description.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int] | str, str]] = {
     "plan": ("eager_offload.planning.command", "what fits and what is to move, before the first step"),
+    "check": ("eager_offload.checking", "whether a model of yours trains to the same bits with offload"),
     "doctor": (_doctor, "what this machine offers to offloading, and which settings fit"),
     "report": (_report, "a trace as one page to look at"),
     "run": ("eager_offload.running", "runs a training script, which offloads without a change"),

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     from eager_offload.offload import Offload
 
     try:
-        offload = Offload(_fields(settings))
+        offload = Offload(fields_of(settings))
         offload.expect_no_use()
     except ConfigError as error:
         print(f"eager_offload run: {error}", file=sys.stderr)
@@ -182,7 +182,7 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
     show(kind, error, error.__traceback__)
 
 
-def _fields(settings: Sequence[str]) -> dict[str, Any]:
+def fields_of(settings: Sequence[str]) -> dict[str, Any]:
     """Returns the fields that ``--settings`` give; later ones override earlier ones.
 
     Raises:

@@ -74,7 +74,7 @@ def _longest(options: argparse.Namespace) -> int:
         for name in ("device_budget", "host_budget", "policy", "recompute", "front", "save", "html"):
             if getattr(options, name) not in (None, False, POLICIES[0]):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with --longest: leave one of them out")
-        make = _function(options.function)
+        make = function_named(options.function)
         found = _said(
             options.function,
             lambda: longest(
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> Plan:
     from eager_offload.planning.planner import plan  # and torch with it, which --help does not wait for
 
-    made = _said(options.function, _function(options.function))
+    made = _said(options.function, function_named(options.function))
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(
             f"{options.function!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
@@ -195,7 +195,8 @@ def _optimizer(text: str) -> Any:
     return kind
 
 
-def _function(text: str) -> Callable[..., Any]:
+def function_named(text: str) -> Callable[..., Any]:
+    """Returns the function of that ``module:function``; the module is found from here, as `python -m` finds it."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"{text!r} is not accepted: name a function as module:function")

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
 from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
@@ -182,20 +181,23 @@ def _run_step(
     again: Mapping[str, Sequence[Kept]] = _NOTHING,
 ) -> None:
     """Has ``recorder`` write down a forward of ``model`` and its backward, with those modules computed again."""
-    if isinstance(inputs, Mapping):
-        call = partial(model, **inputs)
-    else:
-        call = partial(model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     with recorder.watching(model), recorder:
         with (
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
             saving_with(Saver(recorder.pack, recorder.unpack, recorder.min_bytes)),
             checkpointed(model, again),
         ):
-            total = _loss_of(call(), loss)
+            total = loss_of_step(model, inputs, loss)
         recorder.begin_backward(total)
         torch.autograd.backward(total)  # `total.backward()` would turn off the caller's function modes
         del total
+
+
+def loss_of_step(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """Runs a forward, and returns its loss as one number; arguments as for ``plan``."""
+    if isinstance(inputs, Mapping):
+        return _loss_of(model(**inputs), loss)
+    return _loss_of(model(*(inputs if isinstance(inputs, tuple | list) else (inputs,))), loss)
 
 
 def _loss_of(returned: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

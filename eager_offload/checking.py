@@ -1,0 +1,230 @@
+"""``python -m eager_offload check``: whether a model trains to the same bits with offload as without.
+
+Three processes train the same model from the same seeds with deterministic algorithms: without offload, with it, and
+without it once more, as the control. Each writes down a digest of every loss, gradient and parameter, and the three are
+compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eager_offload.errors import ConfigError, OffloadError
+
+if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
+    from torch import Tensor, nn
+
+#: Runs in their order, and whether each offloads.
+_RUNS = {"without": False, "with": True, "without again": False}
+#: Lines of the end of what a run that failed has said.
+_LINES = 12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compares training with and without offload, and prints what came of it.
+
+    Returns:
+        The exit status: 0 where all bits are equal; 1 where any differs; 2 where that cannot be told: a run failed,
+        nothing moved, or two runs without offload differ.
+    """
+    options = _parser().parse_args(arguments)
+    if options.run is not None:
+        return _train(options)
+    try:
+        from eager_offload.config import OffloadConfig
+        from eager_offload.running import fields_of
+
+        OffloadConfig.from_given(None, fields_of(options.settings))
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps} is not accepted: it takes a whole number, 1 or more")
+        with tempfile.TemporaryDirectory(prefix="eager_offload_check_") as folder:
+            runs = {name: _run(name, options, Path(folder, f"{number}.json")) for number, name in enumerate(_RUNS)}
+    except OffloadError as error:
+        print(f"eager_offload check: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # the status that a shell reports for it
+    status, verdict = _judge(runs)
+    figures = {name: {key: run[key] for key in ("seconds", "peak_bytes", "moved_bytes")} for name, run in runs.items()}
+    if options.json:
+        print(json.dumps({"status": status, "verdict": verdict, "runs": figures}, indent=2))
+        return status
+    from eager_offload.config import size_text
+
+    print(verdict)
+    print(f"\n{'':<14} {'forward, backward':>17}  {'peak':>10}  {'moved a step':>12}")
+    for name, one in figures.items():
+        moved = size_text(one["moved_bytes"]) if one["moved_bytes"] else "-"
+        print(f"{name:<14} {one['seconds']:>15.3f} s  {size_text(one['peak_bytes']):>10}  {moved:>12}")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eager_offload check",
+        description="Trains a model for a few steps with and without offload, in processes of their own, and compares "
+        "every loss, gradient and parameter bit for bit.",
+        epilog="The exit status is 0 where all bits are equal, 1 where any differs, 2 where that cannot be told.",
+    )
+    parser.add_argument(
+        "function",
+        metavar="module:function",
+        help="returns (model, inputs) or (model, inputs, loss), on the device that trains; found from here as "
+        "`python -m` finds modules",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, help="of SGD; from the 4th on a step is looked up; default: %(default)s"
+    )
+    parser.add_argument(
+        "--settings",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of OffloadConfig, such as min_bytes=4KiB, or a JSON or TOML file of fields; may be given again",
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _run(name: str, options: argparse.Namespace, to: Path) -> dict[str, Any]:
+    """Trains in a process of its own, and returns what that has written to ``to``."""
+    settings = [f"--settings={one}" for one in options.settings]
+    command = [sys.executable, "-m", "eager_offload", "check", options.function, *settings]
+    command += ["--steps", str(options.steps), "--run", name, "--to", str(to)]
+    # Without it cuBLAS has no deterministic products. It is read when the process begins to compute.
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "EAGER_OFFLOAD": str(int(_RUNS[name]))}
+    if not options.json:
+        print(f"{name}: {options.steps} steps ...", file=sys.stderr, flush=True)
+    # In the working directory, from which the function is found; what it prints is not this command's.
+    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if ended.returncode or not to.exists():
+        said = "\n".join(ended.stderr.strip().splitlines()[-_LINES:])
+        raise OffloadError(f"the run {name!r} offload failed with status {ended.returncode}:\n{said}")
+    found: dict[str, Any] = json.loads(to.read_text())
+    return found
+
+
+def _judge(runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
+    """Returns the exit status, and a sentence that says why."""
+    without, moved, again = (runs[name] for name in _RUNS)
+    steps, count = len(without["steps"]), sum(map(len, without["steps"]))
+    if (other := _first_difference(without, again)) is not None:
+        return 2, (
+            f"cannot tell: two runs without offload differ, first in {other}. The model is not deterministic by "
+            "itself: seed what it draws from, and leave out what depends on time, on threads or on the system"
+        )
+    if (other := _first_difference(without, moved)) is not None:
+        return 1, (
+            f"differs: {other} has other bits with offload than without, where two runs without are equal. Please "
+            "report it, with the model"
+        )
+    if not moved["moved_bytes"]:
+        return 2, (
+            "cannot tell: nothing moved, so equal bits show nothing. Let smaller tensors move, such as by "
+            "--settings min_bytes=1KiB --settings keep_last_bytes=0"
+        )
+    return 0, f"equal: {count} losses, gradients and parameters of {steps} steps have the same bits with offload"
+
+
+def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Names the first tensor that differs, in the order in which a step makes them; ``None`` if none does."""
+    for number, (these, those) in enumerate(zip(one["steps"], other["steps"], strict=True), 1):
+        for name in dict.fromkeys([*these, *those]):
+            if these.get(name) != those.get(name):
+                return f"{name}, step {number}"
+    return None
+
+
+# -- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Trains, and writes down digests and figures."""
+    import torch
+
+    from eager_offload.offload import Offload
+    from eager_offload.planning.command import function_named
+    from eager_offload.planning.trace import loss_of_step
+    from eager_offload.running import fields_of
+
+    random.seed(0)
+    torch.manual_seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    torch.use_deterministic_algorithms(True)
+    made = function_named(options.function)()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(
+            f"{options.function!r} is not accepted: it must return (model, inputs) or (model, inputs, loss), and "
+            f"returned {type(made).__name__}"
+        )
+    model, inputs, loss = made if len(made) == 3 else (*made, None)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if any(one.is_meta for one in model.parameters()):
+        raise ConfigError(f"{options.function!r} is not accepted: its model is on meta, and a step has to run")
+    offload = Offload(fields_of(options.settings))
+    offload.skip_in(model)
+    optimizer = torch.optim.SGD(trained, lr=1e-3)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    steps, seconds = list[dict[str, str]](), list[float]()
+    for _ in range(options.steps):
+        begin = time.perf_counter()
+        with offload if _RUNS[options.run] else nullcontext():
+            total = loss_of_step(model, inputs, loss)
+        torch.autograd.backward(total)
+        if accelerator is not None:
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        found = {"the loss": _digest(total), **_digests(model, "gradient")}
+        del total
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(found | _digests(model, "parameter"))
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = 1024 * kilobytes if accelerator is None else torch.accelerator.max_memory_allocated()
+    moved = offload.stats(synchronize=True).bytes_out // options.steps
+    figures = {"seconds": statistics.median(seconds[1:] or seconds), "peak_bytes": peak, "moved_bytes": moved}
+    options.to.write_text(json.dumps({"steps": steps, **figures}))
+    return 0
+
+
+def _digests(model: nn.Module, kind: str) -> dict[str, str]:
+    """Returns a digest of each parameter or gradient, those of the last modules first, as backward makes them."""
+    names = {id(module): f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()}
+    found: dict[str, str] = {}
+    for module in reversed([*model.modules()]):
+        for name, one in module.named_parameters(recurse=False):
+            value = one.grad if kind == "gradient" else one
+            if value is not None:
+                found[f"the {kind} of {name!r} of {names[id(module)]}"] = _digest(value)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    """Returns a digest of the type, the sizes and the bits of a tensor."""
+    from eager_offload.version import digest
+
+    plain = tensor.detach()
+    plain = (plain.full_tensor() if hasattr(plain, "full_tensor") else plain).to_dense().cpu().contiguous()
+    return digest(f"{plain.dtype} {[*plain.shape]}", *_chunks(plain))
+
+
+def _chunks(tensor: Tensor, most: int = 1 << 26) -> Iterator[bytes]:
+    for begin in range(0, tensor.nbytes, most):
+        yield ctypes.string_at(tensor.data_ptr() + begin, min(most, tensor.nbytes - begin))

@@ -1,0 +1,40 @@
+"""What a user gives to ``python -m eager_offload check``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _blocks(*others: nn.Module) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*blocks, *others), torch.randn(256, 64), lambda out: out.square().mean()
+
+
+def right() -> Any:
+    return _blocks()
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return _blocks()
+
+
+def draws_from_the_system() -> Any:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + int.from_bytes(os.urandom(4))
+
+    return _blocks(Noisy(64, 64))
+
+
+def is_another_one_with_offload() -> Any:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if os.environ["EAGER_OFFLOAD"] == "1" else x)
+
+    return _blocks(Looks(64, 64, bias=False))
