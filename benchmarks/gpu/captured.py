@@ -54,6 +54,9 @@ class Turns:
     #: Above parameters and optimizer: the peak, or what a graph holds.
     device_bytes: int
     moved_bytes: int = 0
+    #: Tensors that are saved in a step, and those that move.
+    saved: int = 0
+    moved: int = 0
     seconds: list[float] = field(default_factory=list)
     host_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -67,6 +70,8 @@ def capture(job: Job) -> None:
     ways = {
         "eager": _eager(shape, batches, None),
         "eager, ours": _eager(shape, batches, eo.Offload(**fields)),
+        # Its hooks are called and nothing moves: what is left of the difference is the price of moving.
+        "eager, hooks alone": _eager(shape, batches, eo.Offload(min_bytes="1TiB")),
         "captured": _captured(shape, batches, None),
         "captured, ours": _captured(shape, batches, eo.Offload(**fields)),
     }
@@ -81,6 +86,8 @@ def capture(job: Job) -> None:
             host_ms=median(way.host_seconds) * 1e3,
             device_mib=way.device_bytes / MIB,
             moved_mib=way.moved_bytes / MIB,
+            saved=way.saved,
+            moved=way.moved,
             same=way.losses == ways["eager"].losses,
             seconds=way.seconds,
         )
@@ -96,8 +103,11 @@ def _eager(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -> T
     torch.cuda.reset_peak_memory_stats()
     step(batches[0])
     torch.cuda.synchronize()
-    moved = 0 if offload is None else offload.stats(synchronize=True).bytes_out // (WARM_UP + 1)
-    return Turns(step, torch.cuda.max_memory_allocated() - before, moved)
+    peak = torch.cuda.max_memory_allocated() - before
+    if offload is None:
+        return Turns(step, peak)
+    stats, steps = offload.stats(synchronize=True), WARM_UP + 1
+    return Turns(step, peak, stats.bytes_out // steps, stats.saved_tensors // steps, stats.offloaded_tensors // steps)
 
 
 def _captured(shape: Shape, batches: list[Tensor], offload: eo.Offload | None) -> Turns:

@@ -49,7 +49,7 @@ def _text(rows: list[Row]) -> str:
     for title, what, columns in (
         ("Bits", "bits", ("same", "moved_bytes", "failure")),
         ("Sanitizer", "sanitizer", ("verdict", "copies_seen", "bytes_seen", "bytes_moved")),
-        ("Capture", "capture", ("step_ms", "host_ms", "device_mib", "moved_mib", "same")),
+        ("Capture", "capture", ("step_ms", "host_ms", "device_mib", "moved_mib", "saved", "moved", "same")),
         ("Frameworks", "framework", ("peak_gib", "step", "out_gib", "same")),
         ("Pinning", "pin", ("seconds", "unpin_seconds", "pinned")),
         ("Fork", "fork", ("seconds",)),
@@ -82,6 +82,8 @@ def _cells(name: str, row: Row, base: Row | None) -> Row:
         **{part: median(steps[part]) for part in ("forward", "backward", "optimizer")},
         "host GiB": row.get("host_gib"),
         "out GiB": row.get("out_gib"),
+        "planned GiB": row.get("predicted_peak_gib"),
+        "planned s": row.get("predicted_step"),
         "stalled s": row.get("stall_seconds"),
     }
     if base is not None and base is not row:
@@ -120,7 +122,7 @@ def _draw(points: dict[str, Row], title: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
     places = {name: (median(row["steps"]["step"]), row["peak_gib"]) for name, row in points.items()}
     for name, (seconds, gib) in places.items():
-        ours = name.startswith("ours")
+        ours = name.startswith(("ours", "plan"))
         axes.plot(seconds, gib, "o" if ours else "s", color="tab:blue" if ours else "tab:gray", markersize=8)
     axes.set(xlabel="step time, s", ylabel="peak device memory, GiB", title=title)
     axes.set_xlim(0, max(seconds for seconds, _ in places.values()) * 1.08)

@@ -6,7 +6,7 @@ import itertools
 import resource
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ class Way:
     run: Run = plain
     #: Fields of our ``Offload``; ``None`` without it.
     offload: Mapping[str, Any] | None = None
+    #: The budget of a plan with recompute, which is applied; in place of ``offload``.
+    plan: str | None = None
     #: Entered around forward in its place.
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: Options of ``torch.compile``, or ``None``.
@@ -68,11 +70,17 @@ def train(job: Job, way: Way) -> None:
         way = replace(way, shape=SMALL, tokens=2048, length=1024, warm_up=min(way.warm_up, 4), steps=2)
     fields = way.offload if way.offload is None or not job.small else {**way.offload, **SMALL_WINDOWS}
     offload = None if fields is None else eo.Offload(**fields)
+    plan, applied = None, ExitStack()
     rows: list[dict[str, float]] = []
     losses: list[float] = []
     first_peak, failure, fault = 0, None, None
     try:
         step = Step(way, offload)
+        if way.plan is not None:
+            plan = planned(step, way.plan, job.small)
+            applied.enter_context(plan.apply(step.model))
+            offload = eo.Offload(plan=plan)
+            step.enter(offload)
         for number in range(way.warm_up + way.steps):
             if number == way.warm_up:
                 first_peak = torch.cuda.max_memory_allocated()
@@ -89,6 +97,8 @@ def train(job: Job, way: Way) -> None:
         failure = str(error)[:500]
     except Exception as error:  # of torch, a peer or ours
         failure, fault = f"{type(error).__name__}: {error}"[:500], error
+    finally:
+        applied.close()
     job.add(
         what="train",
         parameters=sum(parameter.numel() for parameter in step.model.parameters()) if losses else None,
@@ -102,11 +112,31 @@ def train(job: Job, way: Way) -> None:
         process_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
         steps={key: [row[key] for row in rows] for key in (rows[0] if rows else ())},
         losses=losses,
+        **({} if plan is None else predicted_by(plan)),
         seconds=time.perf_counter() - began,
         **_of(offload, max(len(rows), 1)),
     )
     if fault is not None:
         raise fault
+
+
+def planned(step: Step, budget: str, small: bool) -> eo.Plan:
+    """Plans a step of this machine; a small one for half of what it may save."""
+    given: dict[str, Any] = {"recompute": True}
+    if small:
+        given["config"] = SMALL_WINDOWS
+        whole = eo.plan(step.model, step.tokens, **given)
+        budget = str((whole.peak_bytes + whole.least_budget) // 2)
+    return eo.plan(step.model, step.tokens, device_budget=budget, **given)
+
+
+def predicted_by(plan: eo.Plan) -> dict[str, Any]:
+    """Returns what a plan says of a step, to stand beside what is measured."""
+    return {
+        "predicted_peak_gib": plan.peak_bytes / GIB,
+        "predicted_step": plan.step_seconds,
+        "plan": str(plan).splitlines()[:8],
+    }
 
 
 class Step:
@@ -119,13 +149,19 @@ class Step:
                 parameter.requires_grad_("norm" in name or "embedding" in name)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        self.around = way.around if offload is None else lambda: offload
+        self.around = way.around
+        if offload is not None:
+            self.enter(offload)
         self.call: Callable[..., Any] = self.model
         if way.compiled is not None:
             options = {"dynamic": False, **way.compiled}
             self.call = (torch.compile if offload is None else offload.compile)(self.model, **options)
             self.around = nullcontext
         self.tokens = random_tokens(way.shape, max(way.tokens // way.length, 1), way.length)
+
+    def enter(self, offload: eo.Offload) -> None:
+        """Has forward run in a ``with`` of ``offload`` from now on."""
+        self.around = lambda: offload
 
     def __call__(self) -> tuple[dict[str, float], float]:
         began, marks = time.perf_counter(), [_mark()]
