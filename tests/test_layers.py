@@ -83,9 +83,11 @@ ROOMS: dict[str, set[str]] = {
     "eager_offload": {
         *("chooser", "config", "core", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
     },
-    "integrations": {"config", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"},
+    "integrations": {
+        *("config", "contexts", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"),
+    },
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
-    "running": {"config", "contexts", "errors", "observe", "offload", "stats", "tiers", "torch_private"},
+    "running": {"config", "errors", "integrations", "observe", "offload", "stats", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},
 }
 
