@@ -147,7 +147,7 @@ class OffloadedCalls:
 
         # The compiler is to look at what is called, and not at the `with` around it.
         unseen = torch.compiler.disable(offloaded, recursive=False, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
-        for method in (Offload.__enter__, Offload.__exit__):
+        for method in (Offload.__enter__, Offload.__exit__, FirstBatch.begin):
             run_uncompiled(method)
 
         def around(call: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

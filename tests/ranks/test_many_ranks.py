@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, str]] = {
         [
             *("ddp", "ddp-mixed", "ddp-compiled", "ddp-regions"),
             *("fsdp2", "fsdp2-mixed", "fsdp2-compiled", "fsdp2-regions", "fsdp2-checkpointing", "fsdp2-their-offload"),
-            "fsdp2-parameters-on-cpu",
+            *("fsdp2-parameters-on-cpu", "ddp-recompute", "fsdp2-recompute"),
         ],
         "accelerate",
     ),

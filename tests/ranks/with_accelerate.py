@@ -111,6 +111,21 @@ def trains(
     plugin.close()
 
 
+def recomputes(ranks: Ranks, start: Callable[..., Accelerator]) -> None:
+    """Three steps without, and by the plan of the first batch, which is that of rank 0."""
+    without = train(start(), None)
+    plugin = OffloadPlugin(min_bytes=1024, device_budget=1, recompute=True)
+    with warnings.catch_warnings(record=True):
+        found = train(start(), plugin)
+    assert_identical(list(without.parameters.values()), list(found.parameters.values()))
+    assert without.losses == found.losses
+    stats = plugin.offload.stats(synchronize=True)
+    assert stats.bytes_out > 0
+    assert stats.plan is not None
+    assert len({stats.plan.predicted_peak_bytes, *ranks.gathered(stats.plan.predicted_peak_bytes)}) == 1
+    plugin.close()
+
+
 def regions() -> dict[str, Any]:
     return compiled(use_regional_compilation=True)
 
@@ -130,6 +145,8 @@ SCENARIOS: dict[str, Callable[[Ranks], None]] = {
             "-regions": {"options": regions},
         }.items()
     },
+    "ddp-recompute": partial(recomputes, start=replicated),
+    "fsdp2-recompute": partial(recomputes, start=sharded),
     "fsdp2-checkpointing": partial(trains, start=sharded, options=fsdp(activation_checkpointing=True)),
     "fsdp2-their-offload": partial(
         trains,
