@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -274,10 +273,14 @@ class FirstBatch:
 
     def around_step(self) -> AbstractContextManager[object]:
         """Returns the context of a training step: ``offload``, or in the first the calls in it."""
-        if not self.is_planned:
-            return offload_modules(self._offload, first=self)
         self._count()
-        return self._offload
+        if self._calls > _LOOKED_AT and not self.is_planned:
+            self._applied = ExitStack()
+            warn(
+                "recompute=True has no effect: in the first steps no module with parameters to train was called as "
+                "module(x) before backward, so none was planned, and device_budget alone says what moves"
+            )
+        return self._offload if self.is_planned else offload_modules(self._offload, first=self)
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Notes that a training call begins, outside of every ``with offload``; the first one is planned.
@@ -287,6 +290,11 @@ class FirstBatch:
         if self.is_planned:
             self._count()
         elif any(one.requires_grad for one in module.parameters()):
+            if contexts.entered(self._offload) is not None:
+                raise ConfigError(
+                    "recompute=True plans the first call, for which the Offload is set up anew: it cannot be inside of "
+                    "a `with` of that. Call the model outside, or plan before: prepare(..., example=...)"
+                )
             names = [*inspect.signature(modules_by_name(module)[""].forward).parameters] if named else []
             self.plan(module, {**dict(zip(names, arguments, strict=False)), **named} if named else arguments)
 
@@ -314,7 +322,7 @@ class FirstBatch:
                 optimizer=optimizers[0] if is_told else torch.optim.AdamW,
                 accumulation=self.accumulation,
                 recompute=True,
-                config=replace(self.config, skip=patterns),
+                config=OffloadConfig.from_dict({"skip": patterns}, self.config),
             )
         except PlanError as error:
             raise PlanError(
@@ -323,7 +331,7 @@ class FirstBatch:
             ) from error
         self._offload.follow(found, self.config)
         self._offload.expect_no_use()
-        self._applied, self._calls = ExitStack(), 0
+        self._applied, self._calls, self.optimizers = ExitStack(), 0, ()
         self._applied.enter_context(found.apply(model))
         _say(str(found).splitlines()[0])
         if not found.fits:
@@ -346,9 +354,10 @@ class FirstBatch:
 
     def end(self) -> None:
         """Takes the checkpoints off, and plans anew at the next call. Idempotent."""
-        applied, self._applied = self._applied, None
+        applied, calls = self._applied, self._calls
+        self._applied, self._calls = None, 0
         if applied is not None:
-            if 0 < self._calls < _TOLD:
+            if 0 < calls < _TOLD:
                 self._tell()
             applied.close()
 
@@ -358,7 +367,8 @@ class FirstBatch:
             self._tell()
 
     def _tell(self) -> None:
-        _say(f"the plan said {self._offload.stats().plan}")
+        if (said := self._offload.stats().plan) is not None:
+            _say(f"the plan said {said}")
 
 
 def _say(line: str) -> None:

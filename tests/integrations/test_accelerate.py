@@ -127,11 +127,20 @@ def test_an_example_is_planned_before_the_first_call(capsys: pytest.CaptureFixtu
     gradients = [one.grad for one in model.parameters()]
     assert calls[True] > len([*model.modules()])
     model.zero_grad()
-    plugin.close()
+    plugin.remove()
     model(example).square().mean().backward()
     assert all(map(torch.equal, gradients, [one.grad for one in model.parameters()]))
     with pytest.raises(eo.ConfigError, match=r"model.train\(\) before"):
         plugin.prepare(accelerator, model.eval(), example=example)
+    with plugin.offload, pytest.raises(eo.ConfigError, match=r"cannot be inside of a `with` of that"):
+        plugin.prepare(accelerator, model.train())(example)
+    plugin.prepare(accelerator, model, example=example)
+    gone = weakref.ref(model)
+    accelerator.free_memory()
+    del model, accelerator
+    collect()
+    assert gone() is None, "neither the plugin nor the plan holds it"
+    plugin.close()
 
 
 def test_what_cannot_be_planned_is_one_error(plugin: OffloadPlugin) -> None:

@@ -93,7 +93,9 @@ CASES: dict[str, dict[str, str]] = {
         ],
         "accelerate",
     ),
-    "with_lightning": dict.fromkeys(["ddp", "ddp-accumulation", "ddp-manual", "fully_shard"], "lightning"),
+    "with_lightning": dict.fromkeys(
+        ["ddp", "ddp-accumulation", "ddp-manual", "fully_shard", "ddp-recompute", "fully_shard-recompute"], "lightning"
+    ),
 }
 #: A rank that has two neighbouring stages.
 SENDS_TO_ITSELF = wrong_before((2, 12), "pipelines begin with messages to all neighbours, and gloo has none to oneself")
