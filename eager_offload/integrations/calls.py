@@ -74,6 +74,8 @@ def offload_from(given: Given, fields: Mapping[str, Any] | None = None) -> Offlo
 #: So many steps in which nothing was seen are one warning, and patterns that have matched nothing are warned of after
 #: so many backwards: by then other models were called too.
 _LOOKED_AT = 3
+#: Optimizers whose states a step without numbers does not tell: those of AdamW count for them.
+_UNTRIED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 #: After so many calls a line says what came of a plan.
 _TOLD = 5
 
@@ -243,7 +245,7 @@ class FirstBatch:
         self._offload, self._switch = offload, switch
         #: As it was given: that of ``offload`` becomes the plan's.
         self.config = offload.config
-        #: Of those of torch the states are counted as they are, of others as those of AdamW.
+        #: If one of torch's trains the model, its states count; otherwise those of AdamW.
         self.optimizers: Sequence[Any] = ()
         self.accumulation = 1
         self._applied: ExitStack | None = None
@@ -313,13 +315,14 @@ class FirstBatch:
         optimizers = [
             one for one in optimizers if own & {id(each) for group in one.param_groups for each in group["params"]}
         ]
-        is_told = len(optimizers) == 1 and type(optimizers[0]).__module__.startswith("torch.optim")
+        known = [one for one in optimizers if type(one).__module__.startswith("torch.optim.")]
+        is_told = len(optimizers) == len(known) == 1 and not isinstance(known[0], _UNTRIED)
         try:
             found = plan(
                 model,
                 inputs,
                 loss=_loss_of,
-                optimizer=optimizers[0] if is_told else torch.optim.AdamW,
+                optimizer=known[0] if is_told else torch.optim.AdamW,
                 accumulation=self.accumulation,
                 recompute=True,
                 config=OffloadConfig.from_dict({"skip": patterns}, self.config),
