@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeAlias, Unpack
@@ -110,13 +111,7 @@ class Offload:
             self._begin(OffloadConfig.from_given(config, fields), runtime, around_tier)
         elif isinstance(plan, PlanSettings):
             self._begin(settings_of(plan, config, fields), runtime, around_tier)
-            self._accounts.counters.expect(plan)
-            if (fraction := fraction_of(plan)) is not None:
-                self._hooks.fraction = fraction
-                self.moves_all = False
-                self._hook_pair = hook_pair(text_of(self.config_key, fraction))
-            if plan.is_small or not plan.moved_bytes:
-                self._accounts.said.add("nothing")  # the warning of that: the plan has said it
+            self._expect(plan)
         else:
             raise ConfigError(
                 f"plan={briefly(plan)} is not accepted: plan takes what eager_offload.plan or Plan.load returns"
@@ -128,14 +123,18 @@ class Offload:
             watch.put_on()
 
     def _begin(
-        self, config: OffloadConfig, runtime: Runtime | None, around_tier: Callable[[Tier], Tier] | None
+        self,
+        config: OffloadConfig,
+        runtime: Runtime | None,
+        around_tier: Callable[[Tier], Tier] | None,
+        accounts: Accounts | None = None,
     ) -> None:
         #: The settings in force, after the switch of the environment.
         self.config = OffloadConfig.from_dict({"enabled": switched_on(config.enabled)}, config)
         #: The name of the configuration in compiled graphs.
         self.config_key = self.config.to_text()
         self.moves_all = config.newest_bytes(1) == 0 and config.device_budget is None and not config.is_free
-        self._accounts = Accounts()
+        self._accounts = accounts or Accounts()
         self._offloaders = Offloaders(self.config, self._accounts, runtime, around_tier)
         self._hooks = Hooks(self.config, self._accounts, self._offloaders)
         #: The pack hook of eager code.
@@ -147,6 +146,29 @@ class Offload:
         self._in_vain = InVain(self.config, self._accounts)
         self._matched = MatchedModules()
         _alive.add(self)
+
+    def follow(self, plan: PlanSettings, config: OffloadConfig) -> None:
+        """Goes on as ``Offload(config, plan=plan)``, outside of every ``with``; the budget of ``config`` is the plan's.
+
+        Counters go on, and modules that ``skip`` names stay those that they are, also where the plan knows them by
+        other names.
+        """
+        matched, offloaders = self._matched.copy(), self._offloaders
+        self.close()
+        settings = settings_of(plan, replace(config, device_budget=None, skip=plan.config.skip), {})
+        settings = OffloadConfig.from_dict({"skip": config.skip}, settings)
+        self._begin(settings, offloaders.given_runtime, offloaders.around_tier, self._accounts)
+        self._matched = matched
+        self._expect(plan)
+
+    def _expect(self, plan: PlanSettings) -> None:
+        self._accounts.counters.expect(plan)
+        if (fraction := fraction_of(plan)) is not None:
+            self._hooks.fraction = fraction
+            self.moves_all = False
+            self._hook_pair = hook_pair(text_of(self.config_key, fraction))
+        if plan.is_small or not plan.moved_bytes:
+            self._accounts.said.add("nothing")  # the warning of that: the plan has said it
 
     # -- copies: new objects of the same configuration --------------------------------------------------------------
 

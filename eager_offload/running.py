@@ -7,7 +7,6 @@ modules stay.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import runpy
@@ -15,31 +14,29 @@ import sys
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from eager_offload.errors import ConfigError, OffloadError
+from eager_offload.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is imported where something runs: --help does not wait for it
-    from torch import nn
-
     from eager_offload.offload import Offload
     from eager_offload.stats import OffloadStats
 
 #: The files whose frames are no part of a script's traceback.
 _OWN_FILES = {__file__, str(Path(__file__).with_name("__main__.py"))}
-#: Patterns that have matched nothing are warned of after so many backwards: by then other models were called too.
-_LOOKED_AT = 3
 _USAGE = """\
-usage: python -m eager_offload run [--settings SETTINGS]... (SCRIPT | -m MODULE) [ARGUMENTS]...
+usage: python -m eager_offload run [OPTION]... (SCRIPT | -m MODULE) [ARGUMENTS]...
 
 Runs a training script, or a module as `python -m` does, in which the forwards of modules offload.
 
   --settings FIELD=VALUE  a field of OffloadConfig, such as min_bytes=4MiB; may be given again
   --settings FILE         a JSON or TOML file of fields
+  --device-budget SIZE    as --settings device_budget=SIZE
+  --recompute             plans the first batch to the budget, and computes again what is cheaper than to move
 
 What is not given comes from EAGER_OFFLOAD_<FIELD>. With a launcher:
 
@@ -55,10 +52,15 @@ def main(arguments: Sequence[str]) -> int:
         The exit status: 0 when it has ended; 1 if there is no such module; 2 for wrong arguments, and for a pattern
         that no model has matched. Exceptions of the script, ``SystemExit`` included, pass through.
     """
-    given, settings = list(arguments), list[str]()
-    while given and given[0].partition("=")[0] == "--settings":
-        _, equals, value = given.pop(0).partition("=")
-        settings.append(value if equals else given.pop(0) if given else "")
+    given, settings, recompute = list(arguments), list[str](), False
+    while given and (option := given[0].partition("="))[0] in ("--settings", "--device-budget", "--recompute"):
+        name, equals, value = option
+        del given[0]
+        if name == "--recompute":
+            recompute = True
+            continue
+        value = value if equals else given.pop(0) if given else ""
+        settings.append(value if name == "--settings" else f"device_budget={value}")
     if given[:1] == ["-h"] or given[:1] == ["--help"]:
         print(_USAGE, end="")
         return 0
@@ -67,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     if not command or command[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    from eager_offload.offload import Offload
+    from eager_offload.integrations.calls import FirstBatch, offload_from, offload_modules
 
     try:
-        offload = Offload(fields_of(settings))
-        offload.expect_no_use()
+        offload = offload_from(fields_of(settings))
+        first = FirstBatch.wanted(recompute, None, offload, "model.gradient_checkpointing_disable()")
     except ConfigError as error:
         print(f"eager_offload run: {error}", file=sys.stderr)
         return 2
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.argv = command
     calls, ended_by = Counter[str](), None
     try:
-        with offload_modules(offload, calls):
+        with offload_modules(offload, calls, first):
             if is_module:
                 runpy.run_module(command[0], run_name="__main__", alter_sys=True)
             else:
@@ -100,68 +102,11 @@ def main(arguments: Sequence[str]) -> int:
             return 2
         raise
     finally:
+        if first is not None:
+            first.end()
         # At the end of the process, so that the last words of a script that fails come before.
         atexit.register(_report, offload, calls, ended_by)
     return 2 if offload.unmatched() else 0
-
-
-@contextlib.contextmanager
-def offload_modules(offload: Offload, calls: Counter[str] | None = None) -> Iterator[None]:
-    """Runs calls of outermost modules in training mode in a ``with offload``, while it is entered.
-
-    A call is outermost if no saved-tensor hooks are in force. Inside such a call ours are; hooks of the script or of a
-    framework, an ``Offload`` among them, take precedence. Recomputation in backward belongs to the hooks of torch's
-    checkpointing.
-
-    Args:
-        offload: whose context is entered.
-        calls: is given the number of outermost calls by what became of them: ``"offloaded"``, ``"in eval mode"``,
-            ``"without gradients"`` or ``"under hooks"``; and of ``"backwards"``.
-    """
-    import torch
-
-    from eager_offload import contexts
-    from eager_offload.errors import warn
-    from eager_offload.observe.memory import watch
-    from eager_offload.torch_private import Patch
-    from eager_offload.torch_private.autograd import current_autograd_node, top_pack_hook
-
-    calls = Counter() if calls is None else calls
-
-    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or current_autograd_node() is not None:
-                return inner(self, *arguments, **named)
-            if top_pack_hook() is not None:
-                if contexts.current() is not offload:
-                    calls["under hooks"] += 1
-                return inner(self, *arguments, **named)
-            if not (self.training and torch.is_grad_enabled()):
-                calls["in eval mode" if torch.is_grad_enabled() else "without gradients"] += 1
-                return inner(self, *arguments, **named)
-            calls["offloaded"] += 1
-            if offload.config.patterns and next(self.parameters(), None) is not None:
-                offload.skip_in_one_of(self)
-                if contexts.process.backwards - before >= _LOOKED_AT and not calls["warned"]:
-                    calls["warned"] += 1
-                    for unmatched in offload.unmatched():
-                        warn(f"{unmatched}; the exit status will be 2 unless one that is called later has it")
-            with contextlib.ExitStack() as stack:
-                with contextlib.suppress(OffloadError):  # in a transform of torch.func, or while a graph is captured
-                    stack.enter_context(offload)
-                return inner(self, *arguments, **named)
-
-        return call
-
-    # torch's global hooks of modules cannot put a context around a call.
-    patch, before = Patch(torch.nn.Module, "__call__", around), contexts.process.backwards
-    watch.put_on()
-    patch.put_on()
-    try:
-        yield
-    finally:
-        patch.take_off()
-        calls["backwards"] = contexts.process.backwards - before
 
 
 def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, _: object) -> None:

@@ -83,10 +83,12 @@ ROOMS: dict[str, set[str]] = {
     "eager_offload": {
         *("chooser", "config", "core", "eager", "errors", "marks", "offload", "planning", "stats", "tiers", "version"),
     },
-    "integrations": {"config", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"},
+    "integrations": {
+        *("config", "contexts", "core", "eager_offload", "errors", "modules", "observe", "tiers", "torch_private"),
+    },
     "doctor": {"chooser", "config", "errors", "offload", "tiers", "torch_private", "version"},
     "checking": {"config", "errors", "offload", "planning", "running", "version"},
-    "running": {"config", "contexts", "errors", "observe", "offload", "stats", "tiers", "torch_private"},
+    "running": {"config", "errors", "integrations", "observe", "offload", "stats", "tiers"},
     "__main__": {"config", "doctor", "errors", "observe", "version"},
 }
 

@@ -19,9 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
-from eager_offload.integrations.calls import OffloadedCalls
+from eager_offload.integrations.calls import OffloadedCalls, offload_modules
 from eager_offload.planning.apply import checkpointed
-from eager_offload.running import offload_modules
 from tests.copies import pickled, saved
 
 pytestmark = pytest.mark.filterwarnings(

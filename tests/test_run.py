@@ -23,7 +23,9 @@ import beside  # what stands beside a script can be imported from it
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), []
+for module in model:
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
 for step in range(3):
     loss = nn.MSELoss()(model(torch.randn(1024, 64)), torch.zeros(1024, 64))
     optimizer.zero_grad()
@@ -32,6 +34,7 @@ for step in range(3):
     print(loss.item().hex())
 model.eval()
 print(model(torch.ones(1, 64)).sum().item().hex())
+print(len(calls), "forwards", file=sys.stderr)
 print(__name__, sys.argv[1:])
 sys.exit(7 if "--fail" in sys.argv else 0)
 """
@@ -122,6 +125,13 @@ def test_a_script_prints_the_same_and_it_says_what_it_did(directory: Path) -> No
     offloaded = python(*RUN, *SETTINGS, "train.py", "--lr", "3", cwd=directory)
     assert (offloaded.returncode, offloaded.stdout) == (0, plain.stdout), offloaded.stderr
     assert SAID in offloaded.stderr
+    options = ("--device-budget", "2KiB", "--recompute", "--settings=min_bytes=1KiB")
+    planned = python(*RUN, *options, "train.py", "--lr", "3", cwd=directory)
+    assert (planned.returncode, planned.stdout) == (0, plain.stdout), planned.stderr
+    assert "device_budget=2.0 KiB is too little for this model and batch by the plan" in planned.stderr
+    first, then = (int(re.findall(r"(\d+) forwards", one.stderr)[0]) for one in (plain, planned))
+    assert then > first, "in backward"
+    assert planned.stderr.count("eager_offload: the plan said a peak of") == 1
 
 
 @pytest.mark.long
@@ -188,6 +198,8 @@ def test_two_ranks_of_torchrun_each_offload_and_one_speaks(directory: Path) -> N
         (["--settings", "min_byte=4", "train.py"], "unknown field 'min_byte'"),
         (["--settings", "min_bytes=lots", "train.py"], "min_bytes='lots' is not accepted"),
         (["--settings", "nowhere.json", "train.py"], "--settings='nowhere.json' is not accepted"),
+        (["--device-budget=lots", "--recompute", "train.py"], "device_budget='lots' is not accepted"),
+        (["--recompute", "--settings", "policy=free", "train.py"], 'does not go with policy="free"'),
         (["nowhere.py"], "there is no file 'nowhere.py'"),
     ],
 )

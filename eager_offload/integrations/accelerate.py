@@ -18,6 +18,7 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import FIELDS, OffloadFields
 from eager_offload.integrations.calls import (
+    FirstBatch,
     Given,
     OffloadedCalls,
     is_training,
@@ -36,6 +37,7 @@ except ImportError as error:
 __all__ = ["OffloadPlugin"]
 
 _INSTEAD = "write `with plugin.offload:` around the forward"
+_SWITCH = "activation_checkpointing=False of the FSDP plugin, or model.gradient_checkpointing_disable()"
 
 
 class OffloadPlugin:
@@ -59,6 +61,9 @@ class OffloadPlugin:
         log_metrics: what :meth:`metrics` gives: ``True`` for the three that matter, ``"all"``, or ``False`` for none.
         trace_step: the training forward of a prepared model, the first being 1, that is traced until the next begins.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
+        recompute: has the first batch of the first model that is prepared planned to ``device_budget`` (by default what
+            is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that takes
+            less time than to move what they save.
         **fields: the fields of :class:`~eager_offload.OffloadConfig`; each comes before ``config``, and that before
             ``EAGER_OFFLOAD_<FIELD>``, which is asked for one that is ``None`` too. With ``enabled=False``
             :meth:`prepare` hands the model back, :attr:`offload` does nothing and :meth:`metrics` is empty.
@@ -74,14 +79,17 @@ class OffloadPlugin:
         log_metrics: LogMetrics = True,
         trace_step: int | None = None,
         trace_path: str | os.PathLike[str] = "offload_trace.json",
+        recompute: bool = False,
         **fields: Unpack[OffloadFields],
     ) -> None:
         self._closes = not isinstance(config, Offload)
         self.offload = offload_from(config, fields)
+        self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         """A context for forwards of your own, and its ``stats()``. Does nothing where not ``enabled``."""
         #: What is in force.
         self.config = self.offload.config
         self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
+        self._options["recompute"] = recompute
         self._metrics = OffloadMetrics(self.offload, log_metrics)
         self._trace = StepTrace(self.offload, trace_step, trace_path)
         self._forwards = 0
@@ -93,7 +101,7 @@ class OffloadPlugin:
             return getattr(self.config, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
-    def prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    def prepare(self, accelerator: Accelerator, model: nn.Module, example: object = None) -> nn.Module:
         """From now on calls of ``model`` offload, whenever it is training and gradients are wanted.
 
         May be called again, for the same model and for others.
@@ -101,13 +109,17 @@ class OffloadPlugin:
         Args:
             accelerator: whose ``prepare`` returned ``model``.
             model: as it was returned: wrapped, sharded, compiled.
+            example: with ``recompute``, what ``model`` will be called with, as ``inputs`` of
+                :func:`eager_offload.plan`: it is planned now, and not at its first call. All ranks together.
 
         Returns:
             ``model`` itself.
 
         Raises:
             ConfigError: for anything but a module, one that ``accelerator.prepare`` has not returned, or one that
-                another plugin has prepared.
+                another plugin has prepared; with ``recompute`` for checkpointing of the framework's own; for an
+                ``example`` without ``recompute``, or of a model in eval mode.
+            PlanError: the step of ``example`` cannot be planned.
         """
         kind = f"<{type(model).__name__}>"
         if not isinstance(model, nn.Module):
@@ -143,7 +155,19 @@ class OffloadPlugin:
         if (before := self._calls.pop(model, None)) is not None:
             before.remove()  # and not left alone: model.compile() may have put itself in its place meanwhile
         self.offload.skip_in(model)
-        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self), _INSTEAD)
+        first = None if self._calls else self._first  # another one goes by the plan of the first
+        if first is not None:
+            first.refuse_checkpointing(model)
+            first.optimizers = getattr(accelerator, "_optimizers", ())  # private, likewise
+            first.accumulation = accelerator.gradient_accumulation_steps
+        if example is not None:
+            if first is None or not model.training:
+                raise ConfigError(
+                    "example=... is not accepted here: it takes OffloadPlugin(recompute=True), the first model that it "
+                    "prepares, and model.train() before"
+                )
+            first.plan(model, example)
+        calls = self._calls[model] = OffloadedCalls(model, self.offload, _counting(self), _INSTEAD, first)
         _prepared[innermost] = weakref.ref(self), calls
         return model
 
@@ -181,7 +205,7 @@ class OffloadPlugin:
 
     def __reduce__(self) -> tuple[Callable[[], OffloadPlugin], tuple[()]]:
         # A plugin travels to processes that are spawned; what it has opened, and the models that it knows, do not.
-        return partial(type(self), self.config, **self._options), ()
+        return partial(type(self), self.config, **self._options), ()  # the configuration that was given
 
 
 def _counting(plugin: OffloadPlugin) -> Callable[[nn.Module], bool]:

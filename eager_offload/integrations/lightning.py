@@ -24,7 +24,7 @@ from typing import Any, Unpack
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields
 from eager_offload.errors import tell
-from eager_offload.integrations.calls import Given, missing, offload_from, warn_of_what_hides
+from eager_offload.integrations.calls import FirstBatch, Given, missing, offload_from, warn_of_what_hides
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.tiers.limits import set_local_ranks
 from eager_offload.torch_private import Patch
@@ -33,6 +33,7 @@ __all__ = ["OffloadCallback"]
 
 #: The packages that Lightning is installed as. Their classes are not related; ``lightning`` brings the other one along.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_SWITCH = "gradient_checkpointing_disable() of the model, no activation_checkpointing_policy of FSDPStrategy"
 
 
 def _callback_classes() -> tuple[type, ...]:
@@ -66,6 +67,9 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
         trace_step: the batch of a fit, the first being 1, that is traced.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
+        recompute: has the first call of a module in the first training step planned to ``device_budget`` (by default
+            what is free), by :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that
+            takes less time than to move what they save.
         **fields: fields of :class:`~eager_offload.OffloadConfig`, which come before all of that; ``None`` gives none.
 
     ``EAGER_OFFLOAD=0`` in the environment switches it off. Files and memory are given back when a fit ends, those of an
@@ -74,7 +78,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     Raises:
         ConfigError: for what :class:`~eager_offload.OffloadConfig` does not accept; when a fit begins, if another
-            ``OffloadCallback`` is among the callbacks.
+            ``OffloadCallback`` is among the callbacks, and with ``recompute`` for modules that are checkpointed.
+        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned.
     """
 
     #: What offloads; ``offload.stats()`` also has what was not logged, and what became of everything.
@@ -87,10 +92,12 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         log_metrics: LogMetrics = True,
         trace_step: int | None = None,
         trace_path: str = "offload_trace.json",
+        recompute: bool = False,
         **fields: Unpack[OffloadFields],
     ) -> None:
         super().__init__()
         self.offload = offload_from(config, fields)
+        self._first = FirstBatch.wanted(recompute, config, self.offload, _SWITCH)
         self._closes = not isinstance(config, Offload)
         self._log_metrics = log_metrics
         OffloadMetrics(self.offload, log_metrics)  # which refuses what is not accepted
@@ -110,11 +117,20 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
         # Lightning's own launchers leave no word of how many there are on a node, and budgets are shared among them.
         set_local_ranks(trainer.num_devices)
         self.offload.skip_in(pl_module)
-        offload = self.offload
+        offload, first = self.offload, self._first
+
+        def around() -> AbstractContextManager[object]:
+            return offload if first is None else first.around_step() if first.is_planned else nullcontext()
+
+        def inside() -> AbstractContextManager[object]:
+            return nullcontext() if first is None or first.is_planned else first.around_step()
+
         self._patches = [
-            Patch(trainer.strategy, "training_step", partial(_Offloaded, context=lambda: offload)),
+            Patch(trainer.strategy, "training_step", partial(_Offloaded, context=around)),
             Patch(trainer.strategy, "backward", partial(_Offloaded, context=offload.rest_of_step)),
         ]
+        if first is not None:  # of the module's own step: wrappers around it are called with a batch for that
+            self._patches.append(Patch(pl_module, "training_step", partial(_Offloaded, context=inside)))
         for patch in self._patches:
             patch.put_on()
         self._metrics = (
@@ -126,6 +142,10 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._patches:
             warn_of_what_hides(pl_module, "`activation_checkpointing_policy` of FSDPStrategy does without it")
+            if self._first is not None:
+                self._first.refuse_checkpointing(pl_module)
+                self._first.optimizers = trainer.optimizers
+                self._first.accumulation = trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._patches:
@@ -157,6 +177,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
             if isinstance(ours := patch.active, _Offloaded):
                 ours.context = nullcontext  # where another's around it keeps it from going
             patch.take_off()
+        if self._first is not None:
+            self._first.end()
         if patches:
             self._trace.end()
             set_local_ranks(0)
@@ -177,7 +199,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "offload": self.offload.config,
+            "offload": self.offload.config if self._first is None else self._first.config,
+            "_first": self._first is not None,
             "_patches": [],
             "_metrics": None,
             "_closes": True,
@@ -186,7 +209,8 @@ class OffloadCallback(*_callback_classes()):  # type: ignore[misc]  # the bases 
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         offload = offload_from(state["offload"])
-        self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]))
+        first = FirstBatch.wanted(state["_first"], None, offload, _SWITCH)
+        self.__dict__.update(state, offload=offload, _trace=StepTrace(offload, *state["_trace"]), _first=first)
 
 
 class CallbackFromEnvironment(OffloadCallback):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,7 +20,7 @@ from torch import nn
 from eager_offload import ConfigError, Offload
 from eager_offload.config import OffloadFields, switched_on
 from eager_offload.errors import tell, warn
-from eager_offload.integrations.calls import Given, OffloadedCalls, missing, offload_from
+from eager_offload.integrations.calls import FirstBatch, Given, OffloadedCalls, missing, offload_from
 from eager_offload.integrations.metrics import LogMetrics, OffloadMetrics, StepTrace, summarize
 from eager_offload.torch_private import Patch
 
@@ -32,6 +33,7 @@ except ImportError as error:
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
 
 _INSTEAD = "take OffloadTrainerMixin, which is around all of a training step"
+_SWITCH = "gradient_checkpointing=False of TrainingArguments, and model.gradient_checkpointing_disable()"
 
 if TYPE_CHECKING:
     _Base = Trainer  # what a mixin is mixed into
@@ -53,13 +55,18 @@ class OffloadTrainerCallback(TrainerCallback):
         log_metrics: ``True`` logs the three figures that matter, ``"all"`` every one, ``False`` none.
         trace_step: the optimizer step of a training, the first being 1, that is traced.
         trace_path: where that trace is written, for https://ui.perfetto.dev.
+        recompute: has the first batch planned to ``device_budget`` (by default what is free), by
+            :func:`eager_offload.plan`, and trains by that plan: blocks are computed again where that takes less time
+            than to move what they save.
         **fields: fields of ``OffloadConfig``.
 
     A copy or a pickle has an ``Offload`` of its own with the same configuration.
 
     Raises:
         ConfigError: for what is not accepted; when training begins, for ``torch.nn.DataParallel``, for models that
-            Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too.
+            Accelerate compiles with ``fullgraph``, and if another callback of this class or the mixin is there too;
+            with ``recompute`` for gradient checkpointing.
+        PlanError: from the first training step, if ``recompute`` is wanted and that cannot be planned.
     """
 
     def __init__(
@@ -69,18 +76,21 @@ class OffloadTrainerCallback(TrainerCallback):
         log_metrics: LogMetrics = True,
         trace_step: int | None = None,
         trace_path: str | os.PathLike[str] = "offload_trace.json",
+        recompute: bool = False,
         **fields: Unpack[OffloadFields],
     ) -> None:
         self._options: dict[str, Any] = {"log_metrics": log_metrics, "trace_step": trace_step, "trace_path": trace_path}
-        self._begin_with(offload_from(config, fields))
+        self._options["recompute"] = recompute
+        self._begin_with(offload_from(config, fields), config)
         self._closes = not isinstance(config, Offload)
 
-    def _begin_with(self, offload: Offload | None) -> None:
+    def _begin_with(self, offload: Offload | None, given: object = None) -> None:
         offload = offload if offload is not None and offload.config.enabled else None
         self.offload = offload
         """What moves the bytes, with its ``stats()``; ``None`` if it is switched off."""
-        self._metrics = self._trace = None
+        self._metrics = self._trace = self._first = None
         if offload is not None:
+            self._first = FirstBatch.wanted(self._options["recompute"], given, offload, _SWITCH)
             self._metrics = OffloadMetrics(offload, self._options["log_metrics"])
             self._trace = StepTrace(offload, self._options["trace_step"], self._options["trace_path"])
         self._saved_before = self._first_step = self._read_step = 0
@@ -101,6 +111,8 @@ class OffloadTrainerCallback(TrainerCallback):
         removal, self._removal = self._removal, None
         if removal is not None:
             removal()
+        if self._first is not None:
+            self._first.end()
         if self._trace is not None:
             self._trace.end()
         if self.offload is not None and self._closes:
@@ -112,6 +124,7 @@ class OffloadTrainerCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module | None = None,
+        optimizer: Any = None,
         **_: Any,
     ) -> None:
         # Called again for each batch size that is tried, and after training that has failed; not with step 0 where a
@@ -129,6 +142,10 @@ class OffloadTrainerCallback(TrainerCallback):
             )
         for option in _hiding_options(args):
             warn(f"{option} offloads by saved-tensor hooks too, and only one can have a tensor: leave that option out")
+        if self._first is not None:
+            self._first.refuse_checkpointing(model)
+            self._first.optimizers = [] if optimizer is None else [optimizer]
+            self._first.accumulation = args.gradient_accumulation_steps
         self.offload.skip_in(model)
         self._enter_around(model, self.offload, args)
         self._metrics.read()
@@ -148,7 +165,7 @@ class OffloadTrainerCallback(TrainerCallback):
                     "only what is inside of the compiled module. Take OffloadTrainerMixin, or leave that option out "
                     f"(the environment's ACCELERATE_DYNAMO_USE_{option.removeprefix('use_').upper()})"
                 )
-        self._calls = OffloadedCalls(model, offload, instead=_INSTEAD)
+        self._calls = OffloadedCalls(model, offload, instead=_INSTEAD, first=self._first)
         self._removal = weakref.finalize(self, self._calls.remove)
         self._removal.atexit = False
 
@@ -208,7 +225,9 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         config = None if self.offload is None else self.offload.config
-        own = dict.fromkeys(("_metrics", "_trace", "_state", "_model", "_removal", "_calls"))
+        if self._first is not None:
+            config = self._first.config
+        own = dict.fromkeys(("_metrics", "_trace", "_first", "_state", "_model", "_removal", "_calls"))
         return {**vars(self), "offload": config, **own, "_closes": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,8 +249,8 @@ class OffloadTrainerMixin(_Base):
     Args:
         offload: what :class:`OffloadTrainerCallback` takes as ``config``, or ``False`` for none. The default is
             :attr:`offload_config`. ``EAGER_OFFLOAD=0`` and ``=1`` overrule both.
-        offload_options: ``log_metrics``, ``trace_step`` and ``trace_path`` of :class:`OffloadTrainerCallback`; the
-            default is :attr:`offload_options`.
+        offload_options: ``log_metrics``, ``trace_step``, ``trace_path`` and ``recompute`` of
+            :class:`OffloadTrainerCallback`; the default is :attr:`offload_options`.
         *arguments, **named: the trainer's.
 
     Raises:
@@ -241,7 +260,7 @@ class OffloadTrainerMixin(_Base):
     offload_config: Given | bool = None
     """The class's own configuration."""
     offload_options: Mapping[str, Any] = MappingProxyType({})
-    """The class's own ``log_metrics``, ``trace_step`` and ``trace_path``."""
+    """The class's own ``log_metrics``, ``trace_step``, ``trace_path`` and ``recompute``."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -278,7 +297,7 @@ class OffloadTrainerMixin(_Base):
         if self._offload_callback is None or self.offload is None:
             return super().train(*arguments, **named)
         # The step of whichever class has one: backward is inside of it, in which a loss may run its forwards again.
-        step = Patch(self, "training_step", self.offload.around)
+        step = Patch(self, "training_step", self._offload_callback._around)
         step.put_on()
         try:
             return super().train(*arguments, **named)
@@ -292,6 +311,17 @@ class OffloadTrainerMixin(_Base):
 
 
 class _AroundLoss(OffloadTrainerCallback):
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        offload, first = self.offload, self._first
+        assert offload is not None
+
+        @wraps(step)
+        def around(*arguments: Any, **named: Any) -> Any:
+            with offload if first is None else first.around_step():
+                return step(*arguments, **named)
+
+        return around
+
     def _enter_around(self, model: nn.Module, offload: Offload, args: TrainingArguments) -> None:
         pass  # its training step runs in the context
 

@@ -59,12 +59,13 @@ def checkpointed(model: nn.Module, again: Mapping[str, Sequence[Kept]], verify: 
     if not (isinstance(verify, bool) or verify == "auto"):
         raise ConfigError(f'verify={verify!r} is not accepted: apply takes True (each step), False (none) or "auto"')
     used: list[tuple[ModuleCall, _Again]] = []
-    modules, checks = [*_modules_named(model, again)], Checks(verify)
+    modules, checks = deque(_modules_named(model, again)), Checks(verify)
+    del model  # whoever holds this holds no model
     try:
         with _lock:
-            for (name, kept), module in zip(again.items(), modules, strict=True):
-                one = _modules.setdefault(module, _Again(module))
-                used.append((ModuleCall.begin(module, one), one))
+            for name, kept in again.items():
+                one = _modules.setdefault(modules[0], _Again(modules[0]))
+                used.append((ModuleCall.begin(modules.popleft(), one), one))
                 one.name = name
                 one.users.append((checks, kept))
         yield checks

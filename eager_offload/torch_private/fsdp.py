@@ -71,10 +71,10 @@ def without_sharding(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     return kind.__new__(kind), kept
 
 
-def offloaded_modules(model: nn.Module) -> list[str]:
-    """Returns the names of the modules in ``model`` with torch's ``offload_wrapper``, which moves all their saves to
-    host memory."""
-    wrapper = if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+def wrapped_modules(model: nn.Module, kind: str) -> list[str]:
+    """Returns the names of the modules in ``model`` with torch's ``CheckpointWrapper``, or with its ``OffloadWrapper``,
+    which moves all their saves to host memory."""
+    wrapper = if_imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", kind)
     return [name for name, module in model.named_modules() if wrapper is not None and isinstance(module, wrapper)]
 
 

@@ -14,12 +14,12 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType, TorchDynamoPlugin
-from torch import nn
+from torch import Tensor, nn
 
 import eager_offload as eo
 from eager_offload.integrations.accelerate import OffloadPlugin
 from tests.integrations.accelerate_training import new_accelerator, prepared, train
-from tests.integrations.training import Model, exact, fields, moved, watched
+from tests.integrations.training import Model, counted, exact, fields, moved, watched
 from tests.threads import collect
 
 MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
@@ -100,6 +100,60 @@ def test_compiled_models_offload_inside_of_their_graphs(
     torch._dynamo.reset()
     stats = exact(expected, train(new_accelerator(**options()), plugin, make=make), plugin.offload)
     assert stats.compiled_regions > 0
+
+
+# -- a plan of the first batch --------------------------------------------------------------------------------------
+
+
+class Odd(Model):
+    """Does what depends on numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = super().forward(inputs)
+        return hidden * hidden.sum().item()
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. device_budget=1 B is too little:RuntimeWarning")
+def test_an_example_is_planned_before_the_first_call(capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = OffloadPlugin(device_budget=1, min_bytes=1024, recompute=True)
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Model())
+    (example, _), calls = next(iter(loader)), counted(model)
+    assert plugin.prepare(accelerator, model.train(), example=example) is model
+    assert calls == {}
+    assert "eager_offload: Model" in capsys.readouterr().err
+    assert plugin.offload.stats().plan is not None
+    model(example).square().mean().backward()
+    gradients = [one.grad for one in model.parameters()]
+    assert calls[True] > len([*model.modules()])
+    model.zero_grad()
+    plugin.remove()
+    model(example).square().mean().backward()
+    assert all(map(torch.equal, gradients, [one.grad for one in model.parameters()]))
+    with pytest.raises(eo.ConfigError, match=r"model.train\(\) before"):
+        plugin.prepare(accelerator, model.eval(), example=example)
+    with plugin.offload, pytest.raises(eo.ConfigError, match=r"cannot be inside of a `with` of that"):
+        plugin.prepare(accelerator, model.train())(example)
+    plugin.prepare(accelerator, model, example=example)
+    gone = weakref.ref(model)
+    accelerator.free_memory()
+    del model, accelerator
+    collect()
+    assert gone() is None, "neither the plugin nor the plan holds it"
+    plugin.close()
+
+
+def test_what_cannot_be_planned_is_one_error(plugin: OffloadPlugin) -> None:
+    accelerator = new_accelerator()
+    model, _, loader = prepared(accelerator, Odd())
+    planned = OffloadPlugin(recompute=True)
+    with pytest.raises(eo.PlanError, match=r"With recompute=True the first batch is planned: leave it out"):
+        planned.prepare(accelerator, model)(next(iter(loader))[0])
+    planned.close()
+    with pytest.raises(eo.ConfigError, match=r"it takes OffloadPlugin\(recompute=True\)"):
+        plugin.prepare(accelerator, model, example=next(iter(loader))[0])
+    with pytest.raises(eo.ConfigError, match="recompute=True beside an Offload"):
+        OffloadPlugin(plugin.offload, recompute=True)
 
 
 # -- what a script does besides -----------------------------------------------------------------------------------

@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import eager_offload as eo
 from tests.hazards.backends import hooks_are_gone
-from tests.integrations.training import FIGURES, THREE, exact, fails, fields, forget, moved, spill_files, watched
+from tests.hazards.programs import assert_identical
+from tests.integrations.training import (
+    FIGURES,
+    THREE,
+    counted,
+    exact,
+    fails,
+    fields,
+    forget,
+    moved,
+    spill_files,
+    watched,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,3 +195,47 @@ def test_what_is_not_accepted_is_refused(way: Any, tmp_path: Path) -> None:
 def test_training_of_which_nothing_moved_is_warned_of(way: Any, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"eager_offload: nothing moved, because .* min_bytes"):
         way.train(tmp_path, way.given())
+
+
+# -- what is computed again --------------------------------------------------------------------------------------------
+
+
+def budgeted(path: Path, budget: int | str) -> dict[str, Any]:
+    """Settings under which the first batch is planned."""
+    given = {name: value for name, value in fields(path).items() if name != "keep_last_bytes"}
+    return given | {"device_budget": budget, "recompute": True}
+
+
+def test_the_first_batch_is_planned_and_blocks_are_computed_again_to_the_same_bits(
+    way: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plainly = counted(model := way.model())
+    expected = way.train(tmp_path, None, model, evaluates=True)
+    given = way.given(**budgeted(tmp_path, 1))
+    for _ in range(2):  # each training plans its own first batch
+        calls = counted(model := way.model())
+        with pytest.warns(RuntimeWarning, match=r"device_budget=1 B is too little .* whose least is \d"):
+            found = way.train(tmp_path, given, model, evaluates=True)
+        way.end(given)
+        assert_identical(list(expected.parameters.values()), list(found.parameters.values()))
+        assert expected.losses == found.losses
+        assert calls[True] > plainly[True], "in backward"
+        assert calls[False] == plainly[False]
+        stats = given.offload.stats(synchronize=True)
+        assert stats.plan is not None
+        said = capsys.readouterr().err.splitlines()
+        assert sum(line == f"eager_offload: the plan said {stats.plan}" for line in said) == 1
+        assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+    assert hooks_are_gone()
+    assert spill_files(tmp_path) == []
+
+
+def test_what_recompute_does_not_go_with_is_one_error_that_says_what_to_leave_out(way: Any, tmp_path: Path) -> None:
+    model = way.model()
+    outside, _, name = way.block.rpartition(".")
+    model.get_submodule(outside)[int(name)] = checkpoint_wrapper(model.get_submodule(way.block))
+    given = way.given(**budgeted(tmp_path, "1GiB"))
+    with pytest.raises(eo.ConfigError, match=r"beside checkpointing .* switch that off \(.*leave recompute=True out"):
+        way.train(tmp_path, given, model)
+    way.end(given)
+    assert hooks_are_gone()

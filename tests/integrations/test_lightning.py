@@ -134,6 +134,14 @@ def test_another_wrapper_around_the_step_stays_when_ours_goes(tmp_path: Path) ->
     assert callback.offload.stats().saved_tensors == 0
 
 
+def test_where_no_module_is_called_before_backward_nothing_is_planned_and_bytes_move(tmp_path: Path) -> None:
+    settings = {name: value for name, value in fields(tmp_path).items() if name != "keep_last_bytes"}
+    callback = OffloadCallback(**settings, recompute=True)
+    with pytest.warns(RuntimeWarning, match="recompute=True has no effect: .* no module with parameters to train was"):
+        found = fit(tmp_path, callback, Cached, batches=5)
+    exact(fit(tmp_path, None, Cached, batches=5), found, callback.offload)
+
+
 def test_validation_test_and_predict_run_without_it(tmp_path: Path) -> None:
     callback, module = OffloadCallback(**fields(tmp_path)), module_of()
     trainer, seen = trainer_of(tmp_path, callback), watched(module.get_submodule(BLOCK))

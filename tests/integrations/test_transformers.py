@@ -164,6 +164,30 @@ def test_a_batch_size_that_is_too_large_is_tried_and_left(tmp_path: Path) -> Non
     assert first == third > 0, "what was saved before there was too little memory is in no step"
 
 
+@pytest.mark.filterwarnings("ignore:eager_offload. device_budget=1 B is too little:RuntimeWarning")
+def test_with_recompute_a_smaller_batch_is_planned_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    found = []
+    for given in None, OffloadTrainerCallback(device_budget=1, min_bytes=1024, recompute=True):
+        model, error = llama(), RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        fails(model.get_submodule(LAYER), error)
+        found.append(run(trainer_of(tmp_path, given, model, **changes)).parameters.values())
+        forget(error)
+        assert called_as_before(model)
+    assert all(map(torch.equal, *found))
+    assert moved(given.offload) > 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "eager_offload: the plan said" in line]
+    assert len(set(said)) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[*KINDS])
+def test_gradient_checkpointing_beside_recompute_is_refused_before_a_step(kind: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, kind(**fields(tmp_path), recompute=True), **checkpointing())
+    with pytest.raises(eo.ConfigError, match="gradient_checkpointing=False of TrainingArguments"):
+        trainer.train()
+    assert called_as_before(trainer.model)
+
+
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     expected = run(trainer_of(tmp_path, max_steps=4))
     given = ForMixin(**fields(tmp_path), log_metrics="all")

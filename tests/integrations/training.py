@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,14 @@ def watched(block: nn.Module) -> list[tuple[bool, bool]]:
     seen: list[tuple[bool, bool]] = []
     block.register_forward_pre_hook(lambda *_: seen.append((block.training, not hooks_are_gone())))
     return seen
+
+
+def counted(model: nn.Module) -> Counter[bool]:
+    """How many forwards modules of ``model`` begin from now on, in training (``True``) and in evaluation."""
+    calls = Counter[bool]()
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda called, _: calls.update([called.training]))
+    return calls
 
 
 def fails(block: nn.Module, error: BaseException, number: int = 2) -> None:

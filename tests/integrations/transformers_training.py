@@ -70,7 +70,7 @@ class ForMixin:
     """What a trainer with the mixin is given, by the arguments of a callback; ``offload`` is that of the last one."""
 
     def __init__(self, config: Any = None, **options: Any) -> None:
-        own = ("log_metrics", "trace_step", "trace_path")
+        own = ("log_metrics", "trace_step", "trace_path", "recompute")
         self.options = {name: options.pop(name) for name in own if name in options}
         self.config = eo.OffloadConfig.from_given(config, options) if options else config
         self.offload: eo.Offload | None = None

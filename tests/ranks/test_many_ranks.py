@@ -89,11 +89,13 @@ CASES: dict[str, dict[str, str]] = {
         [
             *("ddp", "ddp-mixed", "ddp-compiled", "ddp-regions"),
             *("fsdp2", "fsdp2-mixed", "fsdp2-compiled", "fsdp2-regions", "fsdp2-checkpointing", "fsdp2-their-offload"),
-            "fsdp2-parameters-on-cpu",
+            *("fsdp2-parameters-on-cpu", "ddp-recompute", "fsdp2-recompute"),
         ],
         "accelerate",
     ),
-    "with_lightning": dict.fromkeys(["ddp", "ddp-accumulation", "ddp-manual", "fully_shard"], "lightning"),
+    "with_lightning": dict.fromkeys(
+        ["ddp", "ddp-accumulation", "ddp-manual", "fully_shard", "ddp-recompute", "fully_shard-recompute"], "lightning"
+    ),
 }
 #: A rank that has two neighbouring stages.
 SENDS_TO_ITSELF = wrong_before((2, 12), "pipelines begin with messages to all neighbours, and gloo has none to oneself")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from eager_offload.integrations.accelerate import OffloadPlugin
 from tests.hazards.programs import assert_identical
 from tests.integrations.accelerate_training import new_accelerator, train
-from tests.integrations.training import WIDTH, Trained, exact, fields
+from tests.integrations.training import WIDTH, Model, Trained, counted, exact, fields
 from tests.ranks.launch import Ranks
 
 MIXED = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
@@ -111,6 +111,22 @@ def trains(
     plugin.close()
 
 
+def recomputes(ranks: Ranks, start: Callable[..., Accelerator]) -> None:
+    """Three steps without, and by the plan of the first batch, which is that of rank 0."""
+    plainly, calls = counted(whole := Model()), counted(again := Model())
+    without = train(start(), None, make=lambda: whole)
+    plugin = OffloadPlugin(min_bytes=1024, device_budget=1, recompute=True)
+    with warnings.catch_warnings(record=True):
+        found = train(start(), plugin, make=lambda: again)
+    assert_identical(list(without.parameters.values()), list(found.parameters.values()))
+    assert without.losses == found.losses
+    assert calls[True] > plainly[True], "in backward"
+    stats = plugin.offload.stats(synchronize=True)
+    assert stats.plan is not None
+    assert len({stats.plan.predicted_peak_bytes, *ranks.gathered(stats.plan.predicted_peak_bytes)}) == 1
+    plugin.close()
+
+
 def regions() -> dict[str, Any]:
     return compiled(use_regional_compilation=True)
 
@@ -130,6 +146,8 @@ SCENARIOS: dict[str, Callable[[Ranks], None]] = {
             "-regions": {"options": regions},
         }.items()
     },
+    "ddp-recompute": partial(recomputes, start=replicated),
+    "fsdp2-recompute": partial(recomputes, start=sharded),
     "fsdp2-checkpointing": partial(trains, start=sharded, options=fsdp(activation_checkpointing=True)),
     "fsdp2-their-offload": partial(
         trains,

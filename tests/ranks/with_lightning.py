@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from eager_offload.integrations.lightning import OffloadCallback
 from tests.hazards.backends import hooks_are_gone
 from tests.hazards.programs import assert_identical
 from tests.integrations.lightning_training import Manual, Steps, loader, module_of, trainer_of
-from tests.integrations.training import Trained, exact, fields, parameters, watched
+from tests.integrations.training import Trained, counted, exact, fields, parameters, watched
 from tests.ranks.launch import Ranks
 
 
@@ -31,6 +32,10 @@ class Sharded(Steps):
     def configure_model(self) -> None:
         for layer in self.net.first, *self.net.blocks, self.net.last, self.net:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
 
 def trains(ranks: Ranks, steps: type, strategy: Callable[[], Any], batches: int = 6, **settings: Any) -> None:
@@ -51,15 +56,30 @@ def trains(ranks: Ranks, steps: type, strategy: Callable[[], Any], batches: int 
     offload.close()
 
 
+def recomputes(ranks: Ranks, steps: type, strategy: Callable[[], Any]) -> None:
+    """Three steps without, and by the plan of the first batch."""
+    results, calls = [], []
+    callback = OffloadCallback(min_bytes=1024, device_budget=1, recompute=True)
+    for given in None, callback:
+        module = module_of(steps=steps)
+        calls.append(counted(module.net))
+        with warnings.catch_warnings(record=True):
+            trainer = trainer_of(ranks.directory, given, devices=2, strategy=strategy())
+            trainer.fit(module, loader(6))
+        results.append(list(parameters(trainer.strategy.model).values()))
+    assert_identical(*results)
+    assert calls[1][True] > calls[0][True], "in backward"
+    assert callback.offload.stats().plan is not None
+    assert hooks_are_gone()
+
+
 SCENARIOS: dict[str, Callable[[Ranks], None]] = {
     "ddp": partial(trains, steps=Steps, strategy=lambda: "ddp"),
     "ddp-accumulation": partial(trains, steps=Steps, strategy=lambda: "ddp", accumulate_grad_batches=2, batches=12),
     "ddp-manual": partial(trains, steps=Manual, strategy=lambda: DDPStrategy(find_unused_parameters=True)),
-    "fully_shard": partial(
-        trains,
-        steps=Sharded,
-        strategy=lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    ),
+    "fully_shard": partial(trains, steps=Sharded, strategy=sharded),
+    "ddp-recompute": partial(recomputes, steps=Steps, strategy=lambda: "ddp"),
+    "fully_shard-recompute": partial(recomputes, steps=Sharded, strategy=sharded),
 }
 
 
