@@ -155,8 +155,10 @@ class Offload:
         """
         matched, offloaders = self._matched.copy(), self._offloaders
         self.close()
-        settings = settings_of(plan, replace(config, device_budget=None, skip=plan.config.skip), {})
-        settings = OffloadConfig.from_dict({"skip": config.skip}, settings)
+        settings = settings_of(
+            plan, replace(config, device_budget=None, skip=plan.config.skip, only=plan.config.only), {}
+        )
+        settings = replace(settings, skip=config.skip, only=config.only)
         self._begin(settings, offloaders.given_runtime, offloaders.around_tier, self._accounts)
         self._matched = matched
         self._expect(plan)
