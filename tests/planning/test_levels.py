@@ -24,7 +24,7 @@ from eager_offload.planning.replay import Replay
 from eager_offload.planning.trace import record, trace
 from tests.hazards.backends import DiskBackend
 from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, Linears, Net, Stack, gradients, slow, wide
+from tests.planning.programs import CONFIG, Linears, Net, Operators, Stack, gradients, slow, wide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -282,16 +282,45 @@ class Once(Linears):
         return (h * self.table).cos()
 
 
-@pytest.mark.parametrize("how", ["a table", "a cast"])
+class Twins(Linears):
+    """Multiplies twice with the same weight at its first call; the second time, what the first one made is there."""
+
+    table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        near, far = h.sin(), h.cos()
+        if self.table is None:
+            self.table = torch.mm(near.detach(), self.down.weight.detach().t())
+        return h * (self.table + torch.mm(far, self.down.weight.t())).sum(1, keepdim=True).sin()
+
+
+class Weights(Twins):
+    """The same of two weights, by which alone the products differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(32, 128)
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.mm(h.detach(), self.up.weight.detach())
+        return h * (self.table + torch.mm(h, self.third.weight)).sum(1, keepdim=True).sin()
+
+
+#: What a block calls in forward alone.
+ONCE = {"a table": Once, "a cast": Once, "a result of the same kind": Twins, "a weight of the same kind": Weights}
+
+
+@pytest.mark.parametrize("how", ONCE)
 def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forward(how: str, disk: DiskBackend) -> None:
     """Of autocast's cache the second forward has its casts, and the recomputation has not."""
-    model, x = Net(Once, count=3), rows()
+    model, x = Net(ONCE[how], count=3), rows()
     recording = record(model, x, min_bytes=1024)
     names = [f"blocks.{number}" for number in range(3)]
 
     def loss() -> Tensor:
         for block in model.blocks:
-            block.table = None if how == "a table" else torch.ones(256, 128)
+            block.table = torch.ones(256, 128) if how == "a cast" else None
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "a cast"):
             return model(x) + model(x + 1)
 
@@ -303,3 +332,34 @@ def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forwar
             assert_identical(expected, gradients(model, loss, offload))
         assert offload.stats(synchronize=True).bytes_out > 0
         offload.close()
+
+
+class Many(Linears):
+    """Is given one tensor twice and parts of one in a list, has a constant, and multiplies with one weight twice."""
+
+    def forward(self, x: Tensor, given: list[Tensor] | None = None) -> Tensor:
+        first, second = [x, x] if given is None else [torch.cat(given[:2]), torch.stack(given[2:]).sum(0)]
+        return super().forward(x) + self.up(torch.cat((first, second)))[: len(x), :32] * torch.tensor([0.5])
+
+    def between(self, h: Tensor) -> Tensor:
+        return (h @ self.up.weight @ self.up.weight.t()).cos()
+
+
+@pytest.mark.parametrize("given", [None, lambda: [*rows().chunk(2), rows().sin(), rows()]], ids=["", "a list"])
+def test_each_kept_result_is_taken(given: Any) -> None:
+    model, x = Net(Many, given, count=3), rows()
+    recording = record(model, x, min_bytes=1024)
+    names = [f"blocks.{number}" for number in range(3)]
+    most = levels_of(recording, names, recording.program.seconds(MACHINE))[1]
+
+    def calls(again: Any) -> Counter[str]:
+        with eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0) as offload, checkpointed(model, again):
+            loss = model(x)
+        with Operators() as operators:
+            loss.backward()
+        assert offload.stats(synchronize=True).bytes_out > 0
+        return operators.seen
+
+    plain, whole, kept = calls({}), calls(dict.fromkeys(names, ())), calls(kept_by(recording, most))
+    for kind in {kept.kind for kept in recording.kept(recording.calls[names[0]], most[names[0]])}:
+        assert plain[kind] == kept[kind] < whole[kind]

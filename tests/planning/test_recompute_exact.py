@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
 from tests.hazards.programs import assert_identical
-from tests.planning.programs import Linears, Net, batch, gradients, plan_of_blocks
+from tests.planning.programs import Linears, Net, Operators, batch, gradients, plan_of_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,16 +192,6 @@ def test_nested_tensors_among_the_arguments_are_of_one_kind(layout: torch.layout
         for _ in range(3):
             assert_identical(*(gradients(net, lambda net=net: net(batch())) for net in nets))
     assert checks.calls == 4
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
