@@ -145,7 +145,7 @@ class _Again:
             """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
             if own:
                 if policy is not None:
-                    policy.forward.begin(tree_iter(given))
+                    policy.forward.begin(tree_iter(own[0]))
                 call_it = partial(run, *own.pop())
                 result = call_it() if check is None else check.forward(call_it)
                 if policy is not None and torch.is_grad_enabled():

@@ -299,12 +299,12 @@ class Weights(Twins):
 
     def __init__(self) -> None:
         super().__init__()
-        self.third = nn.Linear(32, 128)
+        self.near, self.far = (nn.Linear(32, 128, bias=False) for _ in range(2))
 
     def between(self, h: Tensor) -> Tensor:
         if self.table is None:
-            self.table = torch.mm(h.detach(), self.up.weight.detach())
-        return h * (self.table + torch.mm(h, self.third.weight)).sum(1, keepdim=True).sin()
+            self.table = torch.mm(h.detach(), self.near.weight.detach())
+        return h * (self.table + torch.mm(h, self.far.weight)).sum(1, keepdim=True).sin()
 
 
 #: What a block calls in forward alone.

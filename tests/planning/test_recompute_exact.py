@@ -187,6 +187,11 @@ def test_nested_tensors_among_the_arguments_are_of_one_kind(layout: torch.layout
     def given() -> Tensor:
         return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
 
+    if layout is torch.strided:
+        try:
+            checkpoint(torch.clone, given(), use_reentrant=False)
+        except RuntimeError as error:
+            pytest.skip(f"checkpoints of this torch are given none: {error}")
     nets = [Net(Given, given) for _ in range(2)]
     with plan.apply(nets[1]) as checks:
         for _ in range(3):
