@@ -25,8 +25,8 @@ from eager_offload.errors import ConfigError, SavedTensorModifiedError, tell, wa
 from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
-from eager_offload.torch_private.calls import without_torch_function
-from eager_offload.torch_private.memory import storage_key, tree_iter
+from eager_offload.torch_private.calls import schema_of, without_torch_function
+from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter
 
 #: Which calls are checked: the first of each kind, all, none.
 Verify: TypeAlias = Literal["auto"] | bool
@@ -217,6 +217,8 @@ class Policy:
         self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         #: What forward has called, in order, and what its operators were given; the same of the run that takes results.
         self.called: list[object] = []
+        #: Numbers of those whose results are kept, counted from 1.
+        self.kept_calls = set[int]()
         self.forward, self.again = _Flow(), _Flow()
 
     def __call__(self, context: Any, func: Any, /, *args: Any, **named: Any) -> CheckpointPolicy:
@@ -224,6 +226,8 @@ class Policy:
         number = calls[kind]
         calls[kind] += 1
         if number in self._numbers.get(kind, ()):
+            if not context.is_recompute:
+                self.kept_calls.add(len(self.called))
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -313,6 +317,8 @@ def _taking(base: Any) -> type:
                 if not any(text in str(error) for text in _REFUSALS):
                     raise
                 result = func(*args, **(kwargs or {}))
+            if self.at in self.policy.forward.written and self.at in self.policy.kept_calls:
+                result = func(*args, **(kwargs or {}))
             flow.made(self.at, result)
             return result
 
@@ -332,8 +338,10 @@ class _Flow:
 
     def __init__(self) -> None:
         #: By storage its name, and the offset in it of an argument of the block.
-        self._names: dict[int, tuple[object, int]] = {}
-        self._elsewhere: dict[int, tuple[object, int]] = {}
+        self._names: dict[int, tuple[tuple[object, int], int]] = {}
+        self._elsewhere: dict[int, tuple[tuple[object, int], int]] = {}
+        #: Numbers of operators whose results were written to: not every view of one has versions in common with it.
+        self.written = set[object]()
         #: The storages that the last operator was given.
         self._given: list[int] = []
         #: Of each argument the first one with the same memory.
@@ -348,12 +356,17 @@ class _Flow:
         keys = [storage_key(one.untyped_storage()) for one in tensors]
         self._forward, self._first = forward, [keys.index(key) for key in keys] if forward is None else forward._first
         for key, first, one in zip(keys, self._first, tensors, strict=False):
-            self._names.setdefault(key, (first, one.storage_offset()))
+            self._names.setdefault(key, (("given", first), one.storage_offset()))
 
     def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None) -> object:
         """Returns what tells a call of an operator from others."""
         self._given.clear()
         told = [func, *map(self._told, args)]
+        for place, name in _written(func):
+            for one in tensors_in(args[place] if place < len(args) else (named or {}).get(name)):
+                if type(one) in _PLAIN and _has_storage(one):
+                    made = self._names.get(storage_key(one.untyped_storage()))
+                    self.written.add(made and made[0][0])
         return [*told, *((key, self._told(one)) for key, one in named.items())] if named else told
 
     def made(self, number: int, result: Any) -> None:
@@ -379,7 +392,7 @@ class _Flow:
         name, offset = self._names.get(key) or self._from_elsewhere(key)
         return name, one.storage_offset() - offset, one.shape, one.stride(), one.dtype
 
-    def _from_elsewhere(self, key: int) -> tuple[object, int]:
+    def _from_elsewhere(self, key: int) -> tuple[tuple[object, int], int]:
         known = None if self._forward is None else self._forward._elsewhere.get(key)
         found = self._names[key] = self._elsewhere[key] = known or (("elsewhere", len(self._elsewhere)), 0)
         return found
@@ -389,6 +402,13 @@ class _Flow:
 _PLAIN = (Tensor, nn.Parameter)
 #: Numbers and names are told by themselves, and the rest of what operators are given by its class.
 _BY_VALUE = (int, float, bool, str, torch.dtype, torch.device, type(None))
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Returns the places and the names of what an operator writes to, as far as it says so."""
+    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has none
+    return [(place, one.name) for place, one in enumerate(given) if one.alias_info and one.alias_info.is_write]
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,19 +15,36 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import eager_offload as eo
 from eager_offload.planning.apply import checkpointed
-from eager_offload.planning.levels import Mixture, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.levels import (
+    Kept,
+    Mixture,
+    Recording,
+    computed_again,
+    has_steady_results,
+    kind_of_call,
+    levels_of,
+    mixtures,
+)
 from eager_offload.planning.machine import TABLE
 from eager_offload.planning.program import Problem, Program
 from eager_offload.planning.replay import Replay
 from eager_offload.planning.trace import record, trace
-from tests.hazards.backends import DiskBackend
-from tests.hazards.programs import assert_identical
+from tests.hazards.backends import Backend, DiskBackend
+from tests.hazards.programs import assert_identical, same_gradients
+from tests.matrix import Place, Way, makes_sense
 from tests.planning.programs import CONFIG, Linears, Net, Operators, Stack, gradients, slow, wide
+from tests.programs import Flag, Run, corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACE = Place.VIRTUAL if "tests.virtual_device.plugin" in sys.modules else Place.DISK
+#: What changes statistics is never computed again by a plan.
+PROGRAMS = [one for one in corpus() if makes_sense(one, Way.CHECKPOINTED, PLACE) and "statistics" not in one.name]
 
 MACHINE = slow(out=3e7, back=3e7, launch_seconds=1e-5)
 
@@ -363,3 +381,57 @@ def test_each_kept_result_is_taken(given: Any) -> None:
     plain, whole, kept = calls({}), calls(dict.fromkeys(names, ())), calls(kept_by(recording, most))
     for kind in {kept.kind for kept in recording.kept(recording.calls[names[0]], most[names[0]])}:
         assert plain[kind] == kept[kind] < whole[kind]
+
+
+class Steady(TorchDispatchMode):
+    """Names every second result that may be kept."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.number, self.calls, self.kept = first, Counter[str](), defaultdict[str, list[int]](list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = kind_of_call(func)
+        if has_steady_results(func, args, kwargs or {}):
+            self.number += 1
+            self.kept[kind] += [self.calls[kind]] * (self.number % 2)
+        self.calls[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(*given)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
+@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=map(str, PROGRAMS))
+@pytest.mark.sampled(2, quick=True)
+def test_programs_that_keep_every_second_result_have_the_same_bits(number: int, users_backend: Backend) -> None:
+    program = PROGRAMS[number]
+    assert program.step is not None
+    function, inputs = program.step()
+    with Steady(number) as steady:
+        function(*inputs)
+    kept = [Kept(kind, tuple(numbers), steady.calls[kind]) for kind, numbers in steady.kept.items()]
+
+    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def again(*inputs: Any) -> Any:
+            given = tree_map_only(Tensor, lambda one: one * 1 if one.requires_grad else one, inputs)
+            with checkpointed(model := nn.Sequential(Block(function)), {"0": kept}, verify=True):
+                return model[0](*given)
+
+        return again
+
+    same_gradients(
+        lambda around: program(Run(around, forward)),
+        users_backend,
+        moved=0.0,
+        reloads=False,
+        held=Flag.HELD in program.flags,
+        **program.fields,
+    )
