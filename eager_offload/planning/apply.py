@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -25,8 +25,8 @@ from eager_offload.errors import ConfigError, SavedTensorModifiedError, tell, wa
 from eager_offload.planning.levels import Kept, kind_of_call
 from eager_offload.planning.verify import Check, may_check, shape_of
 from eager_offload.torch_private.autograd import current_backward
-from eager_offload.torch_private.calls import TorchDispatchMode, without_newest_mode, without_torch_function
-from eager_offload.torch_private.memory import tree_iter
+from eager_offload.torch_private.calls import schema_of, without_torch_function
+from eager_offload.torch_private.memory import storage_key, tensors_in, tree_iter
 
 #: Which calls are checked: the first of each kind, all, none.
 Verify: TypeAlias = Literal["auto"] | bool
@@ -145,11 +145,15 @@ class _Again:
         def run_now(*held: Any) -> Any:
             """Calls the module with the caller's own objects in forward, and with copies of what they held after."""
             if own:
+                if policy is not None:
+                    policy.forward.begin(tree_iter(own[0]))
                 call_it = partial(run, *own.pop())
                 result = call_it() if check is None else check.forward(call_it)
                 if policy is not None and torch.is_grad_enabled():
                     self._compare(policy)
                 return result
+            if policy is not None:
+                policy.again.begin(tree_iter(held), policy.forward)
             call_it = partial(run, *_as_it_is(held))
             return call_it() if check is None else check.again(call_it)
 
@@ -212,16 +216,19 @@ class Policy:
         self._numbers = {one.kind: frozenset(one.numbers) for one in kept}
         #: Calls of operators so far, in forward, and as it is computed again: torch 2.11 asks there too.
         self._calls: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        #: What forward has called, in order.
+        #: What forward has called, in order, and what its operators were given; the same of the run that takes results.
         self.called: list[object] = []
+        #: Numbers of those whose results are kept, counted from 1.
+        self.kept_calls = set[int]()
+        self.forward, self.again = _Flow(), _Flow()
 
     def __call__(self, context: Any, func: Any, /, *args: Any, **named: Any) -> CheckpointPolicy:
-        if not context.is_recompute:
-            self.called.append(_signature(func, args))
         kind, calls = kind_of_call(func), self._calls[context.is_recompute]
         number = calls[kind]
         calls[kind] += 1
         if number in self._numbers.get(kind, ()):
+            if not context.is_recompute:
+                self.kept_calls.add(len(self.called))
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -236,15 +243,17 @@ class Policy:
     def contexts(self) -> tuple[Any, Any]:
         """Returns what forward runs in, and each time that it is computed again."""
         saving, taking = create_selective_checkpoint_contexts(self)  # type: ignore[no-untyped-call]  # no types
-        return saving, _First(taking, self.called)
+        for mode, derived in ((saving, _saving), (taking, _taking)):
+            mode.__class__ = derived(mode.__class__)  # which in a context is one of ``eager/checkpointing.py``
+            mode.policy = self
+        return saving, _First(taking)
 
 
 class _First:
     """Puts a context around the first ``with``; results are kept for one backward, and another computes all again."""
 
-    def __init__(self, context: Any, called: list[object]) -> None:
+    def __init__(self, context: Any) -> None:
         self._context: Any | None = context
-        self._called = called
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -252,55 +261,159 @@ class _First:
         self._entered.append(ExitStack())
         if context is not None:
             self._entered[-1].enter_context(context)
-            self._entered[-1].enter_context(_AsInForward(self._called))
 
     def __exit__(self, *raised: Any) -> Any:
         return self._entered.pop().__exit__(*raised)
 
 
-class _AsInForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
-    """Has kept results taken, by torch's mode below this one, as long as the operators are those of forward.
+@cache
+def _saving(base: Any) -> type:
+    class SavingMode(base):  # type: ignore[misc]  # a class of torch's, found when it runs
+        """Notes what forward calls."""
 
-    Results are told by numbers. From the first other operator on a number may be that of another result (of a table
-    that was made once, or a cast that autocast has kept), so from there on each operator runs. So does one whose kept
-    result was written to.
-    """
+        supports_higher_order_operators = True  # torch has its rules for them by the very class of a mode
+        policy: Policy
 
-    supports_higher_order_operators = True
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in SAC_IGNORED_OPS:
+                return func(*args, **(kwargs or {}))
+            flow, called = self.policy.forward, self.policy.called
+            called.append(flow.call(func, args, kwargs))
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            flow.made(len(called), result)
+            return result
 
-    def __init__(self, called: list[object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._called, self._at, self._is_other = called, 0, False
+    return SavingMode
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **named)
-        at, self._at = self._at, self._at + 1
-        self._is_other |= at >= len(self._called) or self._called[at] != _signature(func, args)
-        if not self._is_other:
+
+@cache
+def _taking(base: Any) -> type:
+    class TakingMode(base):  # type: ignore[misc]  # likewise
+        """Has kept results taken as long as the operators, and what they are given, are those of forward.
+
+        Results are told by numbers. From the first other operator on a number may be that of another result (of a
+        table that was made once, or a cast that autocast has kept), so from there on each operator runs. So does one
+        whose kept result was written to.
+        """
+
+        supports_higher_order_operators = True
+        policy: Policy
+        at, is_other = 0, False
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if self.is_other or func in SAC_IGNORED_OPS:
+                return func(*args, **(kwargs or {}))
+            flow, called, at = self.policy.again, self.policy.called, self.at
+            self.at += 1
+            self.is_other = at >= len(called) or called[at] != flow.call(func, args, kwargs)
+            if self.is_other:
+                return func(*args, **(kwargs or {}))
             try:
-                return func(*args, **named)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
             except (RuntimeError, SavedTensorModifiedError) as error:
                 if not any(text in str(error) for text in _REFUSALS):
                     raise
-        with without_newest_mode():
-            return func(*args, **named)
+                result = func(*args, **(kwargs or {}))
+            if self.at in self.policy.forward.written and self.at in self.policy.kept_calls:
+                result = func(*args, **(kwargs or {}))
+            flow.made(self.at, result)
+            return result
+
+    return TakingMode
 
 
 #: What torch's mode says where it has no result, or one that was written to.
 _REFUSALS = ("has been mutated", "encountered during backward")
 
 
-def _signature(func: Any, args: tuple[Any, ...]) -> object:
-    """Returns what tells a call of an operator from others, without holding what it is given."""
-    return func, *((shape_of(one), one.dtype) if type(one) in _PLAIN else type(one) for one in args)
+class _Flow:
+    """Names what the operators of one run of a block are given, without holding it.
+
+    A name is that of the memory: of an argument of the block by its place, of a result by the operator that made it, of
+    what comes from elsewhere, such as a parameter, by the order in which it comes; so it is the same in each run.
+    """
+
+    def __init__(self) -> None:
+        #: By storage its name, and the offset in it of an argument of the block.
+        self._names: dict[int, tuple[tuple[object, int], int]] = {}
+        self._elsewhere: dict[int, tuple[tuple[object, int], int]] = {}
+        #: Numbers of operators whose results were written to: not every view of one has versions in common with it.
+        self.written = set[object]()
+        #: The storages that the last operator was given.
+        self._given: list[int] = []
+        #: Of each argument the first one with the same memory.
+        self._first: list[int] = []
+        self._forward: _Flow | None = None
+
+    def begin(self, given: Iterable[Any], forward: _Flow | None = None) -> None:
+        """Names the arguments of the block: in forward, or as they are when it is computed again."""
+        if self._names:
+            return  # results are taken in the first run alone
+        tensors = [one for one in given if type(one) in _PLAIN and _has_storage(one)]
+        keys = [storage_key(one.untyped_storage()) for one in tensors]
+        self._forward, self._first = forward, [keys.index(key) for key in keys] if forward is None else forward._first
+        for key, first, one in zip(keys, self._first, tensors, strict=False):
+            self._names.setdefault(key, (("given", first), one.storage_offset()))
+
+    def call(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None) -> object:
+        """Returns what tells a call of an operator from others."""
+        self._given.clear()
+        told = [func, *map(self._told, args)]
+        for place, name in _written(func):
+            for one in tensors_in(args[place] if place < len(args) else (named or {}).get(name)):
+                if type(one) in _PLAIN and _has_storage(one):
+                    made = self._names.get(storage_key(one.untyped_storage()))
+                    self.written.add(made and made[0][0])
+        return [*told, *((key, self._told(one)) for key, one in named.items())] if named else told
+
+    def made(self, number: int, result: Any) -> None:
+        """Names what that operator has made, counted from 1; what shares memory with what it was given has a name."""
+        for place, one in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if type(one) in _PLAIN and _has_storage(one):
+                key = storage_key(one.untyped_storage())
+                if key not in self._given:
+                    self._names[key] = (number, place), 0
+
+    def _told(self, one: Any) -> object:
+        kind = type(one)
+        if kind in (list, tuple):
+            return [*map(self._told, one)]
+        if kind not in _PLAIN:
+            return one if kind in _BY_VALUE else kind
+        if not _has_storage(one):
+            return kind
+        if not one.dim() and kind is Tensor:  # a number that Python makes has the memory of what has gone
+            return one.dtype
+        key = storage_key(one.untyped_storage())
+        self._given.append(key)
+        name, offset = self._names.get(key) or self._from_elsewhere(key)
+        return name, one.storage_offset() - offset, one.shape, one.stride(), one.dtype
+
+    def _from_elsewhere(self, key: int) -> tuple[tuple[object, int], int]:
+        known = None if self._forward is None else self._forward._elsewhere.get(key)
+        found = self._names[key] = self._elsewhere[key] = known or (("elsewhere", len(self._elsewhere)), 0)
+        return found
 
 
 #: Of other classes even the shape may be asked of the modes.
 _PLAIN = (Tensor, nn.Parameter)
+#: Numbers and names are told by themselves, and the rest of what operators are given by its class.
+_BY_VALUE = (int, float, bool, str, torch.dtype, torch.device, type(None))
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Returns the places and the names of what an operator writes to, as far as it says so."""
+    given = getattr(schema_of(func), "arguments", ())  # a higher-order operator has none
+    return [(place, one.name) for place, one in enumerate(given) if one.alias_info and one.alias_info.is_write]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 #: Of each module that was ever computed again, for as long as it lives: a plan may be applied for each step anew.

@@ -19,7 +19,12 @@ from eager_offload.planning.levels import Dispatch, Recording, has_steady_result
 from eager_offload.planning.program import Op, Program, ProgramAsk, ProgramSave, Weight
 from eager_offload.planning.target import guessed_name
 from eager_offload.stats import KeepReason
-from eager_offload.torch_private.autograd import autograd_sequence, current_autograd_node, node_sequence
+from eager_offload.torch_private.autograd import (
+    autograd_sequence,
+    checkpoints_have_nodes,
+    current_autograd_node,
+    node_sequence,
+)
 from eager_offload.torch_private.calls import (
     OpOverload,
     TorchDispatchMode,
@@ -136,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
             self._calls.leave(self._place())
 
     def _place(self) -> Place:
-        node = self._nodes.get(autograd_sequence(), -1)
+        node = -1 if checkpoints_have_nodes else self._nodes.get(autograd_sequence(), -1)
         return Place(len(self._ops), len(self._saves), len(self._dispatches), node)
 
     def begin_backward(self, loss: Tensor) -> None:

@@ -44,7 +44,6 @@ NAMES = (
     "torch:Tensor._use_count",
     "torch:Tensor._version",
     "torch:utils._python_dispatch._disable_current_modes",
-    "torch:utils._python_dispatch._pop_mode_temporarily",
     "torch:utils._pytree",
     "torch:utils.checkpoint._CachedTorchDispatchMode",
     "torch:utils.checkpoint._CachingTorchDispatchMode",

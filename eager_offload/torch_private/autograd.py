@@ -155,6 +155,10 @@ def on_checkpoints(caching: Callable[[Any, Any, Any], None], cached: Callable[[A
     ]
 
 
+#: Whether a checkpoint saves what it is given by an autograd node of its own, as in torch 2.11.
+checkpoints_have_nodes = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
+
+
 def checkpoint_store_key(func: object, args: object) -> object:
     """Returns the key under which selective checkpointing stores the results of the operator ``func``."""
     key = getattr(torch.utils.checkpoint, "_sac_storage_key", None)

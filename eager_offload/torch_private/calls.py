@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from eager_offload.torch_private import Patch, if_imported
 
@@ -31,8 +31,6 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 #: Returns that mode of the calling thread, the outermost at 0.
 mode_at: Callable[[int], TorchDispatchMode] = torch._C._get_dispatch_stack_at
-#: A context without the dispatch mode that was entered last.
-without_newest_mode: Callable[[], AbstractContextManager[object]] = _pop_mode_temporarily
 
 
 def is_tracing() -> bool:

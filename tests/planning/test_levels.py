@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,19 +15,41 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import eager_offload as eo
 from eager_offload.planning.apply import checkpointed
-from eager_offload.planning.levels import Mixture, Recording, computed_again, levels_of, mixtures
+from eager_offload.planning.levels import (
+    Kept,
+    Mixture,
+    Recording,
+    computed_again,
+    has_steady_results,
+    kind_of_call,
+    levels_of,
+    mixtures,
+)
 from eager_offload.planning.machine import TABLE
 from eager_offload.planning.program import Problem, Program
 from eager_offload.planning.replay import Replay
 from eager_offload.planning.trace import record, trace
-from tests.hazards.backends import DiskBackend
-from tests.hazards.programs import assert_identical
-from tests.planning.programs import CONFIG, Linears, Net, Stack, gradients, slow, wide
+from tests.hazards.backends import Backend, DiskBackend
+from tests.hazards.programs import assert_identical, same_gradients
+from tests.matrix import Place, Way, makes_sense
+from tests.planning.programs import CONFIG, Linears, Net, Operators, Stack, gradients, slow, wide
+from tests.programs import Flag, Run, corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACE = Place.VIRTUAL if "tests.virtual_device.plugin" in sys.modules else Place.DISK
+#: What changes statistics, or the weight of an embedding, is never computed again by a plan.
+CHANGING = ("statistics", "embedding-with-a-norm")
+PROGRAMS = [
+    one
+    for one in corpus()
+    if makes_sense(one, Way.CHECKPOINTED, PLACE) and not any(name in one.name for name in CHANGING)
+]
 
 MACHINE = slow(out=3e7, back=3e7, launch_seconds=1e-5)
 
@@ -282,16 +305,45 @@ class Once(Linears):
         return (h * self.table).cos()
 
 
-@pytest.mark.parametrize("how", ["a table", "a cast"])
+class Twins(Linears):
+    """Multiplies twice with the same weight at its first call; the second time, what the first one made is there."""
+
+    table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        near, far = h.sin(), h.cos()
+        if self.table is None:
+            self.table = torch.mm(near.detach(), self.down.weight.detach().t())
+        return h * (self.table + torch.mm(far, self.down.weight.t())).sum(1, keepdim=True).sin()
+
+
+class Weights(Twins):
+    """The same of two weights, by which alone the products differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = (nn.Linear(32, 128, bias=False) for _ in range(2))
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.mm(h.detach(), self.near.weight.detach())
+        return h * (self.table + torch.mm(h, self.far.weight)).sum(1, keepdim=True).sin()
+
+
+#: What a block calls in forward alone.
+ONCE = {"a table": Once, "a cast": Once, "a result of the same kind": Twins, "a weight of the same kind": Weights}
+
+
+@pytest.mark.parametrize("how", ONCE)
 def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forward(how: str, disk: DiskBackend) -> None:
     """Of autocast's cache the second forward has its casts, and the recomputation has not."""
-    model, x = Net(Once, count=3), rows()
+    model, x = Net(ONCE[how], count=3), rows()
     recording = record(model, x, min_bytes=1024)
     names = [f"blocks.{number}" for number in range(3)]
 
     def loss() -> Tensor:
         for block in model.blocks:
-            block.table = None if how == "a table" else torch.ones(256, 128)
+            block.table = torch.ones(256, 128) if how == "a cast" else None
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "a cast"):
             return model(x) + model(x + 1)
 
@@ -303,3 +355,88 @@ def test_h75_a_kept_result_is_taken_as_long_as_the_operators_are_those_of_forwar
             assert_identical(expected, gradients(model, loss, offload))
         assert offload.stats(synchronize=True).bytes_out > 0
         offload.close()
+
+
+class Many(Linears):
+    """Is given one tensor twice and parts of one in a list, has a constant, and multiplies with one weight twice."""
+
+    def forward(self, x: Tensor, given: list[Tensor] | None = None) -> Tensor:
+        first, second = [x, x] if given is None else [torch.cat(given[:2]), torch.stack(given[2:]).sum(0)]
+        return super().forward(x) + self.up(torch.cat((first, second)))[: len(x), :32] * torch.tensor([0.5])
+
+    def between(self, h: Tensor) -> Tensor:
+        return (h @ self.up.weight @ self.up.weight.t()).cos()
+
+
+@pytest.mark.parametrize("given", [None, lambda: [*rows().chunk(2), rows().sin(), rows()]], ids=["", "a list"])
+def test_each_kept_result_is_taken(given: Any) -> None:
+    model, x = Net(Many, given, count=3), rows()
+    recording = record(model, x, min_bytes=1024)
+    names = [f"blocks.{number}" for number in range(3)]
+    most = levels_of(recording, names, recording.program.seconds(MACHINE))[1]
+
+    def calls(again: Any) -> Counter[str]:
+        with eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0) as offload, checkpointed(model, again):
+            loss = model(x)
+        with Operators() as operators:
+            loss.backward()
+        assert offload.stats(synchronize=True).bytes_out > 0
+        return operators.seen
+
+    plain, whole, kept = calls({}), calls(dict.fromkeys(names, ())), calls(kept_by(recording, most))
+    for kind in {kept.kind for kept in recording.kept(recording.calls[names[0]], most[names[0]])}:
+        assert plain[kind] == kept[kind] < whole[kind]
+
+
+class Steady(TorchDispatchMode):
+    """Names every second result that may be kept."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.number, self.calls, self.kept = first, Counter[str](), defaultdict[str, list[int]](list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = kind_of_call(func)
+        if has_steady_results(func, args, kwargs or {}):
+            self.number += 1
+            self.kept[kind] += [self.calls[kind]] * (self.number % 2)
+        self.calls[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(*given)
+
+
+@pytest.mark.filterwarnings("ignore:eager_offload. nothing moved:RuntimeWarning")
+@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=map(str, PROGRAMS))
+@pytest.mark.sampled(2, quick=True)
+def test_programs_that_keep_every_second_result_have_the_same_bits(number: int, users_backend: Backend) -> None:
+    program = PROGRAMS[number]
+    assert program.step is not None
+    function, inputs = program.step()
+    with Steady(number) as steady:
+        function(*inputs)
+    kept = [Kept(kind, tuple(numbers), steady.calls[kind]) for kind, numbers in steady.kept.items()]
+
+    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def again(*inputs: Any) -> Any:
+            given = tree_map_only(Tensor, lambda one: one * 1 if one.requires_grad else one, inputs)
+            with checkpointed(model := nn.Sequential(Block(function)), {"0": kept}, verify=True):
+                return model[0](*given)
+
+        return again
+
+    same_gradients(
+        lambda around: program(Run(around, forward)),
+        users_backend,
+        moved=program.moved / 4,
+        reloads=False,
+        held=Flag.HELD in program.flags,
+        **program.fields,
+    )

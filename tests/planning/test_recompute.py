@@ -192,8 +192,10 @@ def test_a_plan_is_applied_and_a_step_saves_what_it_says(plan: eo.Plan) -> None:
     with plan.apply(model), eo.Offload(tier="host", min_bytes=0, keep_last_bytes=0) as offload:
         assert_identical(expected, gradients(model, x))
         stats = offload.stats(synchronize=True)
+    with plan.apply(model):
+        empty = packs(lambda: model(x)).count(0)  # which the checkpoints of torch 2.11 save
     saves = plan.problem.program.saves
-    assert (stats.saved_tensors, stats.saved_bytes) == (len(saves), sum(save.nbytes for save in saves))
+    assert (stats.saved_tensors - empty, stats.saved_bytes) == (len(saves), sum(save.nbytes for save in saves))
     assert stats.bytes_out > 0
     assert len(saves) < len(packs(lambda: model(x)))
     with pytest.raises(eo.ConfigError, match="model=int is not accepted"), plan.apply(5):  # type: ignore[arg-type]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eager_offload as eo
 from tests.hazards.programs import assert_identical
-from tests.planning.programs import Linears, Net, batch, gradients, plan_of_blocks
+from tests.planning.programs import Linears, Net, Operators, batch, gradients, plan_of_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,21 +187,16 @@ def test_nested_tensors_among_the_arguments_are_of_one_kind(layout: torch.layout
     def given() -> Tensor:
         return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
 
+    if layout is torch.strided:
+        try:
+            checkpoint(torch.clone, given(), use_reentrant=False)
+        except RuntimeError as error:
+            pytest.skip(f"checkpoints of this torch are given none: {error}")
     nets = [Net(Given, given) for _ in range(2)]
     with plan.apply(nets[1]) as checks:
         for _ in range(3):
             assert_identical(*(gradients(net, lambda net=net: net(batch())) for net in nets))
     assert checks.calls == 4
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
