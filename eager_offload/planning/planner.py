@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -334,7 +334,7 @@ class _Search:
             if chooser is None:
                 chooser = self._chooser(mixture)
                 problem = chooser.problem
-                peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
+                peak = problem.unmoved_peak
                 forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
                 floor = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
                 self.points.append(Point(peak, peak, problem.compute_seconds))

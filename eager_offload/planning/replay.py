@@ -371,18 +371,31 @@ class Chooser:
                 return False
             return one.step_seconds >= below  # and so is what moves more
 
-        for part in self._parts[:: _FEW_WINDOWS if roughly else 1]:
+        least = self._least_part(budget)
+        tried = list[Chosen]()
+        for part in self._parts[::-_FEW_WINDOWS] if roughly else self._parts[::-1]:  # the larger, the faster
             halvings = _FEW_HALVINGS if roughly else _HALVINGS
-            for one in _tried(part, lambda one: one.peak_bytes > budget, halvings):
+            for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
+                tried.append(one)
                 if take(one):
                     break
         if not roughly:
             for part in self._parts:
                 for eighth in _EIGHTHS:
-                    take(one := part(eighth))
-                    if one.step_seconds >= below:
-                        break
+                    if eighth > least:
+                        take(one := part(eighth))
+                        if one.step_seconds >= below:
+                            break
+        if roughly and not fitting:
+            return min(tried, key=lambda one: (one.peak_bytes, one.step_seconds))
         return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
+
+    def _least_part(self, budget: int) -> float:
+        """Returns a part of the bytes of which less cannot be enough."""
+        storages = self.problem.program.storages
+        over = self.problem.unmoved_peak - sum(one.nbytes for one in storages if one.is_forced) - budget
+        most = max((one.nbytes / one.moved_bytes for one in storages if one.moved_bytes), default=1.0)
+        return min(max(over, 0) / (most * sum(one.moved_bytes for one in storages) or 1), 1.0)
 
     def hidden(self) -> Chosen:
         """Returns the decision that moves most of those that the link hides."""
@@ -413,16 +426,20 @@ class Chooser:
 
 
 def _tried(
-    part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool], halvings: int = _HALVINGS
+    part: Callable[[float], Chosen],
+    is_more: Callable[[Chosen], bool],
+    halvings: int = _HALVINGS,
+    begin: float = 0.0,
 ) -> Iterator[Chosen]:
-    """Yields what comes of the parts that a bisection tries; ``is_more``: whether a larger one is looked for."""
-    yield (low := part(0.0))
+    """Yields what comes of the parts from ``begin`` on that a bisection tries; ``is_more``: whether a larger one is
+    looked for."""
+    yield (low := part(begin))
     if not is_more(low):
         return
     yield (high := part(1.0))
     if is_more(high):
         return
-    begin, end = 0.0, 1.0
+    end = 1.0
     for _ in range(halvings):
         middle = (begin + end) / 2
         yield (found := part(middle))
