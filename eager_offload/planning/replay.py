@@ -369,23 +369,23 @@ class Chooser:
                 fitting.append(one)
                 below = min(below, one.step_seconds)
                 return False
-            return one.step_seconds >= below  # and so is what moves more
+            return one.step_seconds > below  # and so is what moves more
 
         least = self._least_part(budget)
         tried = list[Chosen]()
-        for part in self._parts[::-_FEW_WINDOWS] if roughly else self._parts[::-1]:  # the larger, the faster
-            halvings = _FEW_HALVINGS if roughly else _HALVINGS
+        parts = self._parts[:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
+        halvings = _FEW_HALVINGS if roughly else _HALVINGS
+        for part in parts:
             for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
                 tried.append(one)
                 if take(one):
                     break
-        if not roughly:
-            for part in self._parts:
-                for eighth in _EIGHTHS:
-                    if eighth > least:
-                        take(one := part(eighth))
-                        if one.step_seconds >= below:
-                            break
+        for part in parts if not (roughly and fitting) else ():  # of more, more may be on its way at one time
+            for eighth in _EIGHTHS:
+                if eighth > least:
+                    take(one := part(eighth))
+                    if one.step_seconds > below:
+                        break
         if roughly and not fitting:
             return min(tried, key=lambda one: (one.peak_bytes, one.step_seconds))
         return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
