@@ -298,7 +298,7 @@ class _Search:
     def best_points(self) -> Iterator[Point]:
         """Yields those of which none has a smaller peak and a faster step, the least peak first."""
         fastest = inf
-        for point in sorted(self.points):
+        for point in sorted([*self.points, *filter(None, [self.checkpointing])]):
             if point.step_seconds < fastest:
                 fastest = point.step_seconds
                 yield point
@@ -341,7 +341,7 @@ class _Search:
                 heappush(todo, (floor, order, mixture, chooser))
                 continue
             one = _Found(mixture, chooser, chooser.within(budget, roughly=True, below=_NEAR * bound))
-            self.points.append(Point.least_of(one.chosen))
+            self.points += map(Point.least_of, chooser.tried)
             finalists = sorted([*finalists, one], key=rank)[:_FINALISTS]
         best = finalists[0]
         if best is found:

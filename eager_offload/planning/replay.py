@@ -352,6 +352,8 @@ class Chooser:
         self._replay = Replay(problems[0])
         #: Say what comes of moving a part of the bytes, with each of the windows.
         self._parts = [cache(partial(self._replay.part, problem=one)) for one in problems]
+        #: What was tried to keep to budgets.
+        self.tried: list[Chosen] = []
 
     def within(self, budget: int, *, roughly: bool = False, below: float = math.inf) -> Chosen:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
@@ -365,6 +367,7 @@ class Chooser:
 
         def take(one: Chosen) -> bool:
             nonlocal below
+            self.tried.append(one)
             if one.peak_bytes <= budget:
                 fitting.append(one)
                 below = min(below, one.step_seconds)
@@ -372,12 +375,10 @@ class Chooser:
             return one.step_seconds > below  # and so is what moves more
 
         least = self._least_part(budget)
-        tried = list[Chosen]()
         parts = self._parts[:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
         for part in parts:
             for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
-                tried.append(one)
                 if take(one):
                     break
         for part in parts if not (roughly and fitting) else ():  # of more, more may be on its way at one time
@@ -387,7 +388,7 @@ class Chooser:
                     if one.step_seconds > below:
                         break
         if roughly and not fitting:
-            return min(tried, key=lambda one: (one.peak_bytes, one.step_seconds))
+            return min(self.tried, key=lambda one: (one.peak_bytes, one.step_seconds))
         return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
 
     def _least_part(self, budget: int) -> float:
