@@ -52,7 +52,7 @@ def test_the_front_is_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> Non
 def test_optimizers_and_meshes_have_names_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     def subject(*options: str) -> str:
         main(["plan", f"{MODELS}:two_blocks", "--device", "a100", *options])
-        return capsys.readouterr().out.partition(" on ")[0]
+        return capsys.readouterr().out.splitlines()[1].partition(" on ")[0]
 
     assert subject("--mesh", "2,8", "--accumulation", "4") == (
         "Stack, sharded over 8 devices, with 208.0 MiB of AdamW states"
