@@ -84,6 +84,11 @@ class Timeline:
                 called[number] = self.asked[self.asks[first - 1]]
         return called
 
+    @cached_property
+    def known(self) -> dict[float, list[bool]]:
+        """What links of some paces hide: the parts of one step are bisected through the same paces."""
+        return {}
+
 
 def share(step: Timeline, fraction: float) -> list[bool]:
     """Returns of each storage whether it moves, where that part of the bytes does: the least that is not less.
@@ -100,7 +105,8 @@ def share(step: Timeline, fraction: float) -> list[bool]:
         if len(most) - len(least) <= 1:
             break
         middle = (low + high) / 2
-        moves = hidden(step, 2.0**middle)
+        if (moves := step.known.get(middle)) is None:
+            moves = step.known[middle] = hidden(step, 2.0**middle)
         between = least | {number for number in most if moves[number]}
         if sum(nbytes[number] for number in between) < due:
             low, least = middle, between

@@ -276,7 +276,8 @@ class PlanFigures:
         if self.states is not None:
             states = f"with {size_text(self.states.nbytes)} of {self.states.name} states"
         table = _table(self.rows(), is_again=bool(self.again))
-        return "\n".join([f"{self.model}{shards} {states} on {self.machine}", *sentences(self), *table])
+        first, *others = sentences(self)
+        return "\n".join([first, f"{self.model}{shards} {states} on {self.machine}", *others, *table])
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -317,10 +318,8 @@ def _by_kind(program: Program) -> dict[str, int]:
 
 
 def sentences(plan: PlanFigures) -> list[str]:
-    """What comes of it, a line each."""
-    peak, budget, least = map(size_text, (plan.peak_bytes, plan.device_budget, plan.least_budget))
-    fits = "does not fit" if not plan.fits else "fits" if plan.moved_bytes or plan.again else "fits without offloading"
-    lines = [f"{fits}: a peak of {peak}, where {budget} may be taken; the least budget that can be kept is {least}"]
+    """What comes of it, a line each; the first one says whether it fits, how fast it is, and by what."""
+    lines = [_answer(plan), f"the least budget that can be kept is {size_text(plan.least_budget)}"]
     if not plan.fits and plan.device_budget >= plan.least_budget:
         lines.append('less would be taken with policy="least", which keeps to its budget')
     elif not plan.fits:
@@ -335,11 +334,6 @@ def sentences(plan: PlanFigures) -> list[str]:
         f"step: {about}{seconds_text(plan.step_seconds)}, {times:.3f} times one without transfers{again}; "
         f"floor {about}{seconds_text(plan.floor_seconds)}, of compute or transfers alone"
     )
-    if plan.again:
-        kinds = ", ".join(dict.fromkeys(map(kind_of, plan.again)))
-        kept = dict.fromkeys(one.name for each in plan.kept for one in each)
-        but = f", but for {', '.join(kept)}" if kept else ""
-        lines.append(f"computed again: {len(plan.again)} of {kinds}{but}")
     if plan.checkpointing is not None:
         lines.append(
             f"checkpointing instead: {about}{seconds_text(plan.checkpointing.step_seconds)}, "
@@ -347,10 +341,9 @@ def sentences(plan: PlanFigures) -> list[str]:
         )
     if plan.may_again is not None:
         names, peak_bytes, seconds = plan.may_again
-        kinds = ", ".join(dict.fromkeys(map(kind_of, names)))
         lines.append(
             f"recompute=True would make that at most {seconds_text(seconds)} ({seconds / (plan.step_seconds or 1):.2f} "
-            f"times), with a peak of {size_text(peak_bytes)}: {len(names)} of {kinds} computed again"
+            f"times), with a peak of {size_text(peak_bytes)}: {_kinds(names)} computed again"
         )
     if plan.is_small and not plan.movable_bytes:
         smallest = size_text(plan.config.size("min_bytes"))
@@ -372,6 +365,24 @@ def sentences(plan: PlanFigures) -> list[str]:
     if plan.host_budget is not None:
         lines.append(f"in the tier: {size_text(plan.host_bytes)}, where {size_text(plan.host_budget)} may rest")
     return lines
+
+
+def _answer(plan: PlanFigures) -> str:
+    peak, budget, stay, move = map(size_text, (plan.peak_bytes, plan.device_budget, plan.kept_bytes, plan.moved_bytes))
+    compute = plan.compute_seconds or 1
+    instead = "" if plan.checkpointing is None else f" (checkpointing: {plan.checkpointing.step_seconds / compute:.2f})"
+    if plan.again:
+        kept = dict.fromkeys(one.name for each in plan.kept for one in each)
+        among = f", {', '.join(kept)} among them," if kept else ""
+        what = f"{stay} stay and {move} move{among}; the rest of {_kinds(plan.again)} is computed again"
+    else:
+        what = f"{move} move and {stay} stay" if plan.moved_bytes else "nothing moves"
+    fits = f"fits in {peak} of {budget}" if plan.fits else f"does not fit: {peak}, where {budget} may be taken"
+    return f"{fits}; {plan.step_seconds / compute:.2f} of a step without{instead}; {what}"
+
+
+def _kinds(names: Sequence[str]) -> str:
+    return f"{len(names)} of {', '.join(dict.fromkeys(map(kind_of, names)))}"
 
 
 def _table(rows: Sequence[Row], *, is_again: bool) -> list[str]:

@@ -191,7 +191,8 @@ class _Run:
     """A block that is computed again."""
 
     call: Call
-    kept: frozenset[int]
+    #: What it keeps: the number of each dispatch, the dispatch, and a value that it has made.
+    kept: list[tuple[int, Dispatch, int]]
     again: list[int]
     #: The operator of the step without checkpoints before which it begins, and where that is in the step that is made.
     asked: int
@@ -251,10 +252,11 @@ def _runs(of: Recording, kept: Mixture) -> list[_Run]:
         name = of_save.get(ask.save, "")
         if not name or name in found:
             continue
-        call, dispatches = of.calls[name], frozenset(kept[name])
-        left_out = {of.dispatches[number].op for number in dispatches}
+        call, dispatches = of.calls[name], [(number, of.dispatches[number]) for number in sorted(kept[name])]
+        left_out = {one.op for _, one in dispatches}
+        results = [(number, one, value) for number, one in dispatches for value in range(one.first, one.last)]
         again = [op for op in range(call.begin, of.stop(call)) if op not in left_out]
-        run = found[name] = _Run(call, dispatches, again, ask.op, ask.op + added)
+        run = found[name] = _Run(call, results, again, ask.op, ask.op + added)
         ran = 0
         for op in range(call.begin, of.stop(call)):
             run.before[op] = ran
@@ -291,8 +293,7 @@ class _Maker:
         for run in runs:
             for given in run.call.inputs:
                 self.given[given.value].append((run, given))
-            for number in run.kept:
-                self.kept.update(dict.fromkeys(range(of.dispatches[number].first, of.dispatches[number].last), number))
+            self.kept.update((value, number) for number, _, value in run.kept)
         #: By value, saves of it, and asks: where they come in the step without checkpoints.
         self.saves_of: dict[int, list[int]] = defaultdict(list)
         self.asks_of: dict[int, list[ProgramAsk]] = defaultdict(list)
@@ -439,13 +440,11 @@ class _Maker:
                     nbytes = self.of.values[given.value].nbytes
                     made = ProgramSave(given.nbytes, given.requires_grad, given.reason, -1, nbytes, call.begin)
                     add((id(run), "input", place), id(run) if call.node < 0 else call.node, made, given.value)
-                for number in sorted(run.kept):
-                    dispatch = self.of.dispatches[number]
-                    for value in range(dispatch.first, dispatch.last):
-                        nbytes = self.of.values[value].nbytes
-                        reason = KeepReason.SMALL if nbytes < self.of.min_bytes else None
-                        made = ProgramSave(nbytes, False, reason, -1, nbytes, dispatch.op + 1)
-                        add((id(run), "kept", value), (id(run), number), made, value)
+                for number, dispatch, value in run.kept:
+                    nbytes = self.of.values[value].nbytes
+                    reason = KeepReason.SMALL if nbytes < self.of.min_bytes else None
+                    made = ProgramSave(nbytes, False, reason, -1, nbytes, dispatch.op + 1)
+                    add((id(run), "kept", value), (id(run), number), made, value)
             if save not in self.run_of_save:
                 add(save, one.node, one, self.of.saved_values[save])
         return found, numbers, renamed
@@ -461,10 +460,8 @@ class _Maker:
                 begun.add(id(run))
                 for place in range(len(run.call.inputs)):
                     yield ProgramAsk(renamed[id(run), "input", place], run.start)
-                for number in sorted(run.kept):
-                    dispatch = self.of.dispatches[number]
-                    for value in range(dispatch.first, dispatch.last):
-                        yield ProgramAsk(renamed[id(run), "kept", value], run.at(dispatch.op))
+                for _, dispatch, value in run.kept:
+                    yield ProgramAsk(renamed[id(run), "kept", value], run.at(dispatch.op))
                 added += len(run.again)
 
 

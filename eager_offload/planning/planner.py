@@ -9,12 +9,13 @@ these mixtures the fastest one that fits is taken. Only the step without checkpo
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from operator import add, attrgetter, itemgetter
+from heapq import heapify, heappop, heappush
+from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,9 @@ from eager_offload.torch_private.memory import tree_iter
 _HERE = "here"
 #: Of a step, the part that compute waits where it may be worth much to compute something again.
 _MUCH = 0.1
+#: So many mixtures are replayed in all windows, of those that come roughly as near to the best; of a sum of seconds, an
+#: error.
+_FINALISTS, _NEAR, _ROUNDING = 3, 1.01, 1e-9
 #: Of a budget of the tier, one part in so many is left for what its slabs round.
 _ROUNDED = 8
 
@@ -300,7 +304,8 @@ class Search:
             for names in _blocks(recording.program)
         )
         #: The same for all blocks; operators of compiled code cannot be told apart.
-        self.levels = levels_of(recording, self._blocks, recording.program.seconds(asked.machine))
+        self._seconds = recording.program.seconds(asked.machine)
+        self.levels = levels_of(recording, self._blocks, self._seconds)
         if is_compiled:
             self.levels = [self.levels[0], self.levels[-1]]
         #: What was found on the way.
@@ -331,8 +336,8 @@ class Search:
     @property
     def best_points(self) -> Iterator[Point]:
         """Yields those of which none has a smaller peak and a faster step, the least peak first."""
-        fastest = math.inf
-        for point in sorted(self.points):
+        fastest = inf
+        for point in sorted([*self.points, *filter(None, [self.checkpointing])]):
             if point.step_seconds < fastest:
                 fastest = point.step_seconds
                 yield point
@@ -350,45 +355,61 @@ class Search:
         replayed with all of them.
         """
         budget, machine = self._asked.budget, self._asked.machine
-        todo = []
-        for order, mixture in enumerate(among):
-            chooser = self._chooser(mixture, few=True)
-            problem = chooser.problem
-            peak = max(map(add, problem.program.other_bytes, problem.stored_bytes), default=0)
-            forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
-            seconds = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
-            self.points.append(Point(peak, peak, problem.compute_seconds))
-            todo.append((seconds, order, mixture, chooser))
-        todo.sort(key=itemgetter(0, 1))
 
         def rank(one: _Found) -> tuple[float, ...]:
             chosen = one.chosen
             return max(chosen.peak_bytes - budget, 0), chosen.step_seconds, chosen.outcome.moved_bytes
 
-        best = found
-        for seconds, _, mixture, chooser in todo:
-            if best is not None and best.chosen.peak_bytes <= budget and seconds >= best.chosen.step_seconds:
+        # A mixture stands in the heap with its compute, and once that is the least, with its floor.
+        todo: list[tuple[float, int, Mixture, Chooser | None]] = []
+        todo += [(self._compute_seconds(one), order, one, None) for order, one in enumerate(among)]
+        heapify(todo)
+        finalists = [] if found is None else [found]
+        while todo:
+            seconds, order, mixture, chooser = heappop(todo)
+            bound = min((one.chosen.step_seconds for one in finalists if one.chosen.peak_bytes <= budget), default=inf)
+            if seconds >= bound:
                 break
-            one = _Found(mixture, chooser, chooser.within(budget, roughly=True))
-            self.points.append(Point.least_of(one.chosen))
-            best = one if best is None or rank(one) < rank(best) else best
-        assert best is not None, "there is one without anything"
+            if chooser is None:
+                chooser = self._chooser(mixture)
+                problem = chooser.problem
+                peak = problem.unmoved_peak
+                forward, backward = problem.forward_seconds, problem.compute_seconds - problem.forward_seconds
+                floor = floor_seconds(forward, backward, max(peak - budget, 0), machine.out, machine.back)
+                self.points.append(Point(peak, peak, problem.compute_seconds))
+                heappush(todo, (floor, order, mixture, chooser))
+                continue
+            one = _Found(mixture, chooser, chooser.within(budget, roughly=True, below=_NEAR * bound))
+            self.points += map(Point.least_of, chooser.tried)
+            finalists = sorted([*finalists, one], key=rank)[:_FINALISTS]
+        best = finalists[0]
         if best is found:
             return best
-        chooser = self._chooser(best.mixture)
-        best = _Found(best.mixture, chooser, chooser.within(budget))
         if best.mixture:  # with all windows, what moves alone may be faster than it was roughly
-            best = min(best, _Found({}, self.nothing, self.nothing.within(budget)), key=rank)
+            finalists.append(_Found({}, self.nothing, best.chosen))
+        for mixture, chooser, _ in finalists:
+            bound = best.chosen.step_seconds if best.chosen.peak_bytes <= budget else inf
+            best = min(best, _Found(mixture, chooser, chooser.within(budget, below=bound)), key=rank)
         return best
 
-    def _chooser(self, mixture: Mixture, *, few: bool = False) -> Chooser:
+    def _compute_seconds(self, mixture: Mixture) -> float:
+        """Returns what the step of a mixture takes at least, without making it."""
+        of, seconds = self._recording, self._seconds
+        total = sum(seconds)
+        for name, kept in mixture.items():
+            left_out = {of.dispatches[number].op for number in kept}
+            call = of.calls[name]
+            total += sum(seconds[op] for op in range(call.begin, of.stop(call)) if op not in left_out)
+        return (1 - _ROUNDING) * total
+
+    def _chooser(self, mixture: Mixture) -> Chooser:
         program = computed_again(self._recording, mixture)
         seconds = tuple(program.seconds(self._asked.machine))
         step = on_one_device(program, self._asked.sharding, accumulates=self._asked.accumulates)
-        return _chooser(step, seconds, self._asked, few=few)
+        return _chooser(step, seconds, self._asked)
 
 
-def _chooser(program: Program, seconds: Sequence[float], asked: Asked, *, few: bool) -> Chooser:
+def _chooser(program: Program, seconds: Sequence[float], asked: Asked) -> Chooser:
     settings, machine = asked.settings, asked.machine
     device_bytes, movable = machine.memory_bytes or None, program.movable_bytes
     windows = settings.windows(lambda: device_bytes, [storage.nbytes for storage in program.storages])
@@ -407,7 +428,7 @@ def _chooser(program: Program, seconds: Sequence[float], asked: Asked, *, few: b
         machine.launch_seconds,
         rests - rests // _ROUNDED if isinstance(rests, int) else None,
     )
-    return Chooser(problem, sorted(tried)[:: 2 if few else 1])
+    return Chooser(problem, sorted(tried))
 
 
 def _check_what(model: object, loss: object, policy: str, *, recompute: object) -> None:

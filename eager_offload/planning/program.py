@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple, TypeAlias
 
 from eager_offload.core.budget import Timeline
@@ -205,6 +206,11 @@ class Problem:
         """Bytes of the storages that may move, at each operator, where none of them does."""
         storages = self.program.storages
         return living(len(self.op_seconds), [(one.nbytes, one.made, one.dropped) for one in storages])
+
+    @cached_property
+    def unmoved_peak(self) -> int:
+        """Bytes that live at one time at most where nothing moves."""
+        return max(map(add, self.program.other_bytes, self.stored_bytes), default=0)
 
     @property
     def compute_seconds(self) -> float:

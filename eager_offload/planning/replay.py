@@ -21,10 +21,11 @@ work for it, and a window takes memory.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
@@ -93,12 +94,19 @@ class Replay:
         spans = [(one.nbytes, one.made, count) for one in program.storages]
         self.made = list(map(add, living(count, spans), program.other_bytes))
 
-    def run(self, moves: Moves) -> Outcome:
-        """Returns what comes of it where those storages move, and those that do in any case, as the tier has room."""
-        return _Step(self, self.problem.within_room(moves)).run()
+    def run(self, moves: Moves, problem: Problem | None = None) -> Outcome:
+        """Returns what comes of it where those storages move, and those that do in any case, as the tier has room.
 
-    def part(self, fraction: float) -> Chosen:
-        return Chosen(self.problem, self.run(tuple(share(self.problem.timeline, fraction))), fraction)
+        Args:
+            problem: the same one in other windows.
+        """
+        problem = problem or self.problem
+        return _Step(self, problem, problem.within_room(moves)).run()
+
+    def part(self, fraction: float, problem: Problem | None = None) -> Chosen:
+        """Returns what comes of moving that part of the bytes."""
+        problem = problem or self.problem
+        return Chosen(problem, self.run(tuple(share(problem.timeline, fraction)), problem), fraction)
 
 
 class _Stored:
@@ -109,8 +117,8 @@ class _Stored:
 
 
 class _Step:
-    def __init__(self, of: Replay, moves: Moves) -> None:
-        self.of, self.moves, problem = of, moves, of.problem
+    def __init__(self, of: Replay, problem: Problem, moves: Moves) -> None:
+        self.of, self.moves = of, moves
         self.problem, self.saves, self.storages = problem, of.saves, problem.program.storages
         self.launch, self.host_waits = problem.launch_seconds, not (problem.launch_seconds or problem.ordered)
         self.queue, self.order, self.uses = ResidentQueue(0), PrefetchOrder(problem.ahead), StepUses()
@@ -305,8 +313,8 @@ class _Step:
 
 #: Bytes of the windows that a plan chooses among, beside the automatic one.
 WINDOWS = tuple(mebibytes << 20 for mebibytes in (272, 528, 1040, 2064))
-#: How often the part that moves is halved.
-_HALVINGS, _FEW_HALVINGS = 8, 5
+#: How often the part that moves is halved; of those windows one in so many is tried where roughly is enough.
+_HALVINGS, _FEW_HALVINGS, _FEW_WINDOWS = 8, 5, 2
 #: The parts that are tried for the least peak.
 _EIGHTHS = tuple(eighth / 8 for eighth in range(9))
 #: Of a step without waits: a wait that counts as none.
@@ -343,22 +351,52 @@ class Chooser:
         problems = [replace(problem, window=window, ahead=window) for window in windows] or [problem]
         self._replay = Replay(problems[0])
         #: Say what comes of moving a part of the bytes, with each of the windows.
-        self._parts = [cache(replay.part) for replay in (self._replay, *map(Replay, problems[1:]))]
+        self._parts = [cache(partial(self._replay.part, problem=one)) for one in problems]
+        #: What was tried to keep to budgets.
+        self.tried: list[Chosen] = []
 
-    def within(self, budget: int, *, roughly: bool = False) -> Chosen:
+    def within(self, budget: int, *, roughly: bool = False, below: float = math.inf) -> Chosen:
         """Returns the fastest decision whose peak is at most ``budget``, of those alike the one that moves least.
 
-        Where there is none, that of the least peak.
+        Where there is none, that of the least peak; what is not faster than ``below`` is looked for no further.
 
         Args:
-            roughly: whether it is enough to come near to it, in a third of the time.
+            roughly: whether it is enough to come near to it, in a part of the time.
         """
+        fitting = list[Chosen]()
+
+        def take(one: Chosen) -> bool:
+            nonlocal below
+            self.tried.append(one)
+            if one.peak_bytes <= budget:
+                fitting.append(one)
+                below = min(below, one.step_seconds)
+                return False
+            return one.step_seconds > below  # and so is what moves more
+
+        least = self._least_part(budget)
+        parts = self._parts[:: -_FEW_WINDOWS if roughly else -1]  # the larger, the faster
         halvings = _FEW_HALVINGS if roughly else _HALVINGS
-        found = [one for part in self._parts for one in _tried(part, lambda one: one.peak_bytes > budget, halvings)]
-        if not roughly:
-            found += self._eighths
-        fitting = [one for one in found if one.peak_bytes <= budget] or [self.least]
-        return min(fitting, key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
+        for part in parts:
+            for one in _tried(part, lambda one: one.peak_bytes > budget, halvings, least):
+                if take(one):
+                    break
+        for part in parts if not (roughly and fitting) else ():  # of more, more may be on its way at one time
+            for eighth in _EIGHTHS:
+                if eighth > least:
+                    take(one := part(eighth))
+                    if one.step_seconds > below:
+                        break
+        if roughly and not fitting:
+            return min(self.tried, key=lambda one: (one.peak_bytes, one.step_seconds))
+        return min(fitting or [self.least], key=lambda one: (one.step_seconds, one.outcome.moved_bytes))
+
+    def _least_part(self, budget: int) -> float:
+        """Returns a part of the bytes of which less cannot be enough."""
+        storages = self.problem.program.storages
+        over = self.problem.unmoved_peak - sum(one.nbytes for one in storages if one.is_forced) - budget
+        most = max((one.nbytes / one.moved_bytes for one in storages if one.moved_bytes), default=1.0)
+        return min(max(over, 0) / (most * sum(one.moved_bytes for one in storages) or 1), 1.0)
 
     def hidden(self) -> Chosen:
         """Returns the decision that moves most of those that the link hides."""
@@ -394,15 +432,20 @@ class Chooser:
 
 
 def _tried(
-    part: Callable[[float], Chosen], is_more: Callable[[Chosen], bool], halvings: int = _HALVINGS
+    part: Callable[[float], Chosen],
+    is_more: Callable[[Chosen], bool],
+    halvings: int = _HALVINGS,
+    begin: float = 0.0,
 ) -> Iterator[Chosen]:
-    """Yields what comes of the parts that a bisection tries; ``is_more``: whether a larger one is looked for."""
-    low, high = part(0.0), part(1.0)
-    yield low
-    yield high
-    if not is_more(low) or is_more(high):
+    """Yields what comes of the parts from ``begin`` on that a bisection tries; ``is_more``: whether a larger one is
+    looked for."""
+    yield (low := part(begin))
+    if not is_more(low):
         return
-    begin, end = 0.0, 1.0
+    yield (high := part(1.0))
+    if is_more(high):
+        return
+    end = 1.0
     for _ in range(halvings):
         middle = (begin + end) / 2
         yield (found := part(middle))

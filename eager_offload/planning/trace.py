@@ -38,7 +38,6 @@ from eager_offload.planning.apply import checkpointed
 from eager_offload.planning.blocks import Blocks
 from eager_offload.planning.levels import Kept, Recording
 from eager_offload.planning.numbers import CACHE, by_itself, caches_apart, numbers_of_its_own
-from eager_offload.planning.program import Program
 from eager_offload.planning.recorder import Recorder, is_of_fakes
 from eager_offload.planning.stand_ins import StandIns, are_on, modules_convertible, values_in
 from eager_offload.planning.target import CPU, TargetKernels, autocast_of, device_of
@@ -49,20 +48,6 @@ from eager_offload.torch_private.memory import tree_iter
 _NOTHING: Mapping[str, Sequence[Any]] = {}
 #: Modules of torch that raise these errors for an operator, and not for what a model leaves out or asserts.
 _OPERATORS = ("torch.nn.attention", "torch._ops", "torch._higher_order_ops")
-
-
-def trace(
-    model: nn.Module,
-    inputs: object,
-    loss: Callable[[Any], Tensor] | None = None,
-    *,
-    min_bytes: int,
-    patterns: Mapping[str, Sequence[str]] = _NOTHING,
-    again: Mapping[str, Sequence[Kept]] = _NOTHING,
-    target: str = CPU,
-) -> Program:
-    """One training step of ``model`` as numbers: see :func:`record`."""
-    return record(model, inputs, loss, min_bytes=min_bytes, patterns=patterns, again=again, target=target).program
 
 
 def record(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eager_offload as eo
 from eager_offload import contexts
-from eager_offload.planning.trace import trace
+from eager_offload.planning.trace import record
 from eager_offload.torch_private.autograd import top_pack_hook
 from tests.hazards.programs import assert_identical
 from tests.planning.programs import CONFIG, assert_trained, gradients, slow, wide
@@ -129,7 +129,7 @@ def test_what_another_thread_draws_meanwhile_it_does_not_draw_again() -> None:
     thread = threading.Thread(target=draw, daemon=True)
     thread.start()
     before = torch.random.default_generator
-    program = trace(model, torch.ones(4, 8), min_bytes=0)
+    program = record(model, torch.ones(4, 8), min_bytes=0).program
     thread.join()
     assert sum(op.name in ("native_dropout", "bernoulli_") for op in program.ops) == 2
     assert torch.equal(torch.cat(found), torch.cat(expected))

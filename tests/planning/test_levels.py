@@ -33,7 +33,7 @@ from eager_offload.planning.levels import (
 from eager_offload.planning.machine import TABLE
 from eager_offload.planning.program import Problem, Program
 from eager_offload.planning.replay import Replay
-from eager_offload.planning.trace import record, trace
+from eager_offload.planning.trace import record
 from tests.hazards.backends import Backend, DiskBackend
 from tests.hazards.programs import assert_identical, same_gradients
 from tests.matrix import Place, Way, makes_sense
@@ -164,7 +164,7 @@ def test_the_step_of_a_level_is_what_a_trace_of_the_model_with_its_checkpoints_f
     assert len(computed_again(recording, found[-1]).ops) > len(recording.program.ops)
     for mixture in tried(found):
         made = computed_again(recording, mixture)
-        again = trace(model, x, min_bytes=1024, again=kept_by(recording, mixture))
+        again = record(model, x, min_bytes=1024, again=kept_by(recording, mixture)).program
         assert Counter(op.name for op in made.ops) == Counter(op.name for op in again.ops)
         for part in (0.0, 0.5, 1.0):
             (seconds, peak), (traced_seconds, traced_peak) = outcome(made, part), outcome(again, part)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from eager_offload.planning.trace import trace
+from eager_offload.planning.trace import record
 from tests.planning.test_trace import assert_like, really
 from tests.real_models.models import ARCHITECTURES, Batch, padded_words
 
@@ -23,7 +23,7 @@ def assert_traced_as_it_runs(name: str, batch: Batch | None = None, **config: ob
     torch.manual_seed(0)
     model = ARCHITECTURES[name].build(**config).train()
     batch = batch or ARCHITECTURES[name].batch()
-    program = trace(model, batch, min_bytes=NBYTES)
+    program = record(model, batch, min_bytes=NBYTES).program
     assert_like(program, really(lambda: model(**batch).loss, NBYTES))
     assert program.movable_bytes > 0
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import eager_offload as eo
 from eager_offload.core.selection import reason_to_stay
 from eager_offload.planning.program import Program
-from eager_offload.planning.trace import trace
+from eager_offload.planning.trace import record
 from eager_offload.stats import KeepReason
 from eager_offload.torch_private.inductor import FakeTensorMode
 from tests.fake_cuda.saves import recorded, saved_bytes
@@ -62,7 +62,7 @@ def assert_like(program: Program, real: tuple[list[Saved], list[int]]) -> None:
 
 def test_saves_and_asks_of_a_small_model_are_those_of_its_step() -> None:
     model, x = small()
-    program = trace(model, x, min_bytes=1 << 10)
+    program = record(model, x, min_bytes=1 << 10).program
     assert_like(program, really(lambda: model(x), 1 << 10))
     assert program.movable_bytes == sum(one.nbytes for one in program.storages) > 0
     assert {save.reason for save in program.saves} == {None, KeepReason.PARAMETER, KeepReason.SMALL}
@@ -76,7 +76,7 @@ def test_saves_and_asks_of_a_small_model_are_those_of_its_step() -> None:
 
 def test_bytes_that_live_are_parameters_inputs_gradients_and_what_is_computed() -> None:
     model, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
-    program = trace(model, x, lambda out: out.exp().sum(), min_bytes=0)
+    program = record(model, x, lambda out: out.exp().sum(), min_bytes=0).program
     # mm, exp, sum; and backward: the product of both gradients, and the parameter's.
     assert [op.name for op in program.ops[:3]] == ["mm", "exp", "sum"]
     weight, data = 4 * 64, 4 * 32
@@ -131,7 +131,7 @@ def test_what_is_known_does_not_depend_on_what_had_its_memory_before() -> None:
             return h.sum()
 
     x = torch.ones(2, 4, requires_grad=True)
-    program = trace(Overwritten(), (x, torch.ones(4, dtype=torch.bool)), min_bytes=0)
+    program = record(Overwritten(), (x, torch.ones(4, dtype=torch.bool)), min_bytes=0).program
     assert [op.name for op in program.ops].count("relu") == 4
 
 
@@ -147,7 +147,7 @@ def test_integers_and_booleans_of_the_inputs_may_steer() -> None:
 
     model, words = Masked(), torch.arange(8)
     for mask in (torch.ones(8, dtype=torch.bool), torch.arange(8) < 5):
-        program = trace(model, (words, mask), min_bytes=0)
+        program = record(model, (words, mask), min_bytes=0).program
         assert_like(program, really(lambda mask=mask: model(words, mask), 0))
 
 
@@ -163,14 +163,14 @@ def test_a_model_that_saves_nothing_or_returns_no_loss_is_an_error() -> None:
         eo.plan(Nothing(2, 2), torch.ones(1, 2), device="h200")
     with pytest.raises(eo.PlanError, match=r"loss=... returns float, of which there are no gradients"):
         eo.plan(Nothing(2, 2), torch.ones(1, 2), loss=lambda out: 1.0, device="h200")
-    program = trace(Nothing(2, 2), torch.ones(1, 2), lambda out: out["logits"].sum(), min_bytes=0)
+    program = record(Nothing(2, 2), torch.ones(1, 2), lambda out: out["logits"].sum(), min_bytes=0).program
     assert program.forward_ops == 2
 
 
 def test_the_first_trace_of_a_recurrent_layer_is_as_the_next_ones() -> None:
     model, x = nn.LSTM(64, 128), torch.randn(4, 2, 64)
     FakeTensorMode.cache_clear()
-    first, second = (trace(model, x, lambda out: out[0].sum(), min_bytes=0) for _ in range(2))
+    first, second = (record(model, x, lambda out: out[0].sum(), min_bytes=0).program for _ in range(2))
     assert first.other_bytes == second.other_bytes
 
 
@@ -224,7 +224,7 @@ def checkpointed(**options: Any) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_model_checkpoints_itself_is_computed_again_in_the_trace(reentrant: bool) -> None:
     model, x = checkpointed(use_reentrant=reentrant)
-    program = trace(model, x, min_bytes=0)
+    program = record(model, x, min_bytes=0).program
     assert_like(program, really(lambda: model(x), 0))
     assert len(program.ops) - program.forward_ops > 2 * program.forward_ops
 
@@ -233,7 +233,7 @@ def test_what_a_models_checkpoints_save_is_planned_and_followed(tmp_path: Path) 
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     model, x = checkpointed(use_reentrant=False, context_fn=contexts)
     seen_by_hooks, _ = really(lambda: model(x), 1 << 10)
-    assert len(trace(model, x, min_bytes=1 << 10).saves) > len(seen_by_hooks)
+    assert len(record(model, x, min_bytes=1 << 10).program.saves) > len(seen_by_hooks)
     model.zero_grad()
     trained(eo.plan(model, x, policy="max", config={"min_bytes": "1KiB"}), model, x, tmp_path, 1)
 
@@ -250,15 +250,15 @@ def test_regions_marks_and_skipped_modules_stay() -> None:
             return eo.keep(self.second(self.first(x).sigmoid()).tanh()).sum()
 
     model, x = Marked(), torch.randn(16, 32, requires_grad=True)
-    reasons = [save.reason for save in trace(model, x, min_bytes=64).saves]
+    reasons = [save.reason for save in record(model, x, min_bytes=64).program.saves]
     assert reasons.count(KeepReason.REGION) == 1
-    skipped = trace(model, x, min_bytes=64, patterns={"skip": ["second"]})
+    skipped = record(model, x, min_bytes=64, patterns={"skip": ["second"]}).program
     assert [save.reason for save in skipped.saves].count(KeepReason.REGION) == 2
-    only = trace(model, x, min_bytes=64, patterns={"only": ["second"]})
+    only = record(model, x, min_bytes=64, patterns={"only": ["second"]}).program
     assert [save.reason for save in only.saves].count(None) == 1
     for field in ("skip", "only"):
         with pytest.raises(eo.ConfigError, match=f"{field}='third'"):
-            trace(model, x, min_bytes=64, patterns={field: ["third"]})
+            record(model, x, min_bytes=64, patterns={field: ["third"]})
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_model_on_meta_is_planned_as_a_real_one() -> None:
     model, x = small()
     with torch.device("meta"):
         other = Stack(2, 32, 4, 2, 64)
-    assert trace(other, x.to("meta"), min_bytes=0) == trace(model, x, min_bytes=0)
+    assert record(other, x.to("meta"), min_bytes=0).program == record(model, x, min_bytes=0).program
     assert {one.device.type for one in other.parameters()} == {"meta"}
 
 
@@ -348,7 +348,7 @@ def test_tied_parameters_and_views_of_one_are_one_storage() -> None:
         def forward(self, words: Tensor) -> Tensor:
             return self.head(self.words(words) + self.part.sum()).exp().sum()
 
-    program = trace(Tied(), torch.arange(8), min_bytes=0)
+    program = record(Tied(), torch.arange(8), min_bytes=0).program
     assert program.other_bytes[0] < 2 * 4 * 64 * 8
 
 
@@ -439,12 +439,12 @@ def taken() -> list[Any]:
 
 def saved(function: Callable[..., Tensor], x: Tensor, *parameters: Tensor, target: str = "cuda") -> list[Sized]:
     """What ``function`` saves in a trace for ``target``, in any order."""
-    trace(Noting(function, *parameters), x, min_bytes=0, target=target)
+    record(Noting(function, *parameters), x, min_bytes=0, target=target)
     return sorted(taken(), key=str)
 
 
 def traced(function: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Program:
-    return trace(Calling(function, *parameters), x, min_bytes=0, target="cuda")
+    return record(Calling(function, *parameters), x, min_bytes=0, target="cuda").program
 
 
 def in_order(*found: Sized) -> list[Sized]:
@@ -465,7 +465,7 @@ def test_saves_are_those_of_cudas_kernels(stride: int) -> None:
 
 
 def test_a_trace_for_a_cpu_has_its_kernels_and_guesses_nothing() -> None:
-    program = trace(Calling(lambda x: F.dropout(x, 0.1)), empty(4, 8), min_bytes=0)
+    program = record(Calling(lambda x: F.dropout(x, 0.1)), empty(4, 8), min_bytes=0).program
     assert "bernoulli_" in [op.name for op in program.ops]
     assert program.guessed == ()
 
